@@ -1,0 +1,1 @@
+"""What the cluster is: its hosts, its topology, what one host holds."""

@@ -1,0 +1,69 @@
+"""Everything that distrib raises on purpose.
+
+    DistribError              something a person can mend; `hint` says how
+    ├── ConfigError           what was asked for cannot be: arguments, files (exit code 2)
+    │   ├── HostfileError     a hostfile or host list, with file, line and column
+    │   └── TopologyError     a topology file, with file, line and the path inside it
+    ├── PreflightError        the hosts are not fit to run the job (exit code 3)
+    ├── LaunchError           the job could not be started, or not as planned
+    └── TrainingError         misuse of the library inside a script
+"""
+
+from __future__ import annotations
+
+
+class DistribError(Exception):
+    """Something a person can mend. `str()` gives one line: what, where, and what to do."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, hint: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.hint}" if self.hint else self.what
+
+
+class ConfigError(DistribError):
+    """What was asked for cannot be."""
+
+    exit_code = 2
+
+
+class HostfileError(ConfigError):
+    """A hostfile or host list that cannot be read as one.
+
+    `source` is the file, or a name such as `-H`; `line` and `column` count from 1, 0 where there is none.
+    """
+
+    def __init__(self, what: str, *, source: str, line: int = 0, column: int = 0, hint: str = "") -> None:
+        place = ":".join([source, *(str(n) for n in (line, column) if n)])
+        super().__init__(f"{place}: {what}", hint=hint)
+        self.source = source
+        self.line = line
+        self.column = column
+
+
+class TopologyError(ConfigError):
+    """A topology file that cannot be read as one; `line` counts from 1, 0 where unknown."""
+
+    def __init__(self, what: str, *, source: str, line: int = 0, hint: str = "") -> None:
+        super().__init__(f"{source}:{line}: {what}" if line else f"{source}: {what}", hint=hint)
+        self.source = source
+        self.line = line
+
+
+class PreflightError(DistribError):
+    """The hosts are not fit to run the job."""
+
+    exit_code = 3
+
+
+class LaunchError(DistribError):
+    """The job could not be started, or not as planned."""
+
+
+class TrainingError(DistribError):
+    """Misuse of the library inside a training script."""

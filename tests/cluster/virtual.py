@@ -1,0 +1,339 @@
+"""Hosts made of Linux namespaces, joined by links of a chosen rate.
+
+Every host has its own network, UTS, IPC and mount namespace: its own hostname, hosts file, `/dev/shm`, sshd and one
+network card `eth0`, plugged into a bridge that lives in a namespace of its own. The file system and the process
+numbers are shared with the machine. Addresses come from 198.18.0.0/15 (RFC 2544, set aside for benchmarks) and
+never leave the namespaces. Needs root, iproute2 and sshd; nothing outside the namespaces is touched except
+`/etc/netns/<name>`, which `down` removes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+STATE_ROOT = Path("/run/distrib-cluster")
+HOME_SSH = Path.home() / ".ssh"
+UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+
+
+class ClusterUnavailable(Exception):
+    """Why this machine cannot build a virtual cluster."""
+
+
+def why_unavailable() -> str | None:
+    """What is missing here for a virtual cluster, or None."""
+    if os.geteuid() != 0:
+        return "needs root"
+    for tool in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen"):
+        if shutil.which(tool) is None:
+            return f"needs the command {tool}"
+    if not Path("/usr/sbin/sshd").exists():
+        return "needs /usr/sbin/sshd"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return None if probe.returncode == 0 else f"needs network namespaces ({probe.stderr.strip()})"
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second of a rate as `tc` writes it: `1gbit`, `200mbit`."""
+    for unit in sorted(UNITS, key=len, reverse=True):
+        if text.endswith(unit):
+            return int(float(text[: -len(unit)]) * UNITS[unit])
+    raise ValueError(f"{text!r} is no rate such as 200mbit or 1gbit")
+
+
+def _sh(*command: str, check: bool = True, text: str | None = None) -> str:
+    result = subprocess.run(command, input=text, capture_output=True, text=True)
+    if check and result.returncode:
+        raise RuntimeError(f"{shlex.join(command)}: {result.stderr.strip() or result.stdout.strip()}")
+    return result.stdout
+
+
+class Cluster:
+    """`hosts` virtual hosts named n1, n2, ... with `slots` slots each.
+
+    `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s); `rates` overrides it by host.
+    Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts and `directory` is a
+    scratch folder that every host sees.
+    """
+
+    def __init__(
+        self,
+        hosts: int,
+        *,
+        slots: int = 1,
+        rate: str | None = None,
+        rates: Mapping[str, str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.name = name or "dc" + secrets.token_hex(3)
+        self.hosts = [f"n{i}" for i in range(1, hosts + 1)]
+        self.slots = slots
+        self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
+        self.directory = STATE_ROOT / self.name
+        self._lost: set[str] = set()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Build namespaces, links and sshds; return when every sshd answers."""
+        if why := why_unavailable():
+            raise ClusterUnavailable(why)
+        self.directory.mkdir(parents=True)
+        self.directory.chmod(0o755)
+        self._write_state()
+        self._write_ssh()
+        HOME_SSH.mkdir(mode=0o700, exist_ok=True)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        self.hostfile.write_text("".join(f"{host} slots={self.slots}\n" for host in self.hosts))
+        _sh("ip", "netns", "add", self._net)
+        commands = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
+        _sh("ip", "-n", self._net, "-batch", "-", text="\n".join(commands))
+        for index, host in enumerate(self.hosts, start=1):
+            _sh("ip", "netns", "add", self.namespace(host))
+            _sh("ip", "link", "add", "eth0", "netns", self.namespace(host), "type", "veth",
+                "peer", "name", f"p{index}", "netns", self._net)  # fmt: skip
+            _sh("ip", "-n", self._net, "link", "set", f"p{index}", "master", "br0", "up")
+            lines = ["link set lo up", f"address add {self.address(host)}/16 dev eth0", "link set eth0 up"]
+            _sh("ip", "-n", self.namespace(host), "-batch", "-", text="\n".join(lines))
+            self.shape(host, self.rates[host])
+            etc = Path("/etc/netns") / self.namespace(host)
+            etc.mkdir(parents=True)
+            self.write_hosts_file(host)
+            self._start_sshd(host)
+        for host in self.hosts:
+            self._wait_sshd(host)
+
+    def down(self) -> None:
+        """Kill whatever runs on the hosts and remove every trace. Safe to call at any time, and twice."""
+        for host in self.hosts:
+            self._kill_all(host)
+        for namespace in [*map(self.namespace, self.hosts), self._net]:
+            if Path("/run/netns", namespace).exists():
+                _sh("ip", "netns", "delete", namespace, check=False)
+            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @classmethod
+    def load(cls, name: str) -> Cluster:
+        """A cluster that another process built with `up`."""
+        state = json.loads((STATE_ROOT / name / "state.json").read_text())
+        cluster = cls(len(state["rates"]), slots=state["slots"], name=name)
+        cluster.rates = state["rates"]
+        return cluster
+
+    # -- facts --------------------------------------------------------------------------------------------------
+
+    @property
+    def hostfile(self) -> Path:
+        return self.directory / "hosts.txt"
+
+    def namespace(self, host: str) -> str:
+        return f"{self.name}-{host}"
+
+    def address(self, host: str) -> str:
+        index = self.hosts.index(host) + 1
+        return f"198.18.{index // 250}.{index % 250}"
+
+    def processes(self, host: str) -> dict[int, str]:
+        """Command line by process number of everything on a host but its sshd listener."""
+        keep = self._listener(host)
+        found = {}
+        for pid in map(int, _sh("ip", "netns", "pids", self.namespace(host), check=False).split()):
+            try:
+                stat = Path(f"/proc/{pid}/stat").read_text()
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if pid != keep and stat.rpartition(")")[2].split()[0] != "Z":
+                found[pid] = command.strip()
+        return found
+
+    def left_over(self, *, within_seconds: float = 0.0) -> dict[str, dict[int, str]]:
+        """Processes that are on the hosts still, after waiting up to `within_seconds` for there to be none."""
+        deadline = time.monotonic() + within_seconds
+        while True:
+            found = {host: p for host in self.hosts if (p := self.processes(host))}
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(0.1)
+
+    # -- doing things on hosts ------------------------------------------------------------------------------------
+
+    def enter(self, host: str, command: Sequence[str | os.PathLike[str]]) -> list[str]:
+        """The command line that runs `command` on `host`, as a login there would."""
+        return ["nsenter", "-t", str(self._listener(host)), "-n", "-u", "-m", "-i", "--", *map(str, command)]
+
+    def run(
+        self,
+        host: str,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end, its output captured as text."""
+        with self.popen(host, command, env=env, cwd=cwd) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, err = process.communicate()
+                raise AssertionError(
+                    f"{shlex.join(map(str, command))} on {host}: no end after {timeout} s\n{out}\n{err}"
+                ) from None
+        if check and process.returncode:
+            raise RuntimeError(f"{shlex.join(map(str, command))} on {host}: exit {process.returncode}\n{out}\n{err}")
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def popen(
+        self,
+        host: str,
+        command: Sequence[str | os.PathLike[str]],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host; its standard output and error are pipes."""
+        return subprocess.Popen(
+            self.enter(host, command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, errors="replace", env={**os.environ, **(env or {})}, cwd=cwd,
+        )  # fmt: skip
+
+    # -- weather ------------------------------------------------------------------------------------------------
+
+    def shape(self, host: str, rate: str | None) -> None:
+        """Set a host's link rate in both directions; None lifts the limit."""
+        self.rates[host] = rate
+        port = f"p{self.hosts.index(host) + 1}"
+        for namespace, device in ((self.namespace(host), "eth0"), (self._net, port)):
+            _sh("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root", check=False)
+            if rate is not None:
+                # A millisecond's worth of bytes, and never less than two of the 64 KiB packets that veth passes whole.
+                burst = max(128 * 1024, parse_rate(rate) // 8 // 1000)
+                _sh("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
+                    "rate", rate, "burst", str(burst), "latency", "50ms")  # fmt: skip
+
+    def cut(self, host: str) -> None:
+        """Take a host's link down; its processes run on."""
+        _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "down")
+
+    def lose(self, host: str) -> None:
+        """The host loses power: silence on the wire, then every process on it is gone."""
+        self.cut(host)
+        self._kill_all(host)
+        self._lost.add(host)
+
+    def restore(self, host: str) -> None:
+        """Bring a cut or lost host back: link up, and sshd again if it had died."""
+        _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "up")
+        if host in self._lost:
+            self._lost.discard(host)
+            self._start_sshd(host)
+            self._wait_sshd(host)
+
+    def write_hosts_file(self, host: str, *, own_address: str | None = None) -> None:
+        """Write the host's /etc/hosts, its own name pointing at `own_address` if given (as Debian's installer does)."""
+        lines = ["127.0.0.1 localhost"]
+        for other in self.hosts:
+            lines.append(f"{own_address if other == host and own_address else self.address(other)} {other}")
+        path = Path("/etc/netns") / self.namespace(host) / "hosts"
+        path.write_text("\n".join(lines) + "\n")
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _net(self) -> str:
+        return f"{self.name}-net"
+
+    def _write_state(self) -> None:
+        (self.directory / "state.json").write_text(json.dumps({"slots": self.slots, "rates": self.rates}))
+
+    def _write_ssh(self) -> None:
+        ssh = self.directory / "ssh"
+        ssh.mkdir(mode=0o700)
+        for key in ("id_ed25519", "host_key"):
+            _sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", str(ssh / key))
+        shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
+        algorithm, key = (ssh / "host_key.pub").read_text().split()[:2]
+        names = ",".join(name for host in self.hosts for name in (host, self.address(host)))
+        (ssh / "known_hosts").write_text(f"{names} {algorithm} {key}\n")
+        (ssh / "sshd_config").write_text(
+            f"HostKey {self.directory}/ssh/host_key\nAuthorizedKeysFile {self.directory}/ssh/authorized_keys\n"
+            "PidFile none\nUsePAM no\nStrictModes no\nPermitRootLogin prohibit-password\nPasswordAuthentication no\n"
+            "KbdInteractiveAuthentication no\nMaxStartups 200\nMaxSessions 200\nPrintMotd no\nUseDNS no\n"
+        )
+
+    def _start_sshd(self, host: str) -> None:
+        sshd = shlex.join(["/usr/sbin/sshd", "-D", "-f", f"{self.directory}/ssh/sshd_config",
+                           "-E", f"{self.directory}/sshd-{host}.log"])  # fmt: skip
+        setup = (
+            f"hostname {host} && mount -t tmpfs -o size=2g tmpfs /dev/shm && "
+            f"mount --bind {self.directory}/ssh {HOME_SSH} && echo $$ > {self.directory}/{host}.pid && exec {sshd}"
+        )
+        subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "--ipc", "--mount",
+             "--propagation", "private", "sh", "-c", setup],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            cwd="/",
+        )  # fmt: skip
+
+    def _wait_sshd(self, host: str) -> None:
+        deadline = time.monotonic() + 20
+        log = self.directory / f"sshd-{host}.log"
+        while not (log.exists() and "listening" in log.read_text()):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"sshd of {host} did not start: {log.read_text() if log.exists() else 'no log'}")
+            time.sleep(0.01)
+
+    def _listener(self, host: str) -> int:
+        try:
+            return int((self.directory / f"{host}.pid").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    def _kill_all(self, host: str) -> None:
+        for _ in range(100):
+            pids = _sh("ip", "netns", "pids", self.namespace(host), check=False).split()
+            if not pids:
+                break
+            for pid in map(int, pids):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(0.02)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:  # the sshds are this process's children when it built the cluster
+                pass
+        except ChildProcessError:
+            pass
+        (self.directory / f"{host}.pid").unlink(missing_ok=True)
+        (self.directory / f"sshd-{host}.log").unlink(missing_ok=True)
+
+
+def names() -> list[str]:
+    """Clusters that are up on this machine."""
+    return sorted(p.name for p in STATE_ROOT.iterdir()) if STATE_ROOT.exists() else []
