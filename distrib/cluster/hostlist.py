@@ -1,0 +1,271 @@
+"""Host expressions such as `bob@gpu[01-16]:8`, and the two lists made of nothing else: `-H` and Slurm's."""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, each_once, shown
+
+MAX_SLOTS = 65_536
+MAX_NAME = 253
+
+# Each pattern names its characters in ASCII: `\w` and `\d` would let in letters and digits of every script. No name may
+# begin with `-`: ssh would take it for an option, and `-oProxyCommand=...` runs a program.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.?")
+_NUMERIC_NAME = re.compile(r"[0-9.]+")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]+")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^,])*")
+_RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15})(?:/([0-9]{1,9}))?)?")
+_BRACKETED_ADDRESS = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+class Expression(NamedTuple):
+    """`user@names:slots`; `names` expands when it is iterated."""
+
+    names: Iterator[str]
+    user: str | None
+    slots: int | None
+    ranged: bool
+
+
+def parse_host_list(text: str, source: str = "-H") -> HostList:
+    """The hosts of an inline list: `a:2,b:2`, `gpu[01-16]:8`, `user@host:4`, `[::1]:2`.
+
+    Raises HostfileError.
+    """
+    notes = Notes()
+    place = Place(source, column=1)
+    if not text.strip():
+        raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
+    hosts = each_once(_list_mentions(text, place, notes), notes)
+    return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
+
+
+def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
+    """The hosts of the Slurm allocation that `environ` describes; None outside one.
+
+    `slots` are Slurm's tasks per node. Raises HostfileError where Slurm's variables contradict each other.
+    """
+    for variable in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        nodes = environ.get(variable, "")
+        if nodes.strip():
+            break
+    else:
+        return None
+    notes = Notes()
+    place = Place(variable, column=1)
+    hosts = each_once(_list_mentions(nodes, place, notes), notes)
+    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
+    if tasks.strip():
+        counts = _tasks_per_node(tasks, len(hosts))
+        hosts = tuple(
+            Host(name=host.name, user=host.user, slots=count) for host, count in zip(hosts, counts, strict=True)
+        )
+    return HostList(hosts=hosts, source="Slurm", dialect="slurm", notes=notes.lines())
+
+
+def _list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host, Place]]:
+    for item, at in split_list(text, place):
+        expression = parse_expression(item, at, notes)
+        for name in expression.names:
+            yield Host(name=name, slots=expression.slots, user=expression.user), at
+
+
+def _tasks_per_node(text: str, hosts: int) -> list[int]:
+    """Slots per host from `2(x3),1`."""
+    place = Place("SLURM_TASKS_PER_NODE", column=1)
+    counts: list[int] = []
+    for item, at in split_list(text, place):
+        match = _TASKS.fullmatch(item)
+        if not match:
+            raise at.error(f"{shown(item)} is not a task count", "Slurm writes them as 2(x3),1")
+        times = int(match[2] or 1)
+        if len(counts) + times > hosts:
+            raise at.error(f"tasks for more than the {hosts} hosts that Slurm lists")
+        counts += [parse_number(match[1], at, "a task count", MAX_SLOTS)] * times
+    if len(counts) != hosts:
+        raise place.error(f"tasks for {len(counts)} of the {hosts} hosts that Slurm lists")
+    return counts
+
+
+def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:
+    """The items between commas outside brackets, without the blanks around them, and where each begins."""
+    start = 0
+    while start <= len(text):
+        match = _ITEM.match(text, start)
+        assert match is not None  # it matches the empty string
+        item = match[0].strip()
+        at = place.right(start + len(match[0]) - len(match[0].lstrip()) if item else start)
+        if not item:
+            raise at.error("no host here", "take away the extra comma")
+        yield item, at
+        start = match.end() + 1
+
+
+def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
+    """One item of a list: `[user@]host[:slots]`, where host may hold ranges or be an address."""
+    if gap := re.search(r"\s+", text):
+        word = text[gap.end() :].split()[0]
+        write = f"slots={word}" if _NUMBER.fullmatch(word) else "slots=8"
+        raise place.right(gap.end()).error(
+            f"did not expect {shown(word)} after a host",
+            f"write settings as {write} in a hostfile, and a comma between hosts",
+        )
+    if text[0] == "^":
+        raise place.error(f"{shown(text)} would exclude a host", f"use --exclude {text[1:60]} instead")
+    if text[0] == "+":
+        raise place.error(
+            f"{shown(text)} is relative to another list of hosts",
+            "name the hosts; --include and --exclude choose among them",
+        )
+    user, at_sign, host = text.rpartition("@")
+    at_host = place.right(len(user) + len(at_sign))
+    if at_sign:
+        check_user(user, place)
+    name, count, at_count = _split_count(host, at_host, notes)
+    slots = None if count is None else parse_number(count, at_count, "slots", MAX_SLOTS)
+    if slots is not None and (slots in (22, 2222) or slots > 1024):
+        notes.add(
+            "port",
+            f"{place}: {shown(host)} was taken as {slots} slots; if {slots} is the ssh port, "
+            f"write `port={slots}` after the host in a hostfile, if it is not, `slots={slots}` says so beyond doubt",
+        )
+    return Expression(_names(name, at_host), user or None, slots, "[" in name)
+
+
+def _split_count(host: str, place: Place, notes: Notes) -> tuple[str, str | None, Place]:
+    """Host, the text after its last colon if that is a count, and where that text begins. IPv6 loses its brackets."""
+    if address := _BRACKETED_ADDRESS.fullmatch(host):
+        if not _is_ipv6(address[1]):
+            raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address")
+        return address[1], address[2], place.right(address.start(2) if address[2] is not None else 0)
+    if host.count(":") > 1 and _is_ipv6(host):
+        shorter, _, last = host.rpartition(":")
+        if _is_ipv6(shorter) and _NUMBER.fullmatch(last):
+            notes.add("address", f"{place}: {host} was taken as an address; for {last} slots write [{shorter}]:{last}")
+        return host, None, place
+    name, colon, count = host.rpartition(":")
+    if not colon:
+        return host, None, place
+    return name, count, place.right(len(name) + 1)
+
+
+def _is_ipv6(text: str) -> bool:
+    address, percent, zone = text.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        return False
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return True
+
+
+def _names(name: str, place: Place) -> Iterator[str]:
+    """The host names that `name` stands for, rightmost range fastest, each checked."""
+    if ":" in name and _is_ipv6(name):
+        yield name
+        return
+    if "[" not in name and "]" not in name:
+        check_name(name, place)
+        yield name
+        return
+    # Literals at even places, the insides of brackets at odd ones.
+    pieces = re.split(r"\[([^\[\]]*)\]", name)
+    choices: list[Sequence[str]] = []
+    offset = 0
+    for number, piece in enumerate(pieces):
+        if number % 2:
+            choices.append(_range(piece, place.right(offset + 1)))
+            offset += len(piece) + 2
+        elif "[" in piece or "]" in piece:
+            raise place.right(offset).error(f"brackets in {shown(name)} do not match", "write ranges as gpu[01-16]")
+        else:
+            choices.append([piece])
+            offset += len(piece)
+        _check_size(math.prod(map(len, choices)), name, place)
+    for parts in itertools.product(*choices):
+        expanded = "".join(parts)
+        check_name(expanded, place)
+        yield expanded
+
+
+def _range(text: str, place: Place) -> list[str]:
+    """The numbers in one pair of brackets, with their leading zeros, in the order written.
+
+    ClusterShell expands each run of numbers. It is not given the whole name: it would sort the hosts (and Slurm's
+    task counts follow the list's order), and it gives `,`, `!`, `&`, `^` and `@` meanings of its own.
+    """
+    from ClusterShell.RangeSet import RangeSet, RangeSetException  # here, as most hostfiles hold no range
+
+    numbers: list[str] = []
+    for run in text.split(","):
+        match = _RANGE.fullmatch(run)
+        if not match:
+            raise place.error(f"{shown(run)} is not a range of numbers", "write ranges as gpu[01-16] or n[1-3,7]")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if step:
+            _check_size((last - first) // step, run, place)
+        try:
+            numbers += [str(number) for number in RangeSet(run)]
+        except RangeSetException:
+            raise place.error(
+                f"{shown(run)} is not a range of numbers",
+                "the first must not be above the last, and leading zeros must make them equally long",
+            ) from None
+        _check_size(len(numbers), text, place)
+        place = place.right(len(run) + 1)
+    return numbers
+
+
+def _check_size(hosts: int, text: str, place: Place) -> None:
+    if hosts > MAX_HOSTS:
+        raise place.error(f"{shown(text)} stands for more than {MAX_HOSTS:,} hosts")
+
+
+def check_name(name: str, place: Place) -> None:
+    """Refuse what is neither a host name nor an IPv4 address."""
+    if name.startswith("-"):
+        raise place.error(f"host name {shown(name)} begins with '-'", "ssh would take it for an option")
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        if "/" in name:
+            hint = "if this is a hostfile, there is no such file"
+        elif not name.isascii():
+            hint = "host names have only ASCII letters; write an international name in its xn-- form"
+        else:
+            hint = f"host names have letters, digits, '.', '-' and '_', at most {MAX_NAME}"
+        raise place.error(f"{shown(name)} is not a host name", hint)
+    if _NUMERIC_NAME.fullmatch(name):  # ssh would read 12 as the address 0.0.0.12
+        try:
+            ipaddress.IPv4Address(name)
+        except ValueError:
+            raise place.error(
+                f"{shown(name)} is neither a host name nor an IPv4 address",
+                "an address has four numbers from 0 to 255 without leading zeros",
+            ) from None
+
+
+def check_user(user: str, place: Place) -> None:
+    """Refuse user names that ssh or a shell would read as something else."""
+    if not _USER.fullmatch(user):
+        raise place.error(f"{shown(user)} is not a user name", "user names have letters, digits, '.', '-', '_' and '+'")
+    if user.isdigit():
+        raise place.error(
+            f"{shown(user)} is not a user name",
+            "choose GPUs such as host:0,2@host2 with --include and --exclude",
+        )
+
+
+def parse_number(text: str, place: Place, what: str, most: int) -> int:
+    """A whole number from 1 to `most`, in plain ASCII digits: int() alone would take `1_000`, ` +4` and `٣`."""
+    if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= most:
+        raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}")
+    return int(text)

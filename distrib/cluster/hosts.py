@@ -1,0 +1,119 @@
+"""What a hostfile, an inline list and a Slurm allocation all become: hosts, each once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from distrib.errors import HostfileError
+
+MAX_HOSTS = 100_000
+"""More hosts than this is a slip of the finger (`n[1-999999999]`), not a cluster."""
+
+Role = Literal["worker", "server"]
+
+
+class Host(msgspec.Struct, frozen=True, kw_only=True):
+    """One machine as its user named it. `slots` is None where nobody said how many; IPv6 names carry no brackets."""
+
+    name: str
+    slots: int | None
+    max_slots: int | None = None
+    user: str | None = None
+    port: int | None = None
+    """The ssh port."""
+    python: str | None = None
+    """Absolute path of the interpreter on that host."""
+    role: Role = "worker"
+    line: int = 0
+    """Where the host is first named, counted from 1; 0 outside files."""
+
+
+class HostList(msgspec.Struct, frozen=True, kw_only=True):
+    """Hosts in the order in which they were named, and how they were understood."""
+
+    hosts: tuple[Host, ...]
+    source: str
+    """A file's path, `-H` or `Slurm`."""
+    dialect: str
+    """openmpi, mpich, horovod, slurm, inline, plain (host names only) or mixed.
+
+    `host slots=N` means the same to Open MPI, DeepSpeed and Horovod and is called openmpi.
+    """
+    notes: tuple[str, ...] = ()
+    """What a reader could have understood otherwise, a line each."""
+
+
+class Place(NamedTuple):
+    """A spot in a source; lines and columns count from 1, 0 where there is none."""
+
+    source: str
+    line: int = 0
+    column: int = 0
+
+    def right(self, characters: int) -> Place:
+        return self._replace(column=self.column + characters)
+
+    def error(self, what: str, hint: str = "") -> HostfileError:
+        return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint)
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.line}" if self.line else self.source
+
+
+class Notes:
+    """Notes by kind. Of a kind only the first is told in full: a thousand alike lines make one note."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, list[str]] = {}
+
+    def add(self, kind: str, text: str) -> None:
+        self._kinds.setdefault(kind, []).append(text)
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(
+            texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "")
+            for texts in self._kinds.values()
+        )
+
+
+def shown(text: str) -> str:
+    """`text` for an error of one line: quoted, control characters escaped, not too long."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def each_once(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tuple[Host, ...]:
+    """The hosts of `mentions`, each once.
+
+    A host named n times without a count has n slots, as in Open MPI. Any other repetition is an error: the peers
+    disagree on whether counts add up.
+    """
+    seen: dict[str, tuple[Host, Place, int]] = {}
+    for number, (host, place) in enumerate(mentions, 1):
+        if number > MAX_HOSTS:
+            raise place.error(f"more than {MAX_HOSTS:,} hosts", "look for a range with too many digits")
+        key = host.name.lower()  # host names do not distinguish case
+        if key not in seen:
+            seen[key] = host, place, 1
+            continue
+        first, first_place, times = seen[key]
+        before = f"already on line {first.line}" if first.line else "already named"
+        if host.slots is not None or first.slots is not None:
+            raise place.error(f"{host.name} is {before}", "name it once, with all its slots")
+        if msgspec.structs.replace(host, name=first.name, line=first.line) != first:
+            raise place.error(f"{host.name} is {before} with other settings", "give each host one set of settings")
+        seen[key] = first, first_place, times + 1
+    return tuple(_with_slots_of_repeats(*entry, notes) for entry in seen.values())
+
+
+def _with_slots_of_repeats(host: Host, place: Place, times: int, notes: Notes) -> Host:
+    if times == 1:
+        return host
+    if host.max_slots is not None and times > host.max_slots:
+        raise place.error(f"{host.name} is named {times} times but has max_slots={host.max_slots}")
+    notes.add(
+        "repeat", f"{place}: {host.name} is named {times} times: taken as {times} slots, one each, as in Open MPI"
+    )
+    return msgspec.structs.replace(host, slots=times)

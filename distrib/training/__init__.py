@@ -1,0 +1,8 @@
+"""What a training script uses: `init` gives a `Job`. Imports torch."""
+
+from __future__ import annotations
+
+from distrib.training.batches import ShardedLoader
+from distrib.training.job import Job, init
+
+__all__ = ["Job", "ShardedLoader", "init"]

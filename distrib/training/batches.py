@@ -1,0 +1,171 @@
+"""The loader that a rank reads: its share of a DataLoader's batches, on its device."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+
+from distrib.errors import TrainingError
+from distrib.training.shards import ShardSampler
+
+_COPIED = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",  # torch 2.6
+)
+
+
+class ShardedLoader(Iterable[Any]):
+    """This rank's share of a DataLoader, its batches on this rank's device.
+
+    `batch_size` counts the samples of one rank, so a step of the job reads `world_size` times as many. All ranks
+    take the same number of steps and no sample is read twice (`distrib.training.shards` says how, and names the
+    one corner, batches of a single sample, where training repeats some samples and evaluation may have one batch
+    less on some ranks). Where the last shares differ by a sample, the gradient is still the plain mean over ranks.
+
+    Each iteration is a new epoch: a shuffled loader has a new order, the same on every rank, that follows from the
+    initial seed of its generator, or else of rank 0's torch, and the epoch. Worker processes are seeded
+    from it and the rank, so that random augmentation differs between ranks.
+
+    Other kinds of loaders:
+    - Another sampler is read on every rank, and its indices are shared out. It must yield the same on every rank.
+    - A batch sampler likewise, batch by batch.
+    - A DistributedSampler stays as it is: the samples are shared out already. Its epoch is set for you.
+    - An IterableDataset is read whole on every rank, which must see the same stream, and each rank keeps every
+      `world_size`-th batch. While a model trains, an incomplete last round of batches is left out.
+
+    What else a DataLoader has (`dataset`, `num_workers`, ...) is had by this one too.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        *,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        seed: int,
+        training: Callable[[], bool | None],
+    ) -> None:
+        """`training` says whether the job's models train now, None while the job has none."""
+        self.batch_size = loader.batch_size
+        self.drop_last = loader.drop_last
+        self._rank, self._ranks, self._device = rank, ranks, device
+        self._training = training
+        self._epoch = 0
+        self._generator = torch.Generator()
+        self._shard: ShardSampler | None = None
+        self._shuffled = not isinstance(getattr(loader, "sampler", None), SequentialSampler)
+        if isinstance(loader.dataset, IterableDataset):
+            self._loader = loader
+        elif isinstance(loader.sampler, DistributedSampler):
+            if loader.sampler.num_replicas != ranks:
+                raise TrainingError(
+                    f"the loader's DistributedSampler shares with {loader.sampler.num_replicas} ranks, the job has {ranks}",
+                    hint="leave the sampler out: prepare() shards the loader",
+                )
+            self._loader = loader
+        else:
+            self._loader = self._rebuilt(loader, seed)
+            len(self)  # too few samples are told now, not in the middle of the epoch
+
+    def _rebuilt(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+        if loader.generator is not None:
+            seed = loader.generator.initial_seed()
+        seed %= 2**62  # leaves room for the epoch
+        batched = loader.batch_size is not None
+        source = loader.sampler if batched or loader.batch_sampler is None else loader.batch_sampler
+        self._shard = ShardSampler(
+            source,
+            rank=self._rank,
+            ranks=self._ranks,
+            batch_size=loader.batch_size,
+            drop_last=loader.drop_last,
+            seed=seed,
+            wrap=self._evenly,
+        )
+        known = inspect.signature(DataLoader.__init__).parameters
+        options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
+        options["generator"] = self._generator
+        if batched or loader.batch_sampler is not None:
+            return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
+        return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)
+
+    def _evenly(self) -> bool:
+        """Whether every rank must take the same number of steps: while training, as gradients are exchanged."""
+        training = self._training()
+        return self._shuffled if training is None else training
+
+    def __len__(self) -> int:
+        """The number of batches of this rank, of the same size on all of them while a model trains."""
+        if isinstance(self._loader.dataset, IterableDataset):
+            batches, left = divmod(len(self._loader), self._ranks)
+            return batches + (self._rank < left and not self._evenly())
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, self._epoch = self._epoch, self._epoch + 1
+        if self._shard is not None:
+            self._shard.epoch = epoch
+            self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
+        elif hasattr(self._loader.sampler, "set_epoch"):
+            self._loader.sampler.set_epoch(epoch)
+        batches: Iterator[Any] = iter(self._loader)
+        if isinstance(self._loader.dataset, IterableDataset):
+            batches = every_nth(batches, self._rank, self._ranks, whole_rounds=self._evenly())
+        return (moved(batch, self._device) for batch in batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the next epoch, for `job.save`."""
+        return {"epoch": self._epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on with the epoch that `state_dict` gave."""
+        self.set_epoch(state["epoch"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # also keeps copy and pickle, which ask before there is a _loader, from recursion
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: bool) -> Iterator[Any]:
+    """Batch number `rank` of each `ranks` batches; of an incomplete last round only without `whole_rounds`."""
+    while round_ := list(islice(batches, ranks)):
+        if rank < len(round_) and (len(round_) == ranks or not whole_rounds):
+            yield round_[rank]
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it on `device`: in tuples, lists and dicts however nested; the rest as it is.
+
+    Pinned tensors are copied while the script goes on.
+    """
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
+    if isinstance(batch, PackedSequence):
+        return batch.to(device)  # type: ignore[arg-type]
+    if isinstance(batch, dict):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(moved(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(moved(value, device) for value in batch)
+    return batch

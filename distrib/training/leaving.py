@@ -1,0 +1,63 @@
+"""How a script ends: whether it failed, and that it ends at all."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+FAILED_EXIT_SECONDS = 10.0
+
+
+class ExitWatch:
+    """Calls `leave(failed)` when the interpreter exits, for scripts that do not close their job themselves.
+
+    `failed` is True after an uncaught exception or a `sys.exit` with anything but success: then the others must
+    not be waited for. Both have to be seen as they happen; an `atexit` function is not told the exit code.
+    """
+
+    def __init__(self, leave: Callable[[bool], None]) -> None:
+        self._leave = leave
+        self._failed = False
+        self._process = os.getpid()
+        self._hook, self._exit = sys.excepthook, sys.exit
+        self._own_hook, self._own_exit = self._on_exception, self._on_exit  # a bound method is made anew each time
+        sys.excepthook, sys.exit = self._own_hook, self._own_exit
+        atexit.register(self._at_exit)
+
+    def end(self) -> None:
+        """Stops watching."""
+        atexit.unregister(self._at_exit)
+        if sys.excepthook == self._own_hook:
+            sys.excepthook = self._hook
+        if sys.exit == self._own_exit:
+            sys.exit = self._exit
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        self._failed = True
+        self._hook(kind, error, traceback)
+
+    def _on_exit(self, status: str | int | None = None, /) -> NoReturn:
+        self._failed = status not in (None, 0)
+        self._exit(status)
+
+    def _at_exit(self) -> None:
+        if os.getpid() == self._process:  # not in a forked worker
+            self._leave(self._failed)
+
+
+def succeeded(error: BaseException | None) -> bool:
+    """Whether a block that ended with `error` did what it should."""
+    return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def no_later_than(seconds: float = FAILED_EXIT_SECONDS) -> None:
+    """Ends this process with exit code 1, showing where it hangs, if it is still there after `seconds`.
+
+    The destructors of communication libraries may wait for peers that will never answer.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)

@@ -1,0 +1,126 @@
+"""How the ranks find each other: a store on rank 0, then torch's process group.
+
+Rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both. Nothing
+collides, and the store (which asks for no password) listens on that one address only.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from distrib.errors import TrainingError
+from distrib.training.world import World
+
+
+def join(world: World, device: torch.device, timeout: timedelta) -> None:
+    """Makes torch's default process group of all ranks of `world`; a rank that is alone needs none.
+
+    On GPUs tensors travel by NCCL, and what lies in host memory by Gloo; on CPU hosts all travels by Gloo.
+    Raises TrainingError, on every rank, when rank 0 has no address to listen on.
+    """
+    if world.size == 1:
+        return
+    if dist.is_initialized():
+        raise TrainingError(
+            "torch.distributed is initialized already", hint="call distrib.init() instead of init_process_group()"
+        )
+    choose_interface(world.on_one_host)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    device_id = device if "nccl" in backend else None
+    if world.comm is not None:
+        store = _meet(world, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
+        )
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise TrainingError(
+            f"{' and '.join(missing)} not set for a job of {world.size} ranks",
+            hint="start the script with distrib-launch or torchrun",
+        )
+    dist.init_process_group(
+        backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
+    )
+
+
+def choose_interface(on_one_host: bool) -> None:
+    """Names to Gloo and NCCL the network interface that has DISTRIB_ADDRESS, unless the user named one.
+
+    Ranks of one host without that address talk over the loopback interface, whatever the host's name resolves to.
+    """
+    address = os.environ.get("DISTRIB_ADDRESS") or ("127.0.0.1" if on_one_host else "")
+    name = _interface_of(address) if address else None
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
+
+
+def _meet(world: World, timeout: timedelta) -> TCPStore:
+    """The store of the job, from its address that MPI broadcasts; what fails on rank 0 fails everywhere."""
+    store: TCPStore | None = None
+    address, port, problem = "", 0, ""
+    if world.rank == 0:
+        try:
+            address = own_address(world.on_one_host)
+            family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((address, 0), family=family, backlog=4096)
+            port = listener.getsockname()[1]
+            store = TCPStore(
+                address,
+                port,
+                world.size,
+                True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except (OSError, RuntimeError, TrainingError) as error:
+            problem = f"rank 0 cannot listen for the others on {address or socket.gethostname()}: {error}"
+    address, port, problem = world.comm.bcast((address, port, problem), root=0)
+    if problem:
+        raise TrainingError(problem, hint="set DISTRIB_ADDRESS to an address of rank 0's host that the others reach")
+    return store or TCPStore(address, port, world.size, False, timeout=timeout, wait_for_workers=False)
+
+
+def own_address(on_one_host: bool) -> str:
+    """The address by which the other ranks reach this host.
+
+    DISTRIB_ADDRESS where it is set; else loopback for a job on one host; else what the hostname stands for,
+    or the first other IPv4 address of an interface that is up where that is loopback, as on Debian.
+    """
+    if address := os.environ.get("DISTRIB_ADDRESS"):
+        return address
+    if on_one_host:
+        return "127.0.0.1"
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = ""
+    if address and not address.startswith("127."):
+        return address
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    for name, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127."):
+                return entry.address
+    raise TrainingError(f"{socket.gethostname()} has no address but loopback")
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that holds `address` (a number or a name), or None: behind NAT there is none."""
+    try:
+        wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
+    except OSError:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.split("%")[0] in wanted for entry in entries):
+            return name
+    return None

@@ -1,0 +1,130 @@
+"""Which rank of how many this process is: asked of MPI, of torchrun's variables, or it is alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from distrib.errors import TrainingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among all of the job's. `comm` is MPI's world where MPI started it, else None."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    source: Literal["mpi", "environment", "alone"]
+    comm: Any = None
+
+    @property
+    def on_one_host(self) -> bool:
+        return self.local_size == self.size
+
+
+def find_world(environ: Mapping[str, str] | None = None) -> World:
+    """The world as whoever started this process made it.
+
+    MPI is asked first, where an MPI runtime started the process; then the variables that torchrun and
+    `distrib-launch` set (under `srun` there may be nothing else); a process with neither is alone.
+    Raises TrainingError when MPI started another number of ranks than was planned, or the variables are broken.
+    """
+    environ = os.environ if environ is None else environ
+    planned = "RANK" in environ and "WORLD_SIZE" in environ
+    if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
+        try:
+            comm = _start_mpi()
+        except (ImportError, RuntimeError) as error:
+            if not planned:
+                raise TrainingError(
+                    f"MPI started this process, but mpi4py cannot use MPI: {error}",
+                    hint="install mpi4py for the MPI that is used, or start the script with distrib-launch",
+                ) from error
+        else:
+            return _from_mpi(comm, environ)
+    if planned:
+        size, local_size = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
+        rank, local_rank = _integer(environ, "RANK"), _integer(environ, "LOCAL_RANK", 0)
+        if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+            raise TrainingError(
+                f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot all be true",
+                hint="start the script with distrib-launch or torchrun",
+            )
+        return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, source="environment")
+    return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
+
+
+def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> torch.device:
+    """The device of this rank: DISTRIB_DEVICE where it is set, else GPU number `local_rank`, else the CPU.
+
+    Makes a GPU the current one of torch. Raises TrainingError when there is no such GPU.
+    """
+    environ = os.environ if environ is None else environ
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    name = environ.get("DISTRIB_DEVICE") or (f"cuda:{local_rank}" if gpus else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(f"DISTRIB_DEVICE={name} names no device", hint="use cpu or cuda:N") from error
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= gpus:
+            raise TrainingError(
+                f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
+                hint="start at most one rank for each GPU, or set DISTRIB_DEVICE=cpu",
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def _start_mpi() -> Any:
+    """MPI's world, with MPI started. Leaving MPI is ours to do: after a failure its Finalize can hang."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    return MPI.COMM_WORLD
+
+
+def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
+    planned_size = _integer(environ, "WORLD_SIZE", comm.size)
+    if planned_size != comm.size:
+        raise TrainingError(
+            f"MPI started {comm.size} rank(s), but {planned_size} were planned (WORLD_SIZE)",
+            hint="the MPI of mpi4py must be the one whose mpirun started the job",
+        )
+    planned_rank = _integer(environ, "RANK", comm.rank)
+    if planned_rank != comm.rank:
+        raise TrainingError(f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)")
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=_first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
+        local_size=_first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
+        source="mpi",
+        comm=comm,
+    )
+
+
+def _first_integer(environ: Mapping[str, str], *names: str, default: int) -> int:
+    return next((_integer(environ, name) for name in names if name in environ), default)
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError as error:
+        raise TrainingError(f"{name}={text!r} in the environment is not a whole number") from error

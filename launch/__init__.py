@@ -1,0 +1,3 @@
+"""The two commands, `distrib-launch` and `distrib-topo`. Nothing here imports torch."""
+
+from __future__ import annotations

@@ -1,0 +1,196 @@
+"""The authenticated channel between the launcher and the process around each rank.
+
+Both sides know the job's random token. The listener greets with a nonce, the caller answers with its own, and from the
+token and both nonces each side derives one key per direction; so nothing recorded in another session is of use. Every
+frame carries an HMAC-SHA256 over its direction's key, its number in the stream, its kind and its payload; a frame that
+is forged, changed, repeated or left out fails the check, and the connection is dropped. Payloads are JSON or raw bytes,
+never pickle. Standard library only: the process around a rank must start fast on every host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+GREETING = b"distrib1"
+NONCE_BYTES = 16
+MAC_BYTES = 16
+HEADER = struct.Struct("!IB")
+PAYLOAD_LIMIT_BYTES = 4 << 20
+"""No frame is larger; a header that announces more is an attack or a bug."""
+
+HELLO_LIMIT_BYTES = 64 << 10
+"""What a stranger may make us buffer before it has shown that it knows the token."""
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to END."""
+
+    HELLO = 1
+    OUT = 2
+    ERR = 3
+    STATUS = 4
+    BEAT = 5
+    EXIT = 6
+    STACKS = 7
+    ASSIGN = 16
+    SIGNAL = 17
+    STOP = 18
+    TAKE_STACKS = 19
+    PING = 20
+    END = 21
+
+
+class ProtocolError(Exception):
+    """The other side does not speak as one that knows the token would."""
+
+
+def new_token() -> str:
+    """256 random bits, as text that fits an environment variable."""
+    return os.urandom(32).hex()
+
+
+class Channel:
+    """One end of a connection: frames in, frames out, over a non-blocking socket that the caller selects on.
+
+    The side that accepted (`listener=True`) greets first. `receive` yields whole, checked frames; `send` queues one and
+    `flush` writes what the socket takes. `ProtocolError` and `OSError` mean that the connection is of no more use.
+    """
+
+    def __init__(self, sock: socket.socket, token: str, *, listener: bool) -> None:
+        sock.setblocking(False)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.proven = False
+        self.closed = False
+        self._token = token.encode()
+        self._listener = listener
+        self._nonce = os.urandom(NONCE_BYTES)
+        self._in = bytearray()
+        self._out = bytearray()
+        self._send_key = self._receive_key = b""
+        self._sent = self._received = 0
+        if listener:
+            self._out += GREETING + self._nonce
+
+    # -- out ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether frames can be sent: the keys are known."""
+        return bool(self._send_key)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How much `flush` has still to write."""
+        return len(self._out)
+
+    def send(self, kind: Kind, payload: bytes | dict[str, Any] = b"") -> None:
+        """Queue one frame; a dict goes as JSON."""
+        body = payload if isinstance(payload, bytes) else json.dumps(payload, separators=(",", ":")).encode()
+        if len(body) > PAYLOAD_LIMIT_BYTES:
+            raise ValueError(f"a frame of {len(body)} bytes; at most {PAYLOAD_LIMIT_BYTES} fit")
+        header = HEADER.pack(len(body), kind)
+        self._out += header + body + self._mac(self._send_key, self._sent, header, body)
+        self._sent += 1
+
+    def flush(self) -> None:
+        """Write what the socket takes now."""
+        while self._out:
+            try:
+                # A slice, because a memoryview would lock the buffer that `send` extends.
+                written = self.sock.send(self._out[: 1 << 18])
+            except (BlockingIOError, InterruptedError):
+                return
+            del self._out[:written]
+
+    # -- in -----------------------------------------------------------------------------------------------------
+
+    def receive(self) -> Iterator[tuple[Kind, bytes]]:
+        """Read what has arrived and yield its frames; sets `closed` when the other side has hung up."""
+        for _ in range(16):  # a fast talker must not starve the others
+            try:
+                data = self.sock.recv(1 << 18)
+            except (BlockingIOError, InterruptedError):
+                break
+            if not data:
+                self.closed = True
+                break
+            self._in += data
+            yield from self._frames()
+
+    def _frames(self) -> Iterator[tuple[Kind, bytes]]:
+        if not self._receive_key and not self._shake_hands():
+            return
+        position = 0
+        try:
+            while len(self._in) - position >= HEADER.size:
+                length, number = HEADER.unpack_from(self._in, position)
+                if length > (PAYLOAD_LIMIT_BYTES if self.proven else HELLO_LIMIT_BYTES):
+                    raise ProtocolError(f"a frame of {length} bytes is announced")
+                end = position + HEADER.size + length + MAC_BYTES
+                if len(self._in) < end:
+                    break
+                header = bytes(self._in[position : position + HEADER.size])
+                body = bytes(self._in[position + HEADER.size : end - MAC_BYTES])
+                mac = self._mac(self._receive_key, self._received, header, body)
+                if not hmac.compare_digest(mac, bytes(self._in[end - MAC_BYTES : end])):
+                    raise ProtocolError("a frame is not signed with this job's token")
+                position = end
+                self._received += 1
+                self.proven = True
+                try:
+                    kind = Kind(number)
+                except ValueError:
+                    raise ProtocolError(f"a frame of unknown kind {number}") from None
+                yield kind, body
+        finally:
+            del self._in[:position]
+
+    def _shake_hands(self) -> bool:
+        """Derive the keys once the other side's nonce is here."""
+        opening = 0 if self._listener else len(GREETING)
+        if len(self._in) < opening + NONCE_BYTES:
+            return False
+        if self._in[:opening] != GREETING[:opening]:
+            raise ProtocolError("the other side is no distrib launcher of this version")
+        theirs = bytes(self._in[opening : opening + NONCE_BYTES])
+        del self._in[: opening + NONCE_BYTES]
+        nonces = self._nonce + theirs if self._listener else theirs + self._nonce
+        to_listener, to_caller = (
+            hmac.digest(self._token, direction + nonces, "sha256") for direction in (b"to listener", b"to caller  ")
+        )
+        self._receive_key, self._send_key = (
+            (to_listener, to_caller) if self._listener else (to_caller, to_listener)
+        )
+        if not self._listener:
+            self._out += self._nonce
+        return True
+
+    @staticmethod
+    def _mac(key: bytes, number: int, header: bytes, body: bytes) -> bytes:
+        if not key:
+            raise ProtocolError("frames cannot flow before both nonces are known")
+        return hmac.digest(key, number.to_bytes(8, "big") + header + body, "sha256")[:MAC_BYTES]
+
+    def close(self) -> None:
+        self.closed = True
+        self.sock.close()
+
+
+def give_up_on_silence(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel fail the connection when sent bytes stay unacknowledged for `seconds`.
+
+    The other machine's kernel acknowledges even while its processes are starved of CPU, so this tells a lost machine
+    or wire from a busy one, which no heartbeat between processes can.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))

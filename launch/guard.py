@@ -1,0 +1,94 @@
+"""Nothing outlives its job: find the processes of a rank, end them, and do so even after our own death.
+
+Standard library only, like all that runs around a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+MARK = "DISTRIB_MARK"
+"""The environment variable that marks every process of a rank: `<job>.<rank>`."""
+
+
+def marked(mark: str) -> set[int]:
+    """Processes of this user that were started with `MARK` set to `mark`, whoever their parent is now."""
+    wanted = f"{MARK}={mark}".encode()
+    found = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit() or int(entry) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                found.add(int(entry))
+    return found
+
+
+def in_session(session: int) -> set[int]:
+    """Processes whose session is `session`."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if int(fields[3]) == session and fields[0] != "Z":
+                    found.add(int(entry))
+    return found
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Signal processes; those that are gone already are passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def sweep(mark: str, session: int | None = None) -> None:
+    """SIGKILL whatever is left of a rank: what carries its mark and what is in its session."""
+    for _ in range(50):
+        left = marked(mark) | (in_session(session) if session else set())
+        if not left:
+            return
+        send(left, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+class Guard:
+    """A forked child that waits for this process to die and then runs `cleanup`.
+
+    It holds one end of a pipe whose other end only this process has; death by any signal, SIGKILL included, closes it.
+    `dismiss` sends it home without a cleanup.
+    """
+
+    def __init__(self, cleanup: Callable[[], None]) -> None:
+        read_end, self._write_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(read_end)
+            return
+        try:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
+            keep = os.dup2(read_end, 0)
+            os.closerange(keep + 1, 65536)
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, 2)
+            if not os.read(0, 1):
+                cleanup()
+        finally:
+            os._exit(0)
+
+    def dismiss(self) -> None:
+        """End the guard without its cleanup."""
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, b".")
+        with contextlib.suppress(OSError):
+            os.close(self._write_end)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)

@@ -1,0 +1,362 @@
+"""The small process around each rank: `python -m distrib_launch.rank`, started by the engine on every host.
+
+It calls the launcher back, learns what to run, runs it in a session of its own, passes its output and progress on, and
+tells how it ended. When the script ends, or the launcher is gone, or this process itself is killed, every process of
+the rank goes too. Standard library only, so that it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from distrib_launch import guard
+from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence
+
+CONTROL = "DISTRIB_CONTROL"
+TOKEN = "DISTRIB_TOKEN"
+CALL_BACK_SECONDS = 20.0
+BEAT_SECONDS = 1.0
+LAUNCHER_SILENCE_SECONDS = 5.0
+BUFFER_LIMIT_BYTES = 16 << 20
+"""Output kept for the launcher while the wire is slow; beyond it the script waits in its `print`."""
+
+CHUNK_BYTES = 1 << 18
+DRAIN_SECONDS = 2.0
+
+IDENTITIES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_ON_NODE"),
+)
+"""How each engine tells a process its rank, world size, local rank and local world size."""
+
+
+def identity(environ: dict[str, str]) -> tuple[int, int, int, int]:
+    """Rank, world size, local rank and local world size that the engine gave this process."""
+    for names in IDENTITIES:
+        if names[0] in environ:
+            rank, world_size, local_rank, local_world_size = (int(environ.get(name, "1")) for name in names)
+            return rank, world_size, local_rank, local_world_size
+    raise SystemExit("distrib: this process was not started by an engine that distrib knows (no rank in its environment)")
+
+
+def call_back(addresses: str, token: str) -> Channel:
+    """Connect to the first of the launcher's addresses that answers."""
+    deadline = time.monotonic() + CALL_BACK_SECONDS
+    last: OSError | None = None
+    while time.monotonic() < deadline:
+        for address in addresses.split(","):
+            host, _, port = address.rpartition(":")
+            try:
+                sock = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            except OSError as error:
+                last = error
+                continue
+            give_up_on_silence(sock, LAUNCHER_SILENCE_SECONDS)
+            return Channel(sock, token, listener=False)
+        time.sleep(0.2)
+    raise SystemExit(
+        f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
+        "is a firewall between them? --interface chooses another network"
+    )
+
+
+def visible_gpus(environ: dict[str, str]) -> int:
+    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made."""
+    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+    with contextlib.suppress(OSError):
+        return sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
+    return 0
+
+
+def hold_port() -> socket.socket:
+    """Bind a free port for the script's rendezvous.
+
+    It is held, not listened on: with SO_REUSEADDR on both sides the script can bind it, while the kernel hands it to
+    nobody who asks for any free port.
+    """
+    sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.bind(("", 0))
+    return sock
+
+
+class Rank:
+    """One rank's script and the channel to the launcher; `run` returns when the launcher has all it needs."""
+
+    def __init__(self) -> None:
+        environ = dict(os.environ)
+        self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
+        self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
+        self.channel = call_back(environ[CONTROL], environ[TOKEN])
+        self.port = hold_port() if self.rank == 0 else None
+        self.selector = selectors.DefaultSelector()
+        self.child: subprocess.Popen[bytes] | None = None
+        self.guard: guard.Guard | None = None
+        self.mark = ""
+        self.started = 0.0
+        self.device = ""
+        self.stopping = ""  # who asked for the end: "launcher", "engine", "lost"
+        self.kill_at = float("inf")
+        self.streams: dict[int, Kind] = {}
+        self.finished = False  # the exit record is sent
+        self.ended = False  # the launcher has said goodbye, or is gone
+        self.tail = bytearray()
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
+        self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)
+        hello = False
+        next_beat = 0.0
+        while not self.ended:
+            for key, _ in self.selector.select(timeout=0.2):
+                key.data(key.fd)
+            now = time.monotonic()
+            if self.channel.ready and not self.channel.closed:
+                if not hello:
+                    self.channel.send(Kind.HELLO, self._hello())
+                    hello = True
+                elif now >= next_beat:
+                    self.channel.send(Kind.BEAT, {"time": time.time()})
+                    next_beat = now + BEAT_SECONDS
+            self._flush()
+            if self.child and not self.finished:
+                if self.child.poll() is not None:
+                    self._finish()
+                elif now >= self.kill_at:
+                    self._signal_child(signal.SIGKILL)
+        if self.child and not self.finished:
+            self._finish()
+        if self.guard:
+            self.guard.dismiss()
+        if self.stopping == "lost":
+            self._end_daemon()
+        return 0
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank, "world_size": self.world_size,
+            "local_rank": self.local_rank, "local_world_size": self.local_world_size,
+            "host": socket.gethostname(), "pid": os.getpid(), "python": sys.version.split()[0],
+            "port": self.port.getsockname()[1] if self.port else None,
+            "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
+        }  # fmt: skip
+
+    # -- what arrives -------------------------------------------------------------------------------------------
+
+    def _wake(self, descriptor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(descriptor, 64):
+                if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    self._stop("engine", signal.SIGTERM, 5.0)
+
+    def _converse(self, _: int) -> None:
+        try:
+            for kind, payload in self.channel.receive():
+                self._obey(kind, json.loads(payload) if payload else {})
+        except (OSError, ProtocolError, ValueError) as error:
+            print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr)
+            self.channel.closed = True
+        if self.channel.closed and not self.ended:
+            self._launcher_lost()
+
+    def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
+        if kind is Kind.ASSIGN:
+            self._start(order)
+        elif kind is Kind.PING:
+            self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})
+        elif kind is Kind.SIGNAL:
+            self._signal_child(order["signal"])
+        elif kind is Kind.STOP:
+            self._stop("launcher", order["signal"], order["grace_seconds"])
+        elif kind is Kind.END:
+            self.ended = True
+
+    def _launcher_lost(self) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(self.channel.sock)
+        self.stopping = "lost"
+        if self.child and not self.finished:
+            self._stop("lost", signal.SIGTERM, 2.0)
+            deadline = time.monotonic() + 2.0
+            while self.child.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self.ended = True
+
+    def _end_daemon(self) -> None:
+        """On a host that was cut off, the engine's daemon does not notice for minutes: end it."""
+        with contextlib.suppress(OSError):
+            parent = os.getppid()
+            if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
+                os.kill(parent, signal.SIGKILL)
+
+    # -- the script ---------------------------------------------------------------------------------------------
+
+    def _start(self, order: dict[str, Any]) -> None:
+        environ = {**self.environ, **order["environment"]}
+        self.mark = environ[guard.MARK] = order["mark"]
+        gpus = visible_gpus(environ)
+        self.device = order["device"]
+        if self.device == "auto":
+            self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
+        if self.device.startswith("cuda:") and int(self.device[5:]) >= gpus:
+            self._refuse(
+                f"rank {self.rank} wants {self.device}, but {socket.gethostname()} shows {gpus} GPU(s) for "
+                f"{self.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
+                "-x CUDA_VISIBLE_DEVICES="
+            )
+            return
+        environ["DISTRIB_DEVICE"] = self.device
+        threads = max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
+        environ.setdefault("OMP_NUM_THREADS", str(threads))
+        if self.device == "cpu":
+            # A rank that waits must not take the core from one that computes.
+            environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+        status_read, status_write = os.pipe()
+        os.set_blocking(status_write, False)
+        fcntl.fcntl(status_read, fcntl.F_SETPIPE_SZ, 1 << 16)
+        environ["DISTRIB_STATUS_FD"] = str(status_write)
+        self.started = time.time()
+        try:
+            self.child = subprocess.Popen(
+                order["command"], cwd=order["directory"], env=environ, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[status_write],
+            )  # fmt: skip
+        except OSError as error:
+            what = error.filename if isinstance(error.filename, str) else order["command"][0]
+            self._refuse(f"{socket.gethostname()}: cannot start {order['command'][0]}: {what}: {error.strerror}")
+            return
+        finally:
+            os.close(status_write)
+        mark, session = self.mark, self.child.pid
+        self.guard = guard.Guard(lambda: guard.sweep(mark, session))
+        assert self.child.stdout and self.child.stderr
+        for descriptor, kind in (
+            (self.child.stdout.fileno(), Kind.OUT),
+            (self.child.stderr.fileno(), Kind.ERR),
+            (status_read, Kind.STATUS),
+        ):
+            os.set_blocking(descriptor, False)
+            self.streams[descriptor] = kind
+            self.selector.register(descriptor, selectors.EVENT_READ, self._pass_on)
+
+    def _refuse(self, why: str) -> None:
+        self._send_exit(exit_code=1, number=None, message=why)
+
+    def _pass_on(self, descriptor: int) -> None:
+        kind = self.streams[descriptor]
+        try:
+            data = os.read(descriptor, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            with contextlib.suppress(KeyError):  # not watched while too much waits for the wire
+                self.selector.unregister(descriptor)
+            del self.streams[descriptor]
+            return
+        if kind is Kind.STATUS:  # whole lines only
+            data = bytes(self.tail) + data
+            whole, newline, rest = data.rpartition(b"\n")
+            self.tail = bytearray(rest[-4096:])
+            data = whole + newline
+        if data and not self.channel.closed:
+            self.channel.send(kind, data)
+
+    def _signal_child(self, number: int) -> None:
+        if self.child and self.child.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.child.pid, number)
+
+    def _stop(self, who: str, number: int, grace_seconds: float) -> None:
+        self.stopping = self.stopping or who
+        if self.child is None:
+            self.ended = self.ended or who == "engine"
+            return
+        self._signal_child(number)
+        self.kill_at = min(self.kill_at, time.monotonic() + grace_seconds)
+
+    def _finish(self) -> None:
+        """The script has ended, or must: clear what is left of it, send the rest of its output, then its record."""
+        assert self.child
+        ended = time.time()
+        guard.sweep(self.mark, self.child.pid)
+        code = self.child.wait()
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self.streams and time.monotonic() < deadline:
+            for descriptor in list(self.streams):
+                self._pass_on(descriptor)
+            if not self._flush(wait=True):
+                break
+        self._send_exit(exit_code=max(code, 0), number=-code if code < 0 else None, ended=ended)
+
+    def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:
+        self.finished = True
+        if self.channel.closed:
+            return
+        self.channel.send(
+            Kind.EXIT,
+            {
+                "exit_code": exit_code, "signal": number, "started": self.started, "ended": ended or time.time(),
+                "stopped_by": self.stopping, "message": message, "device": self.device,
+            },
+        )  # fmt: skip
+        self._flush()
+
+    # -- the wire -----------------------------------------------------------------------------------------------
+
+    def _flush(self, *, wait: bool = False) -> bool:
+        """Write what the wire takes; stop reading the script's output while too much waits. False: the wire is gone."""
+        if self.channel.closed:
+            return False
+        try:
+            self.channel.flush()
+            while wait and self.channel.waiting_bytes > BUFFER_LIMIT_BYTES // 2:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(self.channel.sock, selectors.EVENT_WRITE)
+                    writable.select(1.0)
+                self.channel.flush()
+        except OSError:
+            self.channel.closed = True
+            self._launcher_lost()
+            return False
+        waiting = self.channel.waiting_bytes
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
+        if self.selector.get_key(self.channel.sock).events != events:
+            self.selector.modify(self.channel.sock, events, self._converse)
+        full = waiting > BUFFER_LIMIT_BYTES
+        for descriptor in self.streams:
+            watched = descriptor in self.selector.get_map()
+            if full and watched:
+                self.selector.unregister(descriptor)
+            elif not full and not watched:
+                self.selector.register(descriptor, selectors.EVENT_READ, self._pass_on)
+        return True
+
+
+def main() -> int:
+    return Rank().run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a run leaves behind: the run directory with `plan.json`, `result.json` and `ranks/<rank>.out|.err`."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from distrib.errors import ConfigError
+
+
+class RankResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank ended; `exit_code` None: nobody ever told. `signal` is the number it died of, if of one."""
+
+    rank: int
+    host: str
+    local_rank: int
+    role: str
+    device: str
+    exit_code: int | None
+    signal: int | None
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The first failure of a job: what it died of, where, and where to read on.
+
+    `time` is Unix time on the launcher's clock; `log` the path of the rank's error output; `traceback` the script's own.
+    """
+
+    rank: int | None
+    host: str
+    time: float
+    exit_code: int | None
+    signal: int | None
+    message: str
+    traceback: str
+    log: str
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished run, as `result.json` holds it."""
+
+    status: Literal["succeeded", "failed", "stopped"]
+    exit_code: int
+    world_size: int
+    hosts: tuple[str, ...]
+    seconds: float
+    restarts: int
+    ranks: tuple[RankResult, ...]
+    first_failure: Failure | None
+    warnings: tuple[str, ...]
+
+
+def choose_run_dir(wanted: str | None, script: str) -> Path:
+    """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
+    if wanted:
+        return Path(wanted).absolute()
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem) or "script"
+    base = Path("distrib-runs").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
+    return next(path for n in range(10_000) if not (path := Path(f"{base}-{n}" if n else base)).exists())
+
+
+def make_run_dir(path: Path) -> None:
+    """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed."""
+    try:
+        (path / "ranks").mkdir(parents=True, exist_ok=True)
+        for old in (path / "result.json", path / "metrics.jsonl", *(path / "ranks").glob("*.out"), *(path / "ranks").glob("*.err")):
+            old.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir") from None
+
+
+def write_json(path: Path, value: msgspec.Struct) -> None:
+    """Write a structure as indented JSON, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    partial.replace(path)

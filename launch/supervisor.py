@@ -1,0 +1,502 @@
+"""Watches a job from its first process to its last: who called back, who failed first, who is still there.
+
+One thread, one selector. The engine only starts processes; the truth about them comes over the control channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from distrib.errors import DistribError, LaunchError
+from distrib_launch import failures, guard, preflight, results
+from distrib_launch.console import Console
+from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
+from distrib_launch.engines import mpirun
+from distrib_launch.plan import LaunchPlan, RankPlan
+
+START_SECONDS = 120.0
+"""How long hosts may take to call back; a cold Python on a network file system is slow."""
+
+ENGINE_GRACE_SECONDS = 1.0
+SETTLE_SECONDS = 0.3
+"""After the first failure, how long to wait for an earlier one that is still on the wire."""
+
+STOP_GRACE_SECONDS = 5.0
+PING_SECONDS = 0.5
+HOST_SILENCE_SECONDS = 2.5
+STRANGER_SECONDS = 5.0
+STRANGERS_LIMIT = 256
+
+
+class RankState:
+    """What the supervisor knows of one rank."""
+
+    def __init__(self, plan: RankPlan, logs: Path) -> None:
+        self.plan = plan
+        self.channel: Channel | None = None
+        self.hello: dict[str, Any] = {}
+        self.address = ""
+        self.ending: failures.Ending | None = None
+        self.device = plan.device
+        self.step = -1
+        self.clock_offset = 0.0
+        self.best_round_trip = float("inf")
+        self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}
+        self._files: dict[int, IO[bytes]] = {}
+
+    @property
+    def error_log(self) -> Path:
+        return self._logs[2]
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        if descriptor not in self._files:
+            self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
+        self._files[descriptor].write(data)
+
+    def close_files(self) -> None:
+        for descriptor, path in self._logs.items():
+            if descriptor in self._files:
+                self._files.pop(descriptor).close()
+            elif not path.exists():
+                path.touch()
+
+    def learn_clock(self, sent: float, theirs: float, now: float) -> None:
+        """Estimate how far the host's clock is ahead, from the exchange with the shortest round trip (as NTP does)."""
+        if now - sent < self.best_round_trip:
+            self.best_round_trip = now - sent
+            self.clock_offset = theirs - (sent + now) / 2
+
+
+class Supervisor:
+    """Runs one plan to its end. `run` returns the result; `LaunchError` when the job could not be started."""
+
+    def __init__(
+        self, plan: LaunchPlan, console: Console, *, ssh_command: str | None = None, timeout_seconds: float | None = None
+    ) -> None:
+        self.plan = plan
+        self.console = console
+        self.run_dir = Path(plan.run_dir)
+        self.ssh = mpirun.ssh_words(ssh_command, plan.run_dir, plan.hosts)
+        self.timeout_seconds = timeout_seconds
+        self.token = new_token()
+        self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
+        self.selector = selectors.DefaultSelector()
+        self.strangers: dict[Channel, float] = {}
+        self.engine: subprocess.Popen[bytes] | None = None
+        self.assigned = False
+        self.first_bad = 0.0  # when the first bad ending came in, monotonic
+        self.stopping = False
+        self.stop_deadline = float("inf")
+        self.interrupts = 0
+        self.verdict: tuple[str, int] | None = None  # status and exit code that were decided from outside the ranks
+        self.warnings: list[str] = []
+        self.started = time.time()
+
+    @property
+    def is_local(self) -> bool:
+        return all(host.name == "localhost" for host in self.plan.hosts)
+
+    # -- the run --------------------------------------------------------------------------------------------------
+
+    def run(self) -> results.Result:
+        handlers: dict[int, Any] = {}
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        old_wakeup = signal.set_wakeup_fd(wake_write)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+            handlers[number] = signal.signal(number, lambda *_: None)
+        self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
+        listeners = self._listen()
+        engine_guard: guard.Guard | None = None
+        try:
+            self._start_engine(listeners)
+            assert self.engine
+            engine_pid = self.engine.pid
+            engine_guard = guard.Guard(lambda: _end_group(engine_pid))
+            self._watch()
+        finally:
+            self._end_engine()
+            if engine_guard:
+                engine_guard.dismiss()
+            for listener in listeners:
+                listener.close()
+            for state in self.ranks:
+                state.close_files()
+                if state.channel:
+                    state.channel.close()
+            for stranger in self.strangers:
+                stranger.close()
+            self.selector.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_wakeup)
+            os.close(wake_read)
+            os.close(wake_write)
+        return self._result()
+
+    def _listen(self) -> list[socket.socket]:
+        """Listen on the addresses by which the hosts reach this machine, and on no others."""
+        addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
+        listeners = []
+        for address in sorted(addresses):
+            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+            listener.bind((address, 0))
+            listener.listen(512)
+            listener.setblocking(False)
+            self.selector.register(listener, selectors.EVENT_READ, self._accept)
+            listeners.append(listener)
+        return listeners
+
+    def _start_engine(self, listeners: list[socket.socket]) -> None:
+        mpirun.write_files(self.run_dir, self.plan.hosts)
+        addresses = []
+        for listener in listeners:
+            host, port = listener.getsockname()[:2]
+            addresses.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        environ = {**os.environ, "DISTRIB_TOKEN": self.token, "DISTRIB_CONTROL": ",".join(addresses)}
+        with (self.run_dir / "engine.log").open("wb") as log:
+            self.engine = subprocess.Popen(
+                self.plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _watch(self) -> None:
+        next_ping = 0.0
+        begun = time.monotonic()
+        while not all(state.ending for state in self.ranks):
+            self._turn(0.1)
+            now = time.monotonic()
+            if now >= next_ping:
+                self._ping()
+                next_ping = now + PING_SECONDS
+            for stranger, since in list(self.strangers.items()):
+                if now - since > STRANGER_SECONDS:
+                    self._drop_stranger(stranger)
+            assert self.engine
+            if not self.assigned and not self.stopping:
+                if self.engine.poll() is not None:
+                    self._start_failed("it ended before every rank had called back")
+                elif now - begun > START_SECONDS:
+                    self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
+            if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
+                self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
+                self.verdict = ("stopped", 124)
+                self._stop(STOP_GRACE_SECONDS)
+            if self.first_bad and now - self.first_bad > SETTLE_SECONDS and not self.stopping:
+                self._stop(STOP_GRACE_SECONDS)
+            if now > self.stop_deadline:
+                for state in self.ranks:
+                    if not state.ending:
+                        self._lost(state, "did not end when it was told to")
+            elif self.stopping and self.engine.poll() is not None and not self.assigned:
+                break
+
+    def _turn(self, seconds: float) -> None:
+        """Handle what arrives within `seconds`."""
+        for key, events in self.selector.select(seconds):
+            handler: Callable[[Any, int], None] = key.data
+            handler(key.fileobj, events)
+
+    # -- who calls --------------------------------------------------------------------------------------------------
+
+    def _accept(self, listener: socket.socket, _: int) -> None:
+        with contextlib.suppress(OSError):
+            sock, _peer = listener.accept()
+            if len(self.strangers) >= STRANGERS_LIMIT:
+                sock.close()
+                return
+            channel = Channel(sock, self.token, listener=True)
+            self.strangers[channel] = time.monotonic()
+            self.selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._meet(channel))
+            try:
+                channel.flush()
+            except OSError:
+                self._drop_stranger(channel)
+
+    def _drop_stranger(self, channel: Channel) -> None:
+        del self.strangers[channel]
+        self.selector.unregister(channel.sock)
+        channel.close()
+
+    def _meet(self, channel: Channel) -> None:
+        """A caller that has not yet shown that it knows the token."""
+        state: RankState | None = None
+        try:
+            for kind, payload in channel.receive():
+                if state is not None:
+                    self._hear(state, kind, payload)
+                    continue
+                hello = json.loads(payload)
+                if kind is not Kind.HELLO:
+                    raise ProtocolError("the first frame is no hello")
+                state = self._welcome(channel, hello)
+        except (OSError, ProtocolError, ValueError, KeyError, IndexError):
+            channel.closed = True
+        if channel.closed and channel in self.strangers:
+            self._drop_stranger(channel)
+
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> RankState:
+        state = self.ranks[hello["rank"]] if 0 <= hello["rank"] < len(self.ranks) else None
+        if hello["world_size"] != self.plan.world_size or state is None:
+            raise self._refuse_world(f"the engine started {hello['world_size']} ranks")
+        if state.channel is not None:
+            raise ProtocolError(f"rank {hello['rank']} has called already")
+        local = [rank for rank in self.plan.ranks if rank.host == state.plan.host]
+        if (hello["local_rank"], hello["local_world_size"]) != (state.plan.local_rank, len(local)):
+            raise self._refuse_world(
+                f"rank {hello['rank']} is local rank {hello['local_rank']} of {hello['local_world_size']} on "
+                f"{hello['host']}, not {state.plan.local_rank} of {len(local)} on {state.plan.host}"
+            )
+        del self.strangers[channel]
+        state.channel = channel
+        state.hello = hello
+        state.address = channel.sock.getpeername()[0]
+        give_up_on_silence(channel.sock, HOST_SILENCE_SECONDS)
+        self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
+        if all(other.channel for other in self.ranks) and not self.stopping:
+            self._assign()
+        return state
+
+    def _refuse_world(self, what: str) -> LaunchError:
+        return LaunchError(
+            f"{what}, but the plan has {self.plan.world_size}: the job is not started",
+            hint=f"see {self.run_dir / 'engine.log'}",
+        )
+
+    def _assign(self) -> None:
+        """Everyone is here: tell each rank what to run."""
+        self.assigned = True
+        main = self.ranks[0]
+        shared = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.hello["port"])}
+        for state in self.ranks:
+            environment = {**state.plan.environment, **shared}
+            if len(self.plan.hosts) > 1:
+                environment["DISTRIB_ADDRESS"] = state.address
+            self._send(
+                state,
+                Kind.ASSIGN,
+                {
+                    "command": self.plan.script, "directory": self.plan.directory, "environment": environment,
+                    "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
+                },
+            )  # fmt: skip
+
+    # -- what ranks say -----------------------------------------------------------------------------------------------
+
+    def _attend(self, state: RankState, events: int) -> None:
+        channel = state.channel
+        assert channel
+        if events & selectors.EVENT_WRITE:
+            self._flush(state)
+        if channel.closed:
+            return
+        why = "its connection closed"
+        try:
+            for kind, payload in channel.receive():
+                self._hear(state, kind, payload)
+        except TimeoutError:
+            why = f"nothing was heard from it for {HOST_SILENCE_SECONDS:g} s"
+            channel.closed = True
+        except (OSError, ProtocolError, ValueError) as error:
+            why = str(error)
+            channel.closed = True
+        if channel.closed:
+            self._hang_up(state, why)
+
+    def _hear(self, state: RankState, kind: Kind, payload: bytes) -> None:
+        if kind in (Kind.OUT, Kind.ERR):
+            descriptor = 1 if kind is Kind.OUT else 2
+            state.write(descriptor, payload)
+            self.console.rank_output(state.plan.rank, state.plan.host, descriptor, payload)
+        elif kind is Kind.BEAT:
+            beat = json.loads(payload)
+            if "ping" in beat:
+                state.learn_clock(beat["ping"], beat["time"], time.time())
+        elif kind is Kind.STATUS:
+            self._note_status(state, payload)
+        elif kind is Kind.EXIT:
+            self._ended(state, json.loads(payload))
+
+    def _note_status(self, state: RankState, payload: bytes) -> None:
+        for line in payload.splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # a script may write anything into its pipe
+                status = json.loads(line)
+                state.step = max(state.step, int(status.get("step", -1)))
+                if "metrics" in status and state.plan.rank == 0:
+                    with (self.run_dir / "metrics.jsonl").open("ab") as file:
+                        file.write(line + b"\n")
+
+    def _ended(self, state: RankState, record: dict[str, Any]) -> None:
+        state.device = record["device"] or state.device
+        self._settle(
+            state,
+            exit_code=record["exit_code"],
+            number=record["signal"],
+            when=record["ended"] - state.clock_offset,
+            stopped_by=record["stopped_by"],
+            message=record["message"],
+        )
+
+    def _lost(self, state: RankState, why: str) -> None:
+        """The rank is gone without a record."""
+        self._settle(
+            state,
+            exit_code=None,
+            number=None,
+            when=time.time(),
+            stopped_by="launcher" if self.stopping else "",
+            message=f"lost without an exit record: {why}",
+        )
+
+    def _settle(
+        self, state: RankState, *, exit_code: int | None, number: int | None, when: float, stopped_by: str, message: str
+    ) -> None:
+        if state.ending:
+            return
+        state.ending = failures.Ending(
+            rank=state.plan.rank, local_rank=state.plan.local_rank, host=state.plan.host, time=when,
+            exit_code=exit_code, signal=number, stopped_by=stopped_by, message=message,
+        )  # fmt: skip
+        self.console.finish_rank(state.plan.rank, state.plan.host)
+        state.close_files()
+        if state.ending.failed and not self.first_bad:
+            self.first_bad = time.monotonic()
+
+    def _hang_up(self, state: RankState, why: str) -> None:
+        assert state.channel
+        with contextlib.suppress(KeyError, ValueError):
+            self.selector.unregister(state.channel.sock)
+        state.channel.close()
+        self._lost(state, why)
+
+    # -- what ranks are told ------------------------------------------------------------------------------------------
+
+    def _send(self, state: RankState, kind: Kind, payload: dict[str, Any]) -> None:
+        if state.channel and not state.channel.closed and state.channel.ready:
+            state.channel.send(kind, payload)
+            self._flush(state)
+
+    def _flush(self, state: RankState) -> None:
+        channel = state.channel
+        assert channel
+        try:
+            channel.flush()
+        except OSError as error:
+            channel.closed = True
+            silent = isinstance(error, TimeoutError)
+            self._hang_up(state, f"nothing was heard from it for {HOST_SILENCE_SECONDS:g} s" if silent else str(error))
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting_bytes else 0)
+        key = self.selector.get_key(channel.sock)
+        if key.events != events:
+            self.selector.modify(channel.sock, events, key.data)
+
+    def _ping(self) -> None:
+        for state in self.ranks:
+            if state.plan.local_rank == 0 and not state.ending:
+                self._send(state, Kind.PING, {"time": time.time()})
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _wake(self, descriptor: int, _: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(descriptor, 64):
+                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    self._interrupted(number)
+
+    def _interrupted(self, number: int) -> None:
+        self.interrupts += 1
+        if self.verdict is None:
+            self.verdict = ("stopped", 128 + number)
+        if self.interrupts == 1:
+            self.console.say(f"{failures.signal_name(number)}: stopping the job (once more: at once)")
+            self._stop(STOP_GRACE_SECONDS)
+        else:
+            self._stop(0.0)
+
+    def _stop(self, grace_seconds: float) -> None:
+        self.stopping = True
+        for state in self.ranks:
+            if not state.ending:
+                order = {"signal": int(signal.SIGTERM), "grace_seconds": grace_seconds}
+                self._send(state, Kind.STOP, order)
+        self.stop_deadline = time.monotonic() + grace_seconds + 3.0
+        if not self.assigned:
+            for state in self.ranks:
+                if not state.ending:
+                    self._lost(state, "the job was stopped before it had started")
+
+    def _start_failed(self, what: str) -> None:
+        missing = [state for state in self.ranks if state.channel is None]
+        hosts = list(dict.fromkeys(state.plan.host for state in missing))
+        self.stopping = True
+        log = self.run_dir / "engine.log"
+        problem = preflight.diagnose(hosts, self.ssh, self.plan.script[0]) if not self.is_local else None
+        if problem:
+            raise problem
+        words = log.read_text(errors="replace").strip()
+        raise LaunchError(
+            f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {', '.join(hosts[:8])})"
+            + (f"\n{words}" if words else ""),
+            hint=f"the engine's own words are in {log}",
+        )
+
+    def _end_engine(self) -> None:
+        """Say goodbye to the ranks and see the engine go, by force if it must."""
+        for state in self.ranks:
+            self._send(state, Kind.END, {})
+        if self.engine is None:
+            return
+        deadline = time.monotonic() + ENGINE_GRACE_SECONDS
+        while self.engine.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, DistribError):
+                self._turn(0.01)
+        if self.engine.poll() is None:
+            _end_group(self.engine.pid)
+            self.engine.wait()
+
+    def _result(self) -> results.Result:
+        endings = [state.ending for state in self.ranks if state.ending]
+        first = failures.first_failure(endings)
+        status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
+        failure = None
+        if first and status == "failed":
+            failure = failures.describe(first, self.ranks[first.rank].error_log, self.plan.script[0])
+        return results.Result(
+            status=status,  # type: ignore[arg-type]
+            exit_code=code,
+            world_size=self.plan.world_size,
+            hosts=tuple(host.name for host in self.plan.hosts),
+            seconds=time.time() - self.started,
+            restarts=0,
+            ranks=tuple(
+                results.RankResult(
+                    rank=state.plan.rank, host=state.plan.host, local_rank=state.plan.local_rank, role=state.plan.role,
+                    device=state.device, exit_code=state.ending.exit_code if state.ending else None,
+                    signal=state.ending.signal if state.ending else None,
+                )
+                for state in self.ranks
+            ),
+            first_failure=failure,
+            warnings=tuple(self.warnings),
+        )  # fmt: skip
+
+
+def _end_group(leader: int) -> None:
+    """End a session's processes: SIGTERM, a second, SIGKILL."""
+    members = guard.in_session(leader)
+    guard.send(members, signal.SIGTERM)
+    deadline = time.monotonic() + ENGINE_GRACE_SECONDS
+    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    guard.send(members, signal.SIGKILL)

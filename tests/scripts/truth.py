@@ -1,0 +1,50 @@
+"""Trains 20 steps and saves the parameters: `truth.py OUT BATCH_SIZE SAMPLES [shuffle]`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distrib
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+def make_data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(
+        torch.randn(samples, 10, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+    )
+
+
+def main() -> None:
+    out, batch_size, samples = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    with distrib.init() as job:
+        model = make_model()
+        if job.rank > 0:  # the parameters of rank 0 are what counts
+            torch.nn.init.zeros_(model[0].weight)  # type: ignore[index,arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        generator = torch.Generator().manual_seed(3)
+        loader = DataLoader(make_data(samples), batch_size, shuffle="shuffle" in sys.argv, generator=generator)
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+        steps = 0
+        while steps < 20:
+            for inputs, targets in loader:
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(inputs), targets).backward()
+                optimizer.step()
+                steps += 1
+                if steps == 20:
+                    break
+        job.save(out, model=model, steps=steps)
+        job.print(f"{job.world_size} ranks, {steps} steps")
+
+
+if __name__ == "__main__":
+    main()
