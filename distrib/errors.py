@@ -1,12 +1,12 @@
 """Everything that distrib raises on purpose.
 
-    DistribError              something a person can mend; `hint` says how
-    ├── ConfigError           what was asked for cannot be: arguments, files (exit code 2)
-    │   ├── HostfileError     a hostfile or host list, with file, line and column
-    │   └── TopologyError     a topology file, with file, line and the path inside it
-    ├── PreflightError        the hosts are not fit to run the job (exit code 3)
-    ├── LaunchError           the job could not be started, or not as planned
-    └── TrainingError         misuse of the library inside a script
+DistribError              something a person can mend; `hint` says how
+├── ConfigError           what was asked for cannot be: arguments, files (exit code 2)
+│   ├── HostfileError     a hostfile or host list, with file, line and column
+│   └── TopologyError     a topology file, with file, line and the path inside it
+├── PreflightError        the hosts are not fit to run the job (exit code 3)
+├── LaunchError           the job could not be started, or not as planned
+└── TrainingError         misuse of the library inside a script
 """
 
 from __future__ import annotations

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distrib._version import __version__
-from distrib.errors import ConfigError, DistribError, HostfileError
 from distrib_launch.console import Console, complain
 
+from distrib._version import __version__
+from distrib.errors import ConfigError, DistribError
+
 if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan
+
     from distrib.cluster.hostfile import HostList
     from distrib.cluster.topology import Topology
-    from distrib_launch.plan import LaunchPlan
 
 FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
 EPILOG = """\
@@ -53,12 +55,16 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a "
                      "variable on every rank (may be repeated)")  # fmt: skip
     how.add_argument("--timeout", type=_seconds, metavar="TIME", help="stop the job after this long: 90, 30s, 10m, 2h")
-    how.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)")
+    how.add_argument(
+        "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
+    )
     how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
     out = p.add_argument_group("what to show and keep")
     out.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     out.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
-    out.add_argument("--run-dir", metavar="DIR", help="where logs and results go (default: distrib-runs/<time>-<script>)")
+    out.add_argument(
+        "--run-dir", metavar="DIR", help="where logs and results go (default: distrib-runs/<time>-<script>)"
+    )
     out.add_argument("-q", "--quiet", action="store_true", help="do not show what the ranks print (the logs have it)")
     out.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank alone")
     out.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
@@ -138,12 +144,7 @@ def read_hosts(given: str | None) -> HostList | None:
         return hostfile.slurm_hosts(os.environ)
     if Path(given).exists() or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
-    try:
-        return hostfile.parse_host_list(given)
-    except HostfileError as error:
-        raise HostfileError(
-            error.what.partition(": ")[2], source="-H", hint=error.hint or f"there is no hostfile {given} either"
-        ) from None
+    return hostfile.parse_host_list(given)
 
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
@@ -203,9 +204,7 @@ def _launch(plan: LaunchPlan, options: argparse.Namespace) -> int:
             console.say(note)
         if os.geteuid() == 0 and options.verbose:
             console.say("running as root; on a shared cluster a user of your own is safer")
-        supervisor = Supervisor(
-            plan, console, ssh_command=options.ssh_command, timeout_seconds=options.timeout
-        )
+        supervisor = Supervisor(plan, console, ssh_command=options.ssh_command, timeout_seconds=options.timeout)
         result = supervisor.run()
         results.write_json(run_dir / "result.json", result)
         if result.first_failure:

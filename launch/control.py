@@ -168,9 +168,7 @@ class Channel:
         to_listener, to_caller = (
             hmac.digest(self._token, direction + nonces, "sha256") for direction in (b"to listener", b"to caller  ")
         )
-        self._receive_key, self._send_key = (
-            (to_listener, to_caller) if self._listener else (to_caller, to_listener)
-        )
+        self._receive_key, self._send_key = (to_listener, to_caller) if self._listener else (to_caller, to_listener)
         if not self._listener:
             self._out += self._nonce
         return True

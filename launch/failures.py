@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-
 from distrib_launch.results import Failure
 
 TAIL_BYTES = 64 << 10

@@ -14,7 +14,19 @@ from distrib.cluster.hostfile import HostList
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 
-FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "OMP_", "MKL_", "HF_", "WANDB_", "HOROVOD_")
+FORWARDED_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "TORCH_",
+    "PYTORCH_",
+    "OMP_",
+    "MKL_",
+    "HF_",
+    "WANDB_",
+    "HOROVOD_",
+)
 """Variables that change how a job computes or talks; every host gets the launcher's own values."""
 
 
@@ -193,8 +205,14 @@ def make_plan(
             }
             device = "auto" if count is None else f"cuda:{local_rank}" if count else "cpu"
             ranks.append(
-                RankPlan(rank=rank, host=host.name, local_rank=local_rank, role="worker", device=device,
-                         environment=environment)  # fmt: skip
+                RankPlan(
+                    rank=rank,
+                    host=host.name,
+                    local_rank=local_rank,
+                    role="worker",
+                    device=device,
+                    environment=environment,
+                )
             )
     return LaunchPlan(
         job=job,

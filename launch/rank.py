@@ -47,7 +47,9 @@ def identity(environ: dict[str, str]) -> tuple[int, int, int, int]:
         if names[0] in environ:
             rank, world_size, local_rank, local_world_size = (int(environ.get(name, "1")) for name in names)
             return rank, world_size, local_rank, local_world_size
-    raise SystemExit("distrib: this process was not started by an engine that distrib knows (no rank in its environment)")
+    raise SystemExit(
+        "distrib: this process was not started by an engine that distrib knows (no rank in its environment)"
+    )
 
 
 def call_back(addresses: str, token: str) -> Channel:

@@ -11,6 +11,8 @@ import msgspec
 
 from distrib.errors import ConfigError
 
+Status = Literal["succeeded", "failed", "stopped"]
+
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended; `exit_code` None: nobody ever told. `signal` is the number it died of, if of one."""
@@ -43,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A finished run, as `result.json` holds it."""
 
-    status: Literal["succeeded", "failed", "stopped"]
+    status: Status
     exit_code: int
     world_size: int
     hosts: tuple[str, ...]
@@ -67,10 +69,17 @@ def make_run_dir(path: Path) -> None:
     """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed."""
     try:
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for old in (path / "result.json", path / "metrics.jsonl", *(path / "ranks").glob("*.out"), *(path / "ranks").glob("*.err")):
+        for old in (
+            path / "result.json",
+            path / "metrics.jsonl",
+            *(path / "ranks").glob("*.out"),
+            *(path / "ranks").glob("*.err"),
+        ):
             old.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir") from None
+        raise ConfigError(
+            f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir"
+        ) from None
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from distrib.errors import DistribError, LaunchError
 from distrib_launch import failures, guard, preflight, results
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
 from distrib_launch.engines import mpirun
 from distrib_launch.plan import LaunchPlan, RankPlan
+
+from distrib.errors import DistribError, LaunchError
 
 START_SECONDS = 120.0
 """How long hosts may take to call back; a cold Python on a network file system is slow."""
@@ -81,7 +82,12 @@ class Supervisor:
     """Runs one plan to its end. `run` returns the result; `LaunchError` when the job could not be started."""
 
     def __init__(
-        self, plan: LaunchPlan, console: Console, *, ssh_command: str | None = None, timeout_seconds: float | None = None
+        self,
+        plan: LaunchPlan,
+        console: Console,
+        *,
+        ssh_command: str | None = None,
+        timeout_seconds: float | None = None,
     ) -> None:
         self.plan = plan
         self.console = console
@@ -98,7 +104,10 @@ class Supervisor:
         self.stopping = False
         self.stop_deadline = float("inf")
         self.interrupts = 0
-        self.verdict: tuple[str, int] | None = None  # status and exit code that were decided from outside the ranks
+        self.verdict: tuple[results.Status, int] | None = (
+            None  # status and exit code that were decided from outside the ranks
+        )
+        self.engine_failure = ""
         self.warnings: list[str] = []
         self.started = time.time()
 
@@ -110,6 +119,7 @@ class Supervisor:
 
     def run(self) -> results.Result:
         handlers: dict[int, Any] = {}
+        number: int
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -183,11 +193,12 @@ class Supervisor:
                 if now - since > STRANGER_SECONDS:
                     self._drop_stranger(stranger)
             assert self.engine
-            if not self.assigned and not self.stopping:
-                if self.engine.poll() is not None:
+            if self.engine.poll() is not None and not self.stopping:
+                if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
-                elif now - begun > START_SECONDS:
-                    self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
+                self._engine_lost()
+            elif not self.assigned and not self.stopping and now - begun > START_SECONDS:
+                self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
             if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
@@ -246,7 +257,7 @@ class Supervisor:
             self._drop_stranger(channel)
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> RankState:
-        state = self.ranks[hello["rank"]] if 0 <= hello["rank"] < len(self.ranks) else None
+        state: RankState | None = self.ranks[hello["rank"]] if 0 <= hello["rank"] < len(self.ranks) else None
         if hello["world_size"] != self.plan.world_size or state is None:
             raise self._refuse_world(f"the engine started {hello['world_size']} ranks")
         if state.channel is not None:
@@ -451,6 +462,15 @@ class Supervisor:
             hint=f"the engine's own words are in {log}",
         )
 
+    def _engine_lost(self) -> None:
+        """The engine ended under its ranks; without it MPI is broken, so the job ends too."""
+        assert self.engine
+        code = self.engine.returncode
+        how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        self.verdict = ("failed", 1)
+        self.engine_failure = f"{self.plan.engine} {how} while its ranks were running"
+        self._stop(STOP_GRACE_SECONDS)
+
     def _end_engine(self) -> None:
         """Say goodbye to the ranks and see the engine go, by force if it must."""
         for state in self.ranks:
@@ -468,12 +488,18 @@ class Supervisor:
     def _result(self) -> results.Result:
         endings = [state.ending for state in self.ranks if state.ending]
         first = failures.first_failure(endings)
+        status: results.Status
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
         failure = None
-        if first and status == "failed":
+        if self.engine_failure:
+            failure = results.Failure(
+                rank=None, host=socket.gethostname(), time=time.time(), exit_code=None, signal=None,
+                message=self.engine_failure, traceback="", log=str(self.run_dir / "engine.log"),
+            )  # fmt: skip
+        elif first and status == "failed":
             failure = failures.describe(first, self.ranks[first.rank].error_log, self.plan.script[0])
         return results.Result(
-            status=status,  # type: ignore[arg-type]
+            status=status,
             exit_code=code,
             world_size=self.plan.world_size,
             hosts=tuple(host.name for host in self.plan.hosts),

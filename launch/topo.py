@@ -27,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     import msgspec
-
     from distrib_launch.cli import read_hosts, read_topology_for
 
     hosts = read_hosts(options.hosts)

@@ -178,9 +178,9 @@ def _mentions(text: str, source: str, notes: Notes, dialects: _Dialects) -> Iter
                 dialects.suppose("slurm")
             host = _with_expression(settings, expression, at)
             for name in expression.names:
-                if name in named:
+                if name.lower() in named:
                     dialects.suppose("openmpi")
-                named.add(name)
+                named.add(name.lower())
                 yield msgspec.structs.replace(host, name=name), at
 
 
@@ -232,7 +232,7 @@ def _head_and_pairs(tokens: list[_Token]) -> tuple[list[_Token], list[tuple[_Tok
         return tokens, []
     start = equals.index(True) - 1
     if start < 1:
-        raise tokens[0].place.error("a host must come before its settings", "write such as: node1 slots=8")
+        raise tokens[0].place.error(f"no host before {shown(tokens[0].text)}=", "write such as: node1 slots=8")
     pairs = []
     for at in range(start, len(tokens), 3):
         key = tokens[at]

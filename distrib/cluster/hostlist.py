@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, each_once, shown
 
-MAX_SLOTS = 65_536
+MAX_SLOTS = 100_000
 MAX_NAME = 253
 
 # Each pattern names its characters in ASCII: `\w` and `\d` would let in letters and digits of every script. No name may
@@ -142,7 +141,7 @@ def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
 
 
 def _split_count(host: str, place: Place, notes: Notes) -> tuple[str, str | None, Place]:
-    """Host, the text after its last colon if that is a count, and where that text begins. IPv6 loses its brackets."""
+    """Host, the text after its colon if there is one, and where that text begins. IPv6 loses its brackets."""
     if address := _BRACKETED_ADDRESS.fullmatch(host):
         if not _is_ipv6(address[1]):
             raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address")
@@ -152,10 +151,12 @@ def _split_count(host: str, place: Place, notes: Notes) -> tuple[str, str | None
         if _is_ipv6(shorter) and _NUMBER.fullmatch(last):
             notes.add("address", f"{place}: {host} was taken as an address; for {last} slots write [{shorter}]:{last}")
         return host, None, place
-    name, colon, count = host.rpartition(":")
-    if not colon:
+    if host.count("[") != host.count("]"):
+        return host, None, place  # for _names to refuse as a whole
+    colon = host.find(":", host.rfind("]") + 1)
+    if colon < 0:
         return host, None, place
-    return name, count, place.right(len(name) + 1)
+    return host[:colon], host[colon + 1 :], place.right(colon + 1)
 
 
 def _is_ipv6(text: str) -> bool:
@@ -181,17 +182,18 @@ def _names(name: str, place: Place) -> Iterator[str]:
     # Literals at even places, the insides of brackets at odd ones.
     pieces = re.split(r"\[([^\[\]]*)\]", name)
     choices: list[Sequence[str]] = []
-    offset = 0
+    size, offset = 1, 0
     for number, piece in enumerate(pieces):
         if number % 2:
             choices.append(_range(piece, place.right(offset + 1)))
+            size *= len(choices[-1])
+            _check_size(size, name, place)
             offset += len(piece) + 2
         elif "[" in piece or "]" in piece:
             raise place.right(offset).error(f"brackets in {shown(name)} do not match", "write ranges as gpu[01-16]")
         else:
             choices.append([piece])
             offset += len(piece)
-        _check_size(math.prod(map(len, choices)), name, place)
     for parts in itertools.product(*choices):
         expanded = "".join(parts)
         check_name(expanded, place)

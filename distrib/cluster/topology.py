@@ -1,8 +1,8 @@
 """The topology file: what the hosts are made of.
 
-    nodes:
-      - hosts: gpu[01-04]
-        gpus: {kind: A100-SXM4-80GB, count: 8}
+nodes:
+  - hosts: gpu[01-04]
+    gpus: {kind: A100-SXM4-80GB, count: 8}
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A step of the job is one *global batch* of ranks x batch_size samples, in the order in which a single process would
 read them; each rank takes an even, contiguous share of it. So every rank takes the same number of steps, no sample
-is read twice, and the job's batches do not depend on how many ranks share them. What is left at the end:
+is read twice, and the batches of the job are those of one process with the larger batch size. What is left at the end:
 
 - The last global batch may be short. Its shares differ by at most one sample.
 - With fewer than two samples a rank it is levelled with the one before it: the two share their samples evenly, so that

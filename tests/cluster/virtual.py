@@ -81,6 +81,7 @@ class Cluster:
         self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
         self.directory = STATE_ROOT / self.name
         self._lost: set[str] = set()
+        self._sshds: dict[str, subprocess.Popen[bytes]] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class Cluster:
             f"hostname {host} && mount -t tmpfs -o size=2g tmpfs /dev/shm && "
             f"mount --bind {self.directory}/ssh {HOME_SSH} && echo $$ > {self.directory}/{host}.pid && exec {sshd}"
         )
-        subprocess.Popen(
+        self._sshds[host] = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(host), "unshare", "--uts", "--ipc", "--mount",
              "--propagation", "private", "sh", "-c", setup],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
@@ -325,11 +326,8 @@ class Cluster:
                 except ProcessLookupError:
                     pass
             time.sleep(0.02)
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:  # the sshds are this process's children when it built the cluster
-                pass
-        except ChildProcessError:
-            pass
+        if sshd := self._sshds.pop(host, None):
+            sshd.wait()
         (self.directory / f"{host}.pid").unlink(missing_ok=True)
         (self.directory / f"sshd-{host}.log").unlink(missing_ok=True)
 

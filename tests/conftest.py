@@ -1,0 +1,144 @@
+"""Fixtures: launch commands, virtual clusters, and a watch that fails a test which leaves anything behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import Cluster, why_unavailable
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+LAUNCH = BIN / "distrib-launch"
+TOPO = BIN / "distrib-topo"
+SCRIPTS = Path(__file__).parent / "scripts"
+MARK = "DISTRIB_TEST_SESSION"
+
+
+def pytest_configure() -> None:
+    os.environ[MARK] = str(os.getpid())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    why = why_unavailable()
+    if why and os.environ.get("DISTRIB_TEST_CLUSTER") == "required":
+        pytest.exit(f"the virtual cluster is required but cannot be built here: {why}", returncode=3)
+    for item in items:
+        if "cluster" in item.keywords and why:
+            item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
+        if "gpu" in item.keywords and not Path("/dev/nvidiactl").exists():
+            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+def our_processes() -> dict[int, str]:
+    """Processes on this machine that this test session started, directly or not, by command line."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    found[int(entry.name)] = command
+            except OSError:
+                continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which processes, namespaces, variables or files are there that were not there before."""
+    environ = dict(os.environ)
+    processes = set(our_processes())
+    namespaces = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
+    files = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))
+    yield
+    deadline = time.monotonic() + 3
+    while (left := {p: c for p, c in our_processes().items() if p not in processes}) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes left behind: {left}"
+    if Path("/run/netns").exists():
+        assert set(os.listdir("/run/netns")) <= namespaces, "network namespaces left behind"
+    now = dict(os.environ)
+    now.pop("PYTEST_CURRENT_TEST", None)
+    environ.pop("PYTEST_CURRENT_TEST", None)
+    assert now == environ, "environment variables changed"
+    new = (set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))) - files
+    assert not {name for name in new if not name.startswith(".") and name != "__pycache__"}, f"files left behind: {new}"
+
+
+@pytest.fixture
+def make_cluster() -> Iterator[Callable[..., Cluster]]:
+    """Builds virtual clusters and takes them down when the test ends, however it ends."""
+    clusters: list[Cluster] = []
+
+    def build(hosts: int, **options: Any) -> Cluster:
+        cluster = Cluster(hosts, **options)
+        clusters.append(cluster)
+        cluster.up()
+        return cluster
+
+    yield build
+    for cluster in clusters:
+        cluster.down()
+
+
+class Run:
+    """A finished launch: exit code, what it printed, and `result.json`."""
+
+    def __init__(self, process: subprocess.CompletedProcess[str], run_dir: Path, seconds: float) -> None:
+        self.code = process.returncode
+        self.out = process.stdout
+        self.err = process.stderr
+        self.run_dir = run_dir
+        self.seconds = seconds
+
+    @property
+    def result(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.run_dir / "result.json").read_text())
+        return loaded
+
+    def __repr__(self) -> str:
+        return f"exit {self.code} after {self.seconds:.1f} s\n--- out\n{self.out}\n--- err\n{self.err}"
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., Run]:
+    """Runs `distrib-launch` to its end, here or on a cluster's host, and says how it went."""
+    count = 0
+
+    def run(
+        *arguments: str | os.PathLike[str],
+        cluster: Cluster | None = None,
+        on: str = "n1",
+        timeout: float = 120,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> Run:
+        nonlocal count
+        count += 1
+        run_dir = tmp_path / f"run{count}"
+        command: Sequence[str] = [str(LAUNCH), "--run-dir", str(run_dir), *map(str, arguments)]
+        environ = {"OMP_NUM_THREADS": "1", **(env or {})}
+        started = time.monotonic()
+        if cluster:
+            process = cluster.run(on, command, timeout=timeout, env=environ, cwd=cwd or tmp_path)
+        else:
+            process = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=timeout,
+                env={**os.environ, **environ}, cwd=cwd or tmp_path,
+            )  # fmt: skip
+        return Run(process, run_dir, time.monotonic() - started)
+
+    return run

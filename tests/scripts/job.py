@@ -1,0 +1,58 @@
+"""A small job whose ranks do as they are told: `job.py [--mpi] RANK:WHAT ...`, everyone else waits or finishes.
+
+Knows only the environment (and MPI with --mpi), so that it starts fast.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+arguments = sys.argv[1:]
+rank = int(os.environ["RANK"])
+if "--mpi" in arguments:
+    arguments.remove("--mpi")
+    import mpi4py
+
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    assert rank == MPI.COMM_WORLD.rank
+    assert int(os.environ["WORLD_SIZE"]) == MPI.COMM_WORLD.allreduce(1)
+orders = dict(item.split(":", 1) for item in arguments)
+order = orders.get(str(rank), orders.get("*", "finish"))
+
+if order == "raise":
+    raise RuntimeError(f"boom in rank {rank}")
+if order.startswith("exit="):
+    sys.exit(int(order[5:]))
+if order.startswith("signal="):
+    os.kill(os.getpid(), int(order[7:]))
+if order == "kill-parent":
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+if order == "environment":
+    print(json.dumps({"argv": sys.argv, "env": dict(os.environ), "cwd": str(Path.cwd())}))
+if order.startswith("sleep="):
+    print(f"rank {rank} sleeps", flush=True)
+    time.sleep(float(order[6:]))
+if order == "ignore":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(f"rank {rank} ignores", flush=True)
+    time.sleep(60)
+if order == "children":
+    # One in the session, one that left it, and one whose environment was emptied as well.
+    subprocess.Popen(["sleep", "61"])
+    subprocess.Popen(["sleep", "62"], start_new_session=True)
+    subprocess.Popen(["sleep", "63"], env={})
+    print(f"rank {rank} has children", flush=True)
+    time.sleep(60)
+if order.startswith("lines="):
+    for number in range(int(order[6:])):
+        print(f"line {number} of rank {rank} " + "x" * 40)
+if "--mpi" in sys.argv:
+    MPI.Finalize()
+print(f"rank {rank} done")

@@ -1,0 +1,288 @@
+"""`distrib-launch` on this machine: plans, placement, environment, output, exit codes, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LAUNCH, SCRIPTS, our_processes
+
+JOB = SCRIPTS / "job.py"
+
+
+def test_every_rank_runs_once_and_leaves_a_record(launch):
+    run = launch("-np", "4", JOB)
+    assert run.code == 0, run
+    assert sorted(run.out.split("\n")[:-1]) == [f"[{r}@localhost] rank {r} done" for r in range(4)]
+    result = run.result
+    assert (result["status"], result["exit_code"], result["world_size"]) == ("succeeded", 0, 4)
+    assert [(r["rank"], r["local_rank"], r["exit_code"], r["device"]) for r in result["ranks"]] == [
+        (r, r, 0, "cpu") for r in range(4)
+    ]
+    assert (run.run_dir / "ranks/3.out").read_text() == "rank 3 done\n"
+    assert (run.run_dir / "ranks/3.err").read_text() == ""
+    assert json.loads((run.run_dir / "plan.json").read_text())["world_size"] == 4
+
+
+def test_the_environment_is_the_one_that_torchrun_sets(launch):
+    run = launch("-np", "2", "-x", "COLOUR=blue sky", "-x", "TASTE", JOB, "*:environment", env={"TASTE": "sweet"})
+    assert run.code == 0, run
+    seen = [json.loads((run.run_dir / f"ranks/{r}.out").read_text().splitlines()[0])["env"] for r in range(2)]
+    for rank, env in enumerate(seen):
+        assert (env["RANK"], env["LOCAL_RANK"], env["ROLE_RANK"]) == (str(rank), str(rank), str(rank))
+        assert (env["WORLD_SIZE"], env["LOCAL_WORLD_SIZE"], env["GROUP_RANK"]) == ("2", "2", "0")
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert env["OMP_NUM_THREADS"] == "1"
+        assert (env["COLOUR"], env["TASTE"]) == ("blue sky", "sweet")
+        assert "DISTRIB_TOKEN" not in env
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+
+
+def test_threads_share_the_cores_when_nobody_set_them(launch, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    run = launch("-np", "1", JOB, "*:environment", env={})
+    # The launch fixture sets 1 for speed; what is set is kept. Without it each rank gets its share of the cores.
+    assert '"OMP_NUM_THREADS": "1"' in run.out
+    command = [str(LAUNCH), "-np", "2", "--run-dir", str(run.run_dir), str(JOB), "*:environment"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert done.stdout.count(f'"OMP_NUM_THREADS": "{share}"') == 2, done
+
+
+def test_arguments_and_directory_arrive_unchanged(launch, tmp_path):
+    folder = tmp_path / "a folder, $HOME 'quoted' – ü"
+    folder.mkdir()
+    script = folder / "my job.py"
+    script.write_text(JOB.read_text())
+    words = ["*:environment", "x:a b", "x:'", 'x:"', "x:$HOME", "x:new\nline", "x:ü–", "x:;ls", "x:*", "x:"]
+    run = launch("-np", "2", script, *words, cwd=folder)
+    assert run.code == 0, run
+    told = json.loads((run.run_dir / "ranks/1.out").read_text().splitlines()[0])
+    assert told["argv"] == [str(script), *words]
+    assert told["cwd"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("orders", "code", "rank", "message"),
+    [
+        (["1:raise"], 1, 1, "RuntimeError: boom in rank 1"),
+        (["1:exit=7", "*:sleep=30"], 7, 1, "exit code 7"),
+        (["0:signal=9", "*:sleep=30"], 137, 0, "killed by SIGKILL"),
+        (["1:signal=11", "*:sleep=30"], 139, 1, "killed by SIGSEGV"),
+        (["1:kill-parent", "*:sleep=30"], 1, 1, "lost without an exit record"),
+        (["--mpi", "1:raise", "*:sleep=30"], 1, 1, "RuntimeError: boom in rank 1"),
+        (["--mpi", "0:signal=9", "*:sleep=30"], 137, 0, "killed by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_named_and_ends_the_job(launch, orders, code, rank, message):
+    run = launch("-np", "2", JOB, *orders, timeout=30)
+    assert run.code == code, run
+    failure = run.result["first_failure"]
+    assert failure["rank"] == rank
+    assert message in failure["message"]
+    assert f"rank {rank} on localhost failed first: " in run.err
+    assert message in run.err
+    assert run.result["status"] == "failed"
+    assert run.seconds < 10
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch):
+    run = launch("-np", "2", JOB, "0:ignore", "1:raise", timeout=30)
+    assert run.code == 1, run
+    assert run.result["first_failure"]["rank"] == 1
+    assert [r["signal"] for r in run.result["ranks"]] == [signal.SIGKILL, None]
+
+
+def test_a_failed_rank_takes_all_its_descendants_along(launch):
+    run = launch("-np", "2", JOB, "0:children", "1:raise", timeout=30)
+    assert run.code == 1, run
+    assert not orphans()
+
+
+def orphans() -> list[str]:
+    """The children that `job.py` started and that are still there; one of them has an empty environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if command[0] == b"sleep" and command[1].startswith(b"6"):
+                found.append(f"{entry.name}: {command}")
+    return found
+
+
+def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [str(LAUNCH), "--run-dir", str(run_dir), *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, cwd=run_dir.parent,
+    )  # fmt: skip
+    assert process.stdout
+    assert "rank" in process.stdout.readline()
+    return process
+
+
+def test_ctrl_c_stops_everything_and_exits_130(tmp_path):
+    process = start(tmp_path / "run", "-np", "2", str(JOB), "*:children")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == 130, err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["exit_code"]) == ("stopped", 130)
+
+
+def test_ctrl_c_twice_does_not_wait_for_the_grace(tmp_path):
+    process = start(tmp_path / "run", "-np", "2", str(JOB), "*:ignore")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    begun = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 130
+    assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize("victim", ["launcher", "mpirun"])
+def test_nothing_survives_a_killed_launcher_or_engine(tmp_path, victim):
+    process = start(tmp_path / "run", "-np", "2", str(JOB), "*:children")
+    engine = [pid for pid, command in our_processes().items() if "prterun" in command or "bin/mpirun" in command]
+    assert engine
+    if victim == "launcher":
+        process.kill()
+    else:
+        for pid in engine:
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=15)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 10
+    while (left := orphans() or list(our_processes().values())) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left
+
+
+def test_time_limit(launch):
+    run = launch("-np", "2", "--timeout", "1s", JOB, "*:sleep=60", timeout=30)
+    assert run.code == 124, run
+    assert run.result["status"] == "stopped"
+    assert "time limit" in run.err
+
+
+def test_long_output_arrives_whole_and_in_order(launch):
+    run = launch("-np", "4", JOB, "*:lines=5000")
+    assert run.code == 0, run
+    for rank in range(4):
+        expected = [f"line {n} of rank {rank} " + "x" * 40 for n in range(5000)] + [f"rank {rank} done"]
+        assert (run.run_dir / f"ranks/{rank}.out").read_text().splitlines() == expected
+        tag = f"[{rank}@localhost] "
+        assert [line[len(tag) :] for line in run.out.splitlines() if line.startswith(tag)] == expected
+
+
+def test_only_one_rank_is_shown_and_all_are_kept(launch):
+    run = launch("-np", "2", "--only-rank", "1", JOB)
+    assert run.out == "[1@localhost] rank 1 done\n"
+    assert (run.run_dir / "ranks/0.out").read_text() == "rank 0 done\n"
+
+
+def test_without_hosts_and_gpus_one_rank_runs_and_a_line_says_so(launch):
+    run = launch(JOB)
+    assert run.code == 0, run
+    assert run.result["world_size"] == 1
+    assert "this machine, 1 rank (-np N for more" in run.err
+
+
+def test_a_run_directory_can_be_used_again(launch, tmp_path):
+    for orders in (["0:raise"], ["0:signal=9"]):
+        subprocess.run([str(LAUNCH), "--run-dir", str(tmp_path / "same"), str(JOB), *orders], capture_output=True)
+    result = json.loads((tmp_path / "same/result.json").read_text())
+    assert result["first_failure"]["traceback"] == ""
+    assert result["first_failure"]["message"] == "killed by SIGKILL"
+
+
+def test_no_python_module_of_that_name(launch, tmp_path):
+    script = tmp_path / "imports.py"
+    script.write_text("import no_such_module_at_all\n")
+    run = launch("-np", "2", script)
+    assert run.code == 1
+    assert "No module named 'no_such_module_at_all' (install no_such_module_at_all for " in run.err
+    assert str(LAUNCH.parent / "python") in run.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-H", "missing.txt", "JOB"], "missing.txt: no such hostfile"),
+        (["-H", "empty.txt", "JOB"], "empty.txt: no hosts in the file"),
+        (["-H", "zero.txt", "JOB"], "zero.txt:2:9: slots must be"),
+        (["-H", "negative.txt", "JOB"], "negative.txt:1:9: slots must be"),
+        (["-H", "a:2,b:2", "-np", "5", "JOB"], "5 ranks asked for with -np, but -H has 4 slot(s) on 2 host(s)"),
+        (["-np", "0", "JOB"], "'0' is no number of ranks"),
+        (["nowhere.py"], "nowhere.py: no such script"),
+        (["-np", "2", "."], "is a directory"),
+        (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: no such variable here"),
+        (["--timeout", "soon", "JOB"], "'soon' is no time"),
+        (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
+        (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
+        (["--no-such-option", "JOB"], "--no-such-option"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
+    (tmp_path / "empty.txt").write_text("# nobody\n\n")
+    (tmp_path / "zero.txt").write_text("a slots=2\nb slots=0\n")
+    (tmp_path / "negative.txt").write_text("a slots=-1\n")
+    (tmp_path / "bad.yaml").write_text("nodes: [{hosts: a, gpus: {count: -2}}]\n")
+    command = [str(LAUNCH), *(str(JOB) if word == "JOB" else word for word in arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    assert done.returncode == 2, done
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("distrib-launch: error: ")
+    assert words in last
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "distrib-runs").exists()
+
+
+def dry_run(tmp_path: Path, *arguments: str) -> dict:
+    command = [str(LAUNCH), "--dry-run", "--json", *arguments, str(JOB)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    assert done.returncode == 0, done
+    assert os.listdir(tmp_path) == sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".txt", ".yaml"))
+    return json.loads(done.stdout)
+
+
+def test_dry_run_shows_every_rank_and_starts_nothing(tmp_path):
+    plan = dry_run(tmp_path, "-H", "a:2,b:3")
+    assert (plan["world_size"], plan["engine"]) == (5, "mpirun")
+    assert [(r["rank"], r["host"], r["local_rank"], r["role"]) for r in plan["ranks"]] == [
+        (0, "a", 0, "worker"), (1, "a", 1, "worker"), (2, "b", 0, "worker"), (3, "b", 1, "worker"), (4, "b", 2, "worker"),
+    ]  # fmt: skip
+    assert plan["ranks"][3]["environment"]["GROUP_RANK"] == "1"
+    assert plan["command"][0].endswith("/mpirun")
+    assert Path(plan["script"][0]).parent == LAUNCH.parent
+    assert plan["script"][0] in plan["command"]
+
+
+def test_fewer_ranks_than_slots_fill_the_hosts_in_order(tmp_path):
+    plan = dry_run(tmp_path, "-H", "a:2,b:2,c:2", "-np", "3")
+    assert [r["host"] for r in plan["ranks"]] == ["a", "a", "b"]
+    assert any("leaves 1 host(s) idle" in note for note in plan["notes"])
+
+
+def test_a_host_without_a_count_gets_its_gpus_from_the_topology(tmp_path):
+    (tmp_path / "lab.txt").write_text("gpu1\ngpu2\nother\n")
+    (tmp_path / "lab.yaml").write_text("nodes:\n  - hosts: gpu[1-2]\n    gpus: {kind: A100, count: 4}\n")
+    plan = dry_run(tmp_path, "-H", "lab.txt")
+    assert [r["device"] for r in plan["ranks"] if r["host"] == "gpu2"] == [f"cuda:{i}" for i in range(4)]
+    assert [r["device"] for r in plan["ranks"] if r["host"] == "other"] == ["auto"]
+    assert any("one per GPU of the topology, 4" in note for note in plan["notes"])
+    assert any(note.startswith("other: no slots given; 1 rank each") for note in plan["notes"])
+
+
+def test_a_thousand_hosts_are_planned_at_once(tmp_path):
+    (tmp_path / "big.txt").write_text("".join(f"node{i:04d} slots=8\n" for i in range(1000)))
+    assert dry_run(tmp_path, "-H", "big.txt")["world_size"] == 8000

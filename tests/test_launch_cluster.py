@@ -1,0 +1,162 @@
+"""`distrib-launch` across hosts of the virtual cluster."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LAUNCH, SCRIPTS
+
+pytestmark = pytest.mark.cluster
+JOB = SCRIPTS / "job.py"
+
+
+def test_ranks_run_where_the_plan_says(make_cluster, launch):
+    cluster = make_cluster(3, slots=2)
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    result = run.result
+    assert result["hosts"] == ["n1", "n2", "n3"]
+    assert [(r["rank"], r["host"], r["local_rank"], r["exit_code"]) for r in result["ranks"]] == [
+        (0, "n1", 0, 0), (1, "n1", 1, 0), (2, "n2", 0, 0), (3, "n2", 1, 0), (4, "n3", 0, 0), (5, "n3", 1, 0),
+    ]  # fmt: skip
+    for rank in range(6):
+        env = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])["env"]
+        host = rank // 2 + 1
+        assert env["DISTRIB_ADDRESS"] == f"198.18.0.{host}"
+        assert env["MASTER_ADDR"] == "198.18.0.1"
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def test_hosts_in_any_order_with_unequal_slots(make_cluster, launch):
+    cluster = make_cluster(3)
+    run = launch("-H", "n3:1,n1:3,n2:2", SCRIPTS / "where.py", cluster=cluster)
+    assert run.code == 0, run
+    seen = [(run.run_dir / f"ranks/{rank}.out").read_text().strip() for rank in range(6)]
+    assert seen == ["n3", "n1", "n1", "n1", "n2", "n2"]
+
+
+def test_the_launcher_need_not_be_one_of_the_hosts(make_cluster, launch):
+    cluster = make_cluster(3)
+    run = launch("-H", "n2:2,n3:2", JOB, "--mpi", cluster=cluster)
+    assert run.code == 0, run
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
+    cluster = make_cluster(3, slots=2)
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "2:raise", "*:children", cluster=cluster, timeout=30)
+    assert run.code == 1, run
+    failure = run.result["first_failure"]
+    assert (failure["rank"], failure["host"]) == (2, "n2")
+    assert "RuntimeError: boom in rank 2" in failure["traceback"]
+    assert "rank 2 on n2 failed first: RuntimeError: boom in rank 2" in run.err
+    assert run.seconds < 10
+    assert cluster.left_over(within_seconds=1) == {}
+
+
+def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path):
+    cluster = make_cluster(3)
+    process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:sleep=60"))
+    wait_for_line(process, "sleeps")
+    cluster.lose("n3")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1, err
+    failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
+    assert failure["host"] == "n3"
+    assert "nothing was heard from it" in failure["message"]
+    assert cluster.left_over(within_seconds=10) == {}
+
+
+def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):
+    cluster = make_cluster(3)
+    process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:children"))
+    wait_for_line(process, "has children")
+    cluster.cut("n2")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1, err
+    assert json.loads((tmp_path / "run/result.json").read_text())["first_failure"]["host"] == "n2"
+    # sshd's own session process waits for a wire that does not come back; it is not the job's.
+    assert no_job_process_left(cluster, within_seconds=10)
+
+
+@pytest.mark.parametrize("victim", ["distrib-launch", "prterun"])
+def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_cluster, tmp_path, victim):
+    cluster = make_cluster(3)
+    process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:children"))
+    wait_for_line(process, "has children")
+    pids = [pid for pid, command in cluster.processes("n1").items() if f"/{victim}" in command.partition(" -H")[0]]
+    assert pids
+    subprocess.run(["kill", "-9", *map(str, pids[:1] if victim == "distrib-launch" else pids)], check=True)
+    process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert cluster.left_over(within_seconds=10) == {}
+
+
+def test_unknown_host(make_cluster, launch):
+    cluster = make_cluster(2)
+    run = launch("-H", "n1:1,n7:1", JOB, cluster=cluster)
+    assert run.code == 3, run
+    assert run.err.startswith("distrib-launch: error: n7: ")
+    assert "resolve" in run.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
+    cluster = make_cluster(2)
+    # n2 sees an interpreter that lacks every package, at the same path.
+    interpreter = Path(run_python_of(launch, cluster))
+    bare = tmp_path / "python"
+    bare.write_text('#!/bin/sh\nexec /usr/bin/python3 -I "$@"\n')
+    bare.chmod(bare.stat().st_mode | stat.S_IEXEC)
+    cluster.run("n2", ["mount", "--bind", bare, interpreter], check=True)
+    run = launch("-H", "n1:1,n2:1", JOB, cluster=cluster)
+    assert run.code == 3, run
+    assert run.err.startswith("distrib-launch: error: n2: ")
+    assert "install distrib there too" in run.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def test_a_host_whose_python_lacks_torch_is_named(make_cluster, launch, tmp_path):
+    cluster = make_cluster(2)
+    interpreter = run_python_of(launch, cluster)
+    torch = cluster.run("n1", [interpreter, "-c", "import torch; print(torch.__path__[0])"], check=True).stdout.strip()
+    cluster.run("n2", ["mount", "-t", "tmpfs", "tmpfs", torch], check=True)
+    script = tmp_path / "needs_torch.py"
+    script.write_text("from torch import nn\nimport time\ntime.sleep(30)\n")
+    run = launch("-H", "n1:1,n2:1", script, cluster=cluster)
+    assert run.code != 0, run
+    assert run.result["first_failure"]["host"] == "n2"
+    assert "n2" in run.err and "torch" in run.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def run_python_of(launch, cluster) -> str:
+    plan = launch("-H", "n1:1", "--dry-run", "--json", JOB, cluster=cluster)
+    return json.loads(plan.out)["script"][0]
+
+
+def launch_command(tmp_path, cluster, *arguments):
+    return [LAUNCH, "--run-dir", tmp_path / "run", "-H", cluster.hostfile, *arguments]
+
+
+def wait_for_line(process, word):
+    for line in process.stdout:
+        if word in line:
+            return
+    raise AssertionError(f"no line with {word!r}: {process.communicate()}")
+
+
+def no_job_process_left(cluster, *, within_seconds):
+    deadline = time.monotonic() + within_seconds
+    while time.monotonic() < deadline:
+        left = {h: [c for c in p.values() if not c.startswith("sshd")] for h, p in cluster.left_over().items()}
+        if not any(left.values()):
+            return True
+        time.sleep(0.2)
+    raise AssertionError(left)

@@ -1,0 +1,137 @@
+"""The package as it is built and installed, and what importing it costs."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from setuptools.config.pyprojecttoml import read_configuration
+
+from tests.conftest import ROOT
+
+FOLDERS = {"distrib": "distrib", "distrib_launch": "launch"}
+COPIED = ("pyproject.toml", "README.md", "LICENSE", "distrib", "launch")
+
+
+def packages_on_disk() -> set[str]:
+    found = set()
+    for package, folder in FOLDERS.items():
+        for init in (ROOT / folder).rglob("__init__.py"):
+            found.add(".".join([package, *init.parent.relative_to(ROOT / folder).parts]))
+    return found
+
+
+def modules_on_disk() -> set[str]:
+    return {
+        str(Path(package, path.relative_to(ROOT / folder)))
+        for package, folder in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+
+
+def test_the_packages_listed_are_those_on_the_disk():
+    configuration = read_configuration(ROOT / "pyproject.toml", expand=False)
+    assert set(configuration["tool"]["setuptools"]["packages"]) == packages_on_disk()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for name in COPIED:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, folder / name)
+    return folder
+
+
+def build(source: Path, target: Path, kind: str) -> Path:
+    code = f"from setuptools.build_meta import {kind} as build; print(build({str(target)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.strip().splitlines()[-1]
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Install a wheel, and nothing else, into a virtual environment that borrows this one's other packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    python = folder / "bin/python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
+    subprocess.run(pip, check=True, timeout=120, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def where_installed(commands: Path, elsewhere: Path) -> str:
+    """Run both commands, and say from where the launcher is loaded."""
+    for command in ("distrib-launch", "distrib-topo"):
+        told = subprocess.run([str(commands / command), "--help"], cwd=elsewhere, capture_output=True, text=True)
+        assert told.returncode == 0, told.stderr
+        assert command in told.stdout
+    code = (
+        "import os, distrib_launch.rank, distrib_launch.engines.mpirun, distrib.cluster.hostfile; "
+        "print(os.path.dirname(distrib_launch.__file__))"
+    )
+    python = [str(commands / "python"), "-c", code]
+    done = subprocess.run(python, cwd=elsewhere, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_wheel_holds_every_module_and_runs(source, tmp_path):
+    wheel = build(source, tmp_path, "build_wheel")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name for name in names if ".dist-info/" not in name} == modules_on_disk()
+    commands = install(wheel, tmp_path / "venv")
+    assert where_installed(commands, tmp_path).startswith(str(tmp_path / "venv"))
+
+
+def test_the_editable_install_runs(source, tmp_path):
+    commands = install(build(source, tmp_path, "build_editable"), tmp_path / "venv")
+    assert where_installed(commands, tmp_path) == str(source / "launch")
+
+
+@pytest.mark.parametrize("module", ["distrib", "distrib_launch", "distrib_launch.cli", "distrib_launch.rank"])
+def test_importing_loads_no_torch_and_is_quick(module):
+    code = (
+        f"import sys, time; begun = time.perf_counter(); import {module}; took = time.perf_counter() - begun; "
+        "heavy = {'torch', 'numpy', 'mpi4py'} & set(sys.modules); print(took, *heavy)"
+    )
+    times = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        took, *heavy = done.stdout.split()
+        assert not heavy
+        times.append(float(took))
+    assert statistics.median(times) < 0.15
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def test_the_arrows_between_rooms_hold():
+    for path in (ROOT / "distrib").rglob("*.py"):
+        assert not {n for n in imports_of(path) if n.startswith("distrib_launch")}, f"{path} imports the launcher"
+        if "training" not in path.parts and "probe" not in path.parts:
+            assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
+    for path in (ROOT / "launch").rglob("*.py"):
+        assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
+    for path in (ROOT / "launch/rank.py", ROOT / "launch/control.py", ROOT / "launch/guard.py"):
+        outside = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names) - {"distrib_launch"}
+        assert not outside, f"{path} runs on every host and needs the standard library only"

@@ -1,0 +1,108 @@
+"""The virtual cluster itself: hosts that differ, links with the promised rate, weather, and no trace afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.cluster
+
+
+def traces() -> set[str]:
+    found = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
+    found |= {f"etc/{name}" for name in os.listdir("/etc/netns")} if Path("/etc/netns").exists() else set()
+    found |= (
+        {f"run/{name}" for name in os.listdir("/run/distrib-cluster")}
+        if Path("/run/distrib-cluster").exists()
+        else set()
+    )
+    return found
+
+
+def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):
+    cluster = make_cluster(3)
+    for host in cluster.hosts:
+        assert cluster.run(host, ["hostname"]).stdout.strip() == host
+    assert cluster.run("n1", ["ssh", "n3", "hostname"]).stdout.strip() == "n3"
+    cluster.run("n1", ["touch", "/dev/shm/only-here"], check=True)
+    assert cluster.run("n2", ["ls", "/dev/shm"]).stdout == ""
+    assert "198.18.0.2 n2" in cluster.run("n1", ["cat", "/etc/hosts"]).stdout
+    assert cluster.left_over() == {}
+
+
+def test_a_link_has_the_rate_it_was_given(make_cluster):
+    cluster = make_cluster(2, rate="200mbit")
+    server = cluster.popen("n2", ["iperf3", "-s", "-1"])
+    time.sleep(0.3)
+    told = json.loads(cluster.run("n1", ["iperf3", "-c", "n2", "-t", "2", "-J"], check=True).stdout)
+    server.communicate(timeout=10)
+    assert 0.85 * 200e6 < told["end"]["sum_received"]["bits_per_second"] < 200e6
+
+
+def test_weather(make_cluster):
+    cluster = make_cluster(2)
+    sleeper = cluster.popen("n2", ["sleep", "60"])
+    assert any("sleep" in command for command in cluster.processes("n2").values())
+    cluster.cut("n2")
+    reach = ["ssh", "-o", "ConnectTimeout=1", "n2", "true"]
+    assert cluster.run("n1", reach).returncode == 255
+    cluster.restore("n2")
+    assert cluster.run("n1", reach).returncode == 0
+    cluster.lose("n2")
+    assert sleeper.wait(timeout=5) == -9
+    assert cluster.run("n1", reach).returncode == 255
+    cluster.restore("n2")
+    assert cluster.run("n1", reach).returncode == 0
+
+
+def test_everything_is_removed_even_when_building_fails():
+    before = traces()
+
+    class Broken(Cluster):
+        def _wait_sshd(self, host: str) -> None:
+            raise RuntimeError("no sshd today")
+
+    with pytest.raises(RuntimeError, match="no sshd today"), Broken(2):
+        pass
+    assert traces() == before
+
+
+def test_clusters_one_after_another_leave_nothing():
+    before = traces()
+    for _ in range(3):
+        with Cluster(2) as cluster:
+            leftover = cluster.popen("n1", ["sleep", "60"])
+        assert leftover.wait(timeout=5) == -9
+        assert traces() == before
+
+
+def test_the_command_line_tool():
+    before = traces()
+    tool = [sys.executable, "-m", "tests.cluster", "--name", "clitest"]
+
+    def call(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*tool, *words], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+    try:
+        up = call("up", "2", "--rate", "1gbit")
+        assert up.returncode == 0, up
+        assert re.search(r"hostfile /\S+/hosts.txt", up.stdout)
+        assert call("run", "n2", "hostname").stdout == "n2\n"
+        assert call("shape", "n1", "10mbit").returncode == 0
+        assert call("cut", "n2").returncode == 0
+        assert "already" in call("up", "2").stderr
+        assert "no host n7" in call("run", "n7", "true").stderr
+    finally:
+        down = call("down")
+    assert down.returncode == 0, down
+    assert traces() == before
