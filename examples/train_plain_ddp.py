@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -58,8 +59,9 @@ def main() -> None:
 
     if rank == 0:
         print(f"validation accuracy {100 * accuracy:.1f} %", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    gc.collect()  # the model must be gone: while it holds the group, Gloo's threads are not waited for and may abort
+    dist.destroy_process_group()

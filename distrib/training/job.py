@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
@@ -283,6 +284,10 @@ class Job:
         self._end_watch()
         if self.world_size > 1:
             dist.destroy_process_group()
+            # Gloo's threads still drop the tensors of the last collectives, for which they take Python's lock; where a
+            # model keeps the group alive, nothing waits for them, and one that asks for the lock when Python has begun
+            # to end aborts the process (seen in one exit of four with torch 2.13; pytorch pull request 179291).
+            time.sleep(0.1)
         if self._comm is not None:
             from mpi4py import MPI
 

@@ -1,0 +1,96 @@
+"""What several ranks do together, each a lesson: `lessons.py NAME [ARGS]`. An assertion that fails, fails the job."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import distrib
+
+
+def uneven(job: distrib.Job) -> None:
+    """Every length, with batch normalization, trained on and evaluated: no rank waits for ever."""
+    model = job.prepare(nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    for samples in range(job.world_size, 6 * job.world_size):
+        for batch_size in (1, 3, 4):
+            numbers = torch.arange(samples, dtype=torch.float32).unsqueeze(1)
+            for shuffle in (False, True):
+                loader = job.prepare(DataLoader(TensorDataset(numbers), batch_size, shuffle=shuffle))
+                model.train()
+                job.unwrap(model)[1].eval()  # type: ignore[index]  # batches of one sample have no variance
+                steps = 0
+                for (inputs,) in loader:
+                    model(inputs).sum().backward()
+                    steps += 1
+                assert job.all_reduce(steps, "min") == job.all_reduce(steps, "max") == len(loader) == steps
+                model.eval()
+                with torch.no_grad():
+                    seen = sum(model(inputs).numel() for (inputs,) in loader)
+                assert job.all_reduce(seen, "sum") == samples, (samples, batch_size, shuffle, seen)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        yield from range(10)
+
+
+def collectives(job: distrib.Job) -> None:
+    ranks, last = job.world_size, job.world_size - 1
+    assert job.all_reduce(job.rank) == last / 2
+    assert [job.all_reduce(job.rank, op) for op in ("sum", "max", "min")] == [sum(range(ranks)), last, 0]  # type: ignore[arg-type]
+    given = torch.full((2, 3), job.rank, requires_grad=False)
+    assert torch.equal(job.all_reduce(given), torch.full((2, 3), last / 2))
+    assert torch.equal(given, torch.full((2, 3), job.rank))
+    streamed = [int(x) for x in job.prepare(DataLoader(Stream(), batch_size=None))]
+    assert streamed == list(range(job.rank, 10, ranks)), streamed
+    augmented = job.prepare(DataLoader(range(8 * ranks), 4, num_workers=1, worker_init_fn=_noise))  # type: ignore[arg-type]
+    assert sum(len(batch) for batch in augmented) == 8
+    job.barrier()
+    assert distrib.init() is job
+
+
+def _noise(worker: int) -> None:
+    torch.rand(1)
+
+
+def checkpoints(job: distrib.Job) -> None:
+    """Only rank 0 sees the file."""
+    path = Path(sys.argv[2]) / f"{'seen' if job.is_main else 'unseen'}.pt"
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = job.prepare(model, optimizer)
+    assert job.restore(path, model=model, epoch=0) == {"epoch": 0}
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    job.save(path, model=model, optimizer=optimizer, epoch=3)
+    weight = job.unwrap(model).weight.detach().clone()
+    with torch.no_grad():
+        job.unwrap(model).weight.zero_()
+    assert job.restore(path, model=model, optimizer=optimizer, epoch=0) == {"epoch": 3}
+    assert torch.equal(job.unwrap(model).weight, weight)
+    assert not job.restore(path.with_name("none.pt"))
+
+
+def fails(job: distrib.Job) -> None:
+    job.all_reduce(1.0)
+    if job.rank == job.world_size - 1:
+        if sys.argv[2] == "raise":
+            raise ValueError("this rank fails")
+        if sys.argv[2] == "exit":
+            sys.exit(7)
+    for _ in range(3):
+        job.all_reduce(1.0)
+
+
+if __name__ == "__main__":
+    lesson = globals()[sys.argv[1]]
+    if os.environ.get("LESSON_WITHOUT_WITH"):
+        lesson(distrib.init())
+    else:
+        with distrib.init() as job:
+            lesson(job)

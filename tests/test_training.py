@@ -1,0 +1,398 @@
+"""The training library: sharing of samples, checkpoints, one rank alone, and several under mpirun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
+
+import distrib
+from distrib.errors import TrainingError
+from distrib.training import Job, ShardedLoader
+from distrib.training import job as job_module
+from distrib.training.batches import every_nth, moved
+from distrib.training.rendezvous import own_address
+from distrib.training.shards import global_batches, share
+from distrib.training.world import find_device, find_world
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def run_ranks(
+    ranks: int, script: Path, *arguments: object, seconds: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs `script` on `ranks` ranks of this host, with nothing but mpirun."""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-np", str(ranks)]
+    command = [mpirun, *options, sys.executable, script, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=seconds, env=environment
+    )
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    """A job of this process alone, whatever started the tests."""
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
+    monkeypatch.setattr(job_module, "_job", None)
+    with distrib.init() as alone:
+        yield alone
+
+
+def sharded(loader: DataLoader[int], rank: int, ranks: int, training: bool | None = True) -> ShardedLoader:
+    return ShardedLoader(loader, rank=rank, ranks=ranks, device=torch.device("cpu"), seed=5, training=lambda: training)
+
+
+def read(loader: ShardedLoader) -> list[list[int]]:
+    return [[int(x) for x in batch] for batch in loader]
+
+
+# Sharing samples
+
+shapes = given(
+    samples=st.integers(1, 300), ranks=st.integers(1, 9), batch_size=st.integers(1, 20), shuffle=st.booleans()
+)
+
+
+@shapes
+@settings(deadline=None, max_examples=150)
+def test_evaluation_reads_every_sample_once_and_training_takes_equal_steps(samples, ranks, batch_size, shuffle):
+    loader = DataLoader(range(samples), batch_size, shuffle=shuffle)
+    if samples < ranks:
+        with pytest.raises(TrainingError, match="too few"):
+            sharded(loader, 0, ranks)
+        return
+    for training in (True, False):
+        loaders = [sharded(loader, rank, ranks, training) for rank in range(ranks)]
+        shares = [read(one) for one in loaders]
+        steps = [len(batches) for batches in shares]
+        assert steps == [len(one) for one in loaders]
+        seen = Counter(x for batches in shares for batch in batches for x in batch)
+        assert seen.keys() == set(range(samples))
+        assert all(1 <= len(batch) <= batch_size for batches in shares for batch in batches)
+        if training or batch_size > 1:
+            assert len(set(steps)) == 1
+        if not training or batch_size > 1:
+            assert set(seen.values()) == {1}
+        assert sum(seen.values()) - samples < ranks
+
+
+@shapes
+def test_drop_last_gives_full_batches_only(samples, ranks, batch_size, shuffle):
+    loader = DataLoader(range(samples), batch_size, shuffle=shuffle, drop_last=True)
+    if samples < ranks * batch_size:
+        with pytest.raises(TrainingError, match="drop_last"):
+            sharded(loader, 0, ranks)
+        return
+    shares = [read(sharded(loader, rank, ranks)) for rank in range(ranks)]
+    assert {len(batch) for batches in shares for batch in batches} == {batch_size}
+    seen = [x for batches in shares for batch in batches for x in batch]
+    assert len(seen) == len(set(seen)) == samples // (ranks * batch_size) * ranks * batch_size
+
+
+@given(st.integers(0, 1000), st.integers(0, 300), st.integers(1, 20))
+def test_shares_are_even_and_in_order(start, size, ranks):
+    shares = [share(start, start + size, rank, ranks) for rank in range(ranks)]
+    assert [x for part in shares for x in part] == list(range(start, start + size))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_batches_are_those_of_one_process_with_the_whole_batch():
+    """Four ranks of 8 read together what one rank of 32 reads, in the same order, in every epoch."""
+    one = sharded(DataLoader(range(440), 32, shuffle=True), 0, 1)
+    four = [sharded(DataLoader(range(440), 8, shuffle=True), rank, 4) for rank in range(4)]
+    epochs = []
+    for _ in range(2):
+        whole = read(one)
+        assert whole == [sum(parts, []) for parts in zip(*map(read, four), strict=True)]
+        epochs.append(whole)
+    assert epochs[0] != epochs[1]
+
+
+def test_a_small_last_batch_is_levelled_with_the_one_before():
+    edges = global_batches(32 + 4, ranks=4, batch_size=8, drop_last=False, wrap=True)
+    assert [stop - start for start, stop in pairwise(edges)] == [18, 18]
+
+
+def test_epochs_go_on_by_themselves_and_can_be_set_and_saved():
+    loader = sharded(DataLoader(range(50), 5, shuffle=True), 1, 2)
+    first, second = read(loader), read(loader)
+    assert first != second
+    loader.set_epoch(0)
+    assert read(loader) == first
+    again = sharded(DataLoader(range(50), 5, shuffle=True), 1, 2)
+    again.load_state_dict(loader.state_dict())
+    assert read(again) == second
+
+
+def test_the_order_follows_from_the_generator_and_leaves_it_alone():
+    generator = torch.Generator().manual_seed(11)
+    state, before = generator.get_state(), torch.get_rng_state()
+    order = read(sharded(DataLoader(range(20), 20, shuffle=True, generator=generator), 0, 1))[0]
+    assert order == torch.randperm(20, generator=torch.Generator().manual_seed(11)).tolist()
+    assert torch.equal(generator.get_state(), state)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_samplers_are_shared_out():
+    sampler = WeightedRandomSampler([1.0] * 30, 20)
+    shares = [read(sharded(DataLoader(range(30), 5, sampler=sampler), rank, 2)) for rank in range(2)]
+    whole = read(sharded(DataLoader(range(30), 10, sampler=sampler), 0, 1))
+    assert whole == [a + b for a, b in zip(*shares, strict=True)]
+
+
+def test_batch_samplers_are_shared_out_by_batch():
+    batches = [[0, 1], [2], [3, 4, 5], [6], [7]]
+    loaders = [DataLoader(range(8), batch_sampler=batches) for _ in range(2)]
+    assert [read(sharded(one, rank, 2, False)) for rank, one in enumerate(loaders)] == [batches[::2], batches[1::2]]
+    trained = [read(sharded(one, rank, 2, True)) for rank, one in enumerate(loaders)]
+    assert trained == [batches[::2], [[2], [6], [0, 1]]]
+
+
+def test_a_loader_without_batches_is_shared_out_by_sample():
+    assert [int(x) for x in sharded(DataLoader(range(7), batch_size=None), 1, 2, False)] == [1, 3, 5]
+
+
+def test_a_distributed_sampler_stays_and_has_its_epochs_set():
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=0)
+    loader = sharded(DataLoader(range(20), 5, sampler=sampler), 0, 2)
+    assert read(loader) != read(loader)
+    with pytest.raises(TrainingError, match="shares with 2 ranks, the job has 3"):
+        sharded(DataLoader(range(20), 5, sampler=sampler), 0, 3)
+
+
+def test_rounds_of_a_stream():
+    assert [list(every_nth(iter("abcde"), rank, 2, whole_rounds=True)) for rank in range(2)] == [["a", "c"], ["b", "d"]]
+    assert list(every_nth(iter("abcde"), 0, 2, whole_rounds=False)) == ["a", "c", "e"]
+
+
+def test_the_loader_keeps_its_options():
+    loader = DataLoader(range(9), 4, num_workers=1, collate_fn=tuple, timeout=30, persistent_workers=True)
+    kept = sharded(loader, 0, 1)
+    assert (kept.num_workers, kept.collate_fn, kept.timeout, kept.persistent_workers) == (1, tuple, 30, True)
+    assert (kept.batch_size, len(kept), len(kept.dataset)) == (4, 3, 9)
+
+
+def test_workers_read_the_share():
+    loader = sharded(DataLoader(range(40), 5, num_workers=2, shuffle=True), 1, 2)
+    assert sorted(sum(read(loader), [])) != list(range(20))
+    assert len(sum(read(loader), [])) == 20
+
+
+def test_batches_are_moved_however_they_are_nested():
+    batch = {"a": [torch.ones(2), (torch.zeros(1), "text")], "b": 3}
+    there = moved(batch, torch.device("meta"))
+    assert there["a"][0].is_meta and there["a"][1][0].is_meta
+    assert (there["a"][1][1], there["b"]) == ("text", 3)
+
+
+# Who and where
+
+
+def test_worlds():
+    assert find_world({}).source == "alone"
+    plan = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    world = find_world(plan)
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.source) == (3, 4, 1, 2, "environment")
+    assert not world.on_one_host
+    for wrong in ({"RANK": "4"}, {"WORLD_SIZE": "x"}, {"LOCAL_RANK": "2"}):
+        with pytest.raises(TrainingError):
+            find_world({**plan, **wrong})
+
+
+def test_devices(monkeypatch):
+    assert find_device(0, {"DISTRIB_DEVICE": "cpu"}) == torch.device("cpu")
+    with pytest.raises(TrainingError, match="names no device"):
+        find_device(0, {"DISTRIB_DEVICE": "toaster"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(TrainingError, match=r"local rank 2 was given GPU 2, but torch sees 2 GPU"):
+        find_device(2, {})
+
+
+def test_addresses(monkeypatch):
+    assert own_address(True) == "127.0.0.1"
+    monkeypatch.setenv("DISTRIB_ADDRESS", "198.18.0.1")
+    assert own_address(True) == "198.18.0.1"
+
+
+def test_importing_loads_neither_torch_nor_mpi():
+    code = "import distrib, sys; print(*(m for m in ('torch', 'mpi4py', 'numpy') if m in sys.modules), dir(distrib))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    assert out.startswith("[") and "'init'" in out
+    with pytest.raises(AttributeError):
+        _ = distrib.nothing
+
+
+# Alone
+
+
+def test_alone_everything_is_trivial(job, capsys):
+    assert (job.rank, job.world_size, job.local_rank, job.local_world_size, job.is_main) == (0, 1, 0, 1, True)
+    model, optimizer, loader = nn.Linear(1, 1), None, DataLoader(TensorDataset(torch.ones(10, 1)), 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.scale_lr(0.5))
+    prepared = job.prepare(loader, model, optimizer)
+    assert prepared[1:] == (model, optimizer) and isinstance(prepared[0], ShardedLoader)
+    assert job.prepare(model) is model is job.unwrap(model)
+    assert job.prepare(prepared[0]) is prepared[0]
+    assert job.all_reduce(3) == 3.0 and job.all_reduce(torch.tensor([2.0]), "max").tolist() == [2.0]
+    job.barrier()
+    job.print("one", 2, sep="-")
+    assert capsys.readouterr().out == "one-2\n"
+    assert distrib.init() is job
+    assert job.warmup(optimizer, 10).get_last_lr() == [0.5]
+    with pytest.raises(TrainingError, match="no op 'median'"):
+        job.all_reduce(1, "median")
+    with pytest.raises(TrainingError, match="cannot prepare a str"):
+        job.prepare("model")
+
+
+def test_a_closed_job_says_so(job):
+    job.close()
+    job.close()
+    for use in (job.barrier, distrib.init, lambda: job.prepare(nn.Linear(1, 1))):
+        with pytest.raises(TrainingError, match="closed"):
+            use()
+
+
+def test_modes_to_come_are_refused(monkeypatch):
+    monkeypatch.setattr(job_module, "_job", None)
+    monkeypatch.setenv("DISTRIB_MODE", "async")
+    with pytest.raises(TrainingError, match="DISTRIB_MODE=async"):
+        distrib.init()
+
+
+def test_checkpoints_come_back(job, tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    path = tmp_path / "new" / "last.pt"
+    values = {"epoch": 4, "history": [0.5, None], "table": {"x": torch.ones(2)}}
+    job.save(path, model=model, optimizer=optimizer, schedule=schedule, **values)
+    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    other_optimizer = torch.optim.Adam(other.parameters())
+    back = job.restore(path, model=other, optimizer=other_optimizer, epoch=0, best=1.0)
+    assert (back["epoch"], back["best"], back["history"]) == (4, 1.0, [0.5, None])
+    assert torch.equal(back["table"]["x"], torch.ones(2))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
+    assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.pt"]
+
+
+def test_checkpoints_that_are_none(job, tmp_path):
+    path = tmp_path / "last.pt"
+    assert job.restore(path, model=nn.Linear(1, 1), epoch=0) == {"epoch": 0}
+    path.write_bytes(b"not a checkpoint")
+    with pytest.raises(TrainingError, match="no checkpoint"):
+        job.restore(path)
+    with pytest.raises(TrainingError, match="cannot save 'path', a PosixPath"):
+        job.save(path, path=path)
+    assert path.read_bytes() == b"not a checkpoint"
+    job.save(path, model=nn.Linear(1, 1))
+    with pytest.raises(TrainingError, match="no state of optimizer; it holds model"):
+        job.restore(path, optimizer=torch.optim.SGD([torch.ones(1, requires_grad=True)]))
+    with pytest.raises(TrainingError, match="does not fit"):
+        job.restore(path, model=nn.Linear(2, 1))
+
+
+def test_status_lines(monkeypatch):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    monkeypatch.setenv("DISTRIB_STATUS_FD", str(writing))
+    monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
+    monkeypatch.setattr(job_module, "_job", None)
+    with distrib.init() as job:
+        weight = torch.ones(1, requires_grad=True)
+        optimizer = job.prepare(torch.optim.SGD([weight], lr=0.1))
+        for _ in range(50):
+            optimizer.step()
+        job.log(loss=torch.tensor(0.5), accuracy=float("nan"), epochs=[1, 2])
+        with pytest.raises(TrainingError, match="4096"):
+            job.log(text="x" * 5000)
+        with pytest.raises(TrainingError, match="is a object"):
+            job.log(thing=object())
+        lines = [json.loads(line) for line in os.read(reading, 65536).splitlines()]
+        assert lines[0] == {"step": 1} and len(lines) < 10
+        assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}}
+        for _ in range(2000):
+            job.log(text="x" * 4000)  # full: lines are lost, nothing waits
+        os.close(reading)
+        job.log(loss=1)
+        os.close(writing)
+        job.log(loss=1)
+
+
+# Several ranks
+
+
+@pytest.mark.parametrize("order", ["in order", "shuffle"])
+def test_gradient_truth(tmp_path, order):
+    """After 20 steps on 4 ranks the parameters are those of one process, with torch alone, on the same batches."""
+    from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+    from tests.scripts.truth import make_data, make_model
+
+    result = run_ranks(4, SCRIPTS / "truth.py", tmp_path / "four.pt", 8, 32 * 20, order)
+    assert result.returncode == 0, result.stderr
+    model, data = make_model(), make_data(32 * 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shuffled = RandomSampler(data, generator=torch.Generator().manual_seed(3))
+    for batch in BatchSampler(shuffled if order == "shuffle" else SequentialSampler(data), 32, False):
+        inputs, targets = data[batch]
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    four = torch.load(tmp_path / "four.pt", weights_only=True)
+    assert four["values"] == {"steps": 20}
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(four["states"]["model"][name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("lesson", ["uneven", "collectives", "checkpoints"])
+@pytest.mark.parametrize("variables", [{}, {"LESSON_WITHOUT_WITH": "1"}], ids=["with", "without"])
+def test_ranks_agree(lesson, variables, tmp_path):
+    result = run_ranks(3, SCRIPTS / "lessons.py", lesson, tmp_path, **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7)])
+@pytest.mark.parametrize("variables", [{}, {"LESSON_WITHOUT_WITH": "1"}], ids=["with", "without"])
+def test_a_rank_that_fails_leaves_at_once(how, code, variables):
+    begin = time.monotonic()
+    result = run_ranks(2, SCRIPTS / "lessons.py", "fails", how, seconds=60, **variables)
+    assert result.returncode == code, result.stdout + result.stderr
+    assert ("this rank fails" in result.stderr) == (how == "raise")
+    assert time.monotonic() - begin < 20
+
+
+def test_the_plan_and_mpi_must_agree(tmp_path):
+    result = run_ranks(2, SCRIPTS / "lessons.py", "collectives", WORLD_SIZE="3")
+    assert result.returncode == 1
+    assert "MPI started 2 rank(s), but 3 were planned" in result.stderr
+
+
+def test_the_example_learns_on_two_ranks():
+    result = run_ranks(2, ROOT / "examples" / "train_cnn.py", seconds=200)
+    assert result.returncode == 0, result.stderr
+    last = result.stdout.splitlines()[-1]
+    assert last.startswith("validation accuracy ") and float(last.split()[2]) >= 95
