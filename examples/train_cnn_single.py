@@ -18,7 +18,7 @@ def main() -> None:
     training, validation = digits.load(args.data)
     loader = DataLoader(training, args.batch_size, shuffle=True)
     validation_loader = DataLoader(validation, 256)
-    model = digits.Cnn().to(device)
+    model = digits.Cnn(digits.classes(training)).to(device)
     lr = args.lr
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=args.epochs * len(loader))

@@ -26,7 +26,9 @@ def main() -> None:
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(training, seed=args.seed)
     loader = DataLoader(training, args.batch_size, sampler=sampler)
     validation_loader = DataLoader(Subset(validation, range(rank, len(validation), world_size)), 256)
-    model = DistributedDataParallel(digits.Cnn().to(device), device_ids=[device.index] if gpu else None)
+    model = DistributedDataParallel(
+        digits.Cnn(digits.classes(training)).to(device), device_ids=[device.index] if gpu else None
+    )
     lr = args.lr * world_size
     optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=args.epochs * len(loader))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,20 +12,17 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
+from tests.cluster.virtual import OWN_NAMES
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.cluster
 
 
 def traces() -> set[str]:
-    found = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
-    found |= {f"etc/{name}" for name in os.listdir("/etc/netns")} if Path("/etc/netns").exists() else set()
-    found |= (
-        {f"run/{name}" for name in os.listdir("/run/distrib-cluster")}
-        if Path("/run/distrib-cluster").exists()
-        else set()
-    )
-    return found
+    """What clusters of this process, and the one of the command line's test, have left on the machine."""
+    folders = [Path("/run/netns"), Path("/etc/netns"), Path("/run/distrib-cluster")]
+    names = {str(entry) for folder in folders if folder.exists() for entry in folder.iterdir()}
+    return {name for name in names if Path(name).name.startswith((OWN_NAMES, "clitest"))}
 
 
 def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):

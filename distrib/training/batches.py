@@ -68,8 +68,9 @@ class ShardedLoader(Iterable[Any]):
         self._epoch = 0
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
-        self._shuffled = not isinstance(getattr(loader, "sampler", None), SequentialSampler)
-        if isinstance(loader.dataset, IterableDataset):
+        self._stream = isinstance(loader.dataset, IterableDataset)
+        self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
+        if self._stream:
             self._loader = loader
         elif isinstance(loader.sampler, DistributedSampler):
             if loader.sampler.num_replicas != ranks:
@@ -111,7 +112,7 @@ class ShardedLoader(Iterable[Any]):
 
     def __len__(self) -> int:
         """The number of batches of this rank, of the same size on all of them while a model trains."""
-        if isinstance(self._loader.dataset, IterableDataset):
+        if self._stream:
             batches, left = divmod(len(self._loader), self._ranks)
             return batches + (self._rank < left and not self._evenly())
         return len(self._loader)
@@ -124,7 +125,7 @@ class ShardedLoader(Iterable[Any]):
         elif hasattr(self._loader.sampler, "set_epoch"):
             self._loader.sampler.set_epoch(epoch)
         batches: Iterator[Any] = iter(self._loader)
-        if isinstance(self._loader.dataset, IterableDataset):
+        if self._stream:
             batches = every_nth(batches, self._rank, self._ranks, whole_rounds=self._evenly())
         return (moved(batch, self._device) for batch in batches)
 

@@ -224,7 +224,7 @@ class Job:
 
     # What is kept and told
 
-    def save(self, path: str | os.PathLike[str], **objects: Any) -> None:
+    def save(self, path: str | os.PathLike[str], /, **objects: Any) -> None:
         """Writes a checkpoint: the state of each object that has one, and plain values, under their names.
 
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
@@ -237,7 +237,7 @@ class Job:
         if self.is_main:
             checkpoint.write(path, objects)
 
-    def restore(self, path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
+    def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Gives each object the state that `save` wrote under its name, and returns the plain values.
 
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
@@ -254,7 +254,7 @@ class Job:
         values: dict[str, Any] = moved(checkpoint.read(data, objects, source=os.fspath(path)), self.device)
         return values
 
-    def log(self, **metrics: Any) -> None:
+    def log(self, /, **metrics: Any) -> None:
         """Tells the launcher what this rank measured: numbers, strings, or lists and dicts of them.
 
         Never waits. Raises TrainingError for values of other kinds or beyond 4 KiB.

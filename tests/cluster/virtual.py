@@ -23,6 +23,9 @@ from types import TracebackType
 
 STATE_ROOT = Path("/run/distrib-cluster")
 HOME_SSH = Path.home() / ".ssh"
+OWN_NAMES = f"dc{os.getpid()}-"
+"""How the names begin of clusters that this process builds; other processes' may be up at the same time."""
+
 UNITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
@@ -75,7 +78,7 @@ class Cluster:
         rates: Mapping[str, str] | None = None,
         name: str | None = None,
     ) -> None:
-        self.name = name or "dc" + secrets.token_hex(3)
+        self.name = name or OWN_NAMES + secrets.token_hex(3)
         self.hosts = [f"n{i}" for i in range(1, hosts + 1)]
         self.slots = slots
         self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
