@@ -5,7 +5,7 @@ RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
        openssh-server openssh-client python3 python3-venv rsync \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --shell /bin/bash trainer \
+    && useradd --uid 2000 --user-group --create-home --shell /bin/bash trainer \
     && mkdir -p /run/sshd
 
 ENV VIRTUAL_ENV=/opt/distrib PATH=/opt/distrib/bin:$PATH
@@ -17,12 +17,21 @@ RUN pip install --no-cache-dir -c /src/constraints.txt '/src[examples]' && rm -r
 COPY --chown=trainer examples /home/trainer/examples
 COPY --chown=trainer hostfiles /home/trainer/hostfiles
 
-# sshd without root: keys and port of the user's own; mount the job's key pair over ~/.ssh.
-USER trainer
+# What the NVIDIA container runtime brings into the container: all GPUs, and the driver's libraries for CUDA and NVML.
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+LABEL com.nvidia.volumes.needed=nvidia_driver
+
+# sshd without root, on a port of its own. The job's key pair (id_rsa, id_rsa.pub, authorized_keys) is mounted over
+# ~/.ssh; it is the hosts' key as well, so that nobody without it is taken for one of them, and none is in the image.
+RUN printf '%s\n' 'Host *' '  Port 2222' '  User trainer' '  IdentityFile /home/trainer/.ssh/id_rsa' \
+       '  StrictHostKeyChecking yes' '  UserKnownHostsFile /dev/null' \
+       '  KnownHostsCommand /usr/bin/sed "s/^/* /" /home/trainer/.ssh/id_rsa.pub' > /etc/ssh/ssh_config.d/distrib.conf
+USER 2000
 WORKDIR /home/trainer
-RUN mkdir -m 700 .ssh sshd && ssh-keygen -q -t ed25519 -N '' -f sshd/host_key \
-    && printf '%s\n' 'Port 2222' 'HostKey /home/trainer/sshd/host_key' 'PidFile none' 'UsePAM no' \
-       'PasswordAuthentication no' 'StrictModes no' > sshd/config \
-    && printf '%s\n' 'Host *' '  Port 2222' '  StrictHostKeyChecking accept-new' > .ssh/config
+RUN mkdir -m 700 .ssh sshd \
+    && printf '%s\n' 'Port 2222' 'HostKey /home/trainer/.ssh/id_rsa' \
+       'AuthorizedKeysFile /home/trainer/.ssh/authorized_keys' 'AllowUsers trainer' 'PidFile none' 'UsePAM no' \
+       'PasswordAuthentication no' 'KbdInteractiveAuthentication no' 'StrictModes no' 'MaxStartups 200' \
+       'AllowTcpForwarding no' 'SetEnv PATH=/opt/distrib/bin:/usr/local/bin:/usr/bin:/bin' > sshd/config
 EXPOSE 2222
 CMD ["/usr/sbin/sshd", "-D", "-e", "-f", "/home/trainer/sshd/config"]

@@ -66,7 +66,9 @@ def main() -> int:
     finally:
         shutil.rmtree(scratch)
     base = statistics.median(next(iter(seconds.values())))
-    print(f"{options.hosts} hosts x {options.slots} ranks, from command to first all-reduce, {options.repeat} turns each")
+    print(
+        f"{options.hosts} hosts x {options.slots} ranks, from command to first all-reduce, {options.repeat} turns each"
+    )
     print(f"{'':34}{'median s':>10}{'min':>8}{'max':>8}{'over mpirun':>14}")
     for name, taken in seconds.items():
         median = statistics.median(taken)

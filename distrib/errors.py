@@ -6,10 +6,14 @@ DistribError              something a person can mend; `hint` says how
 │   └── TopologyError     a topology file, with file, line and the path inside it
 ├── PreflightError        the hosts are not fit to run the job (exit code 3)
 ├── LaunchError           the job could not be started, or not as planned
+├── JobFailed             the job ran and failed; `errors` by rank, `result` (its own exit code)
 └── TrainingError         misuse of the library inside a script
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 
 class DistribError(Exception):
@@ -63,6 +67,20 @@ class PreflightError(DistribError):
 
 class LaunchError(DistribError):
     """The job could not be started, or not as planned."""
+
+
+class JobFailed(DistribError):
+    """The job ran and failed, or was stopped.
+
+    `errors` maps each rank that failed of its own accord to its traceback, or to what it died of; `result` is what
+    `result.json` holds, a `distrib_launch.results.Result`.
+    """
+
+    def __init__(self, what: str, *, errors: Mapping[int, str], result: Any, hint: str = "") -> None:
+        super().__init__(what, hint=hint)
+        self.errors = dict(errors)
+        self.result = result
+        self.exit_code = result.exit_code
 
 
 class TrainingError(DistribError):

@@ -1,3 +1,22 @@
-"""The two commands, `distrib-launch` and `distrib-topo`. Nothing here imports torch."""
+"""The two commands, `distrib-launch` and `distrib-topo`, and `run`, a launch from Python. Nothing here imports torch."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distrib_launch.api import RunResult, run
+
+__all__ = ["RunResult", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from distrib_launch import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,20 +8,18 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from distrib_launch.console import Console, complain
+from distrib_launch import engines, job
+from distrib_launch.console import complain
+from distrib_launch.placement import HOW
 
 from distrib._version import __version__
 from distrib.errors import ConfigError, DistribError
 
 if TYPE_CHECKING:
-    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.plan import LaunchPlan, RankPlan
 
-    from distrib.cluster.hostfile import HostList
-    from distrib.cluster.topology import Topology
-
-FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
 EPILOG = """\
 examples:
   distrib-launch -np 2 train.py --epochs 3        two ranks on this machine
@@ -34,9 +32,16 @@ exit code: 0 when every rank succeeded, else that of the rank that failed first 
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's options."""
-    p = argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """Wrong options are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, hint="see distrib-launch --help")
+
+
+def parser() -> Parser:
+    """The command's options; `distrib_launch.run` takes them too."""
+    p = Parser(
         prog="distrib-launch",
         usage="distrib-launch [options] SCRIPT [ARGS...]",
         description="Run a training script on several machines, one rank per GPU or slot.",
@@ -50,15 +55,42 @@ def parser() -> argparse.ArgumentParser:
                        help="number of ranks (default: every slot)")  # fmt: skip
     where.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
                        "the hostfile with its stem)")  # fmt: skip
+    where.add_argument("--include", metavar="HOSTS", help="only these hosts, slots or GPUs: host:0,2@host2@node[3-8]:1")
+    where.add_argument("--exclude", metavar="HOSTS", help="all but these hosts, slots or GPUs")
+    where.add_argument("--pool", metavar="GPU", help="only hosts whose GPUs are of this kind, such as A100")
+    where.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: "
+                       "fill them in order)")  # fmt: skip
+    where.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, by interface names or "
+                       "as 10.0.0.0/16 (default: the best one that all share)")  # fmt: skip
+    where.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
+    where.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
     how = p.add_argument_group("how to run")
+    how.add_argument("--engine", choices=engines.NAMES, help="what starts the ranks: Open MPI's mpirun over ssh, Slurm's "
+                     "srun, or an MPIJob for Kubernetes, whose manifest is written (default: mpirun; srun inside a "
+                     "Slurm job whose hosts are used)")  # fmt: skip
     how.add_argument("--mode", choices=["sync", "auto"], default="sync", help="how ranks train together")
+    how.add_argument("--bind", choices=HOW, default="auto", help="which processors a rank may use: cores near its GPU, "
+                     "or its share of the host's (auto, core), whole NUMA nodes, or all")  # fmt: skip
+    how.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
+    how.add_argument("--sync", metavar="DIR", help="first bring this folder to the same path on every host (rsync)")
     how.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a "
                      "variable on every rank (may be repeated)")  # fmt: skip
     how.add_argument("--timeout", type=_seconds, metavar="TIME", help="stop the job after this long: 90, 30s, 10m, 2h")
+    how.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help="end the job when no rank has printed or "
+                     "reported a step for this long, saying who waits for whom (default: say it after 10m, go on)")  # fmt: skip
+    how.add_argument("--host-timeout", type=_seconds, default=1.8, metavar="TIME", help="take a host for lost that was "
+                     "silent for this long and then does not answer (default: 1.8s; more for a shaky network)")  # fmt: skip
+    how.add_argument("--grace", type=_seconds, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL when the "
+                     "job is stopped (default: 5s)")  # fmt: skip
     how.add_argument(
         "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
     )
     how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    pods = p.add_argument_group("with --engine kubernetes")
+    pods.add_argument("--image", metavar="NAME", help="the image of the Dockerfile, as the cluster finds it")
+    pods.add_argument("--manifest", metavar="FILE", help="write the MPIJob there (default: to standard output)")
+    pods.add_argument("--runtime-class", default="", metavar="NAME", help="RuntimeClass of pods with GPUs, such as nvidia "
+                      "(default: the cluster's own)")  # fmt: skip
     out = p.add_argument_group("what to show and keep")
     out.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     out.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
@@ -67,6 +99,7 @@ def parser() -> argparse.ArgumentParser:
     )
     out.add_argument("-q", "--quiet", action="store_true", help="do not show what the ranks print (the logs have it)")
     out.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank alone")
+    out.add_argument("--no-fold", action="store_true", help="show identical lines of several ranks one by one")
     out.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
     out.add_argument("--version", action="version", version=f"distrib {__version__}")
     p.add_argument("script", metavar="SCRIPT", help="the Python script that every rank runs")
@@ -89,9 +122,8 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    options = parser().parse_args(argv)
     try:
-        return _run(options)
+        return _run(parser().parse_args(argv))
     except DistribError as error:
         complain(error)
         return error.exit_code
@@ -101,69 +133,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from distrib_launch import plan as planning
-    from distrib_launch import results
-
-    script = Path(options.script)
-    if not script.is_file():
-        raise ConfigError(
-            f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}",
-            hint="options of distrib-launch stand before the script, the script's own after it",
-        )
-    hosts = read_hosts(options.hosts)
-    topology = read_topology_for(options.topology, options.hosts)
-    environment = planning.forwarded(os.environ, options.env)
-    run_dir = results.choose_run_dir(options.run_dir, options.script)
-    plan = planning.make_plan(
-        planning.Options(
-            script=str(script.absolute()),
-            arguments=tuple(options.arguments),
-            interpreter=sys.executable,
-            directory=str(Path.cwd()),
-            run_dir=str(run_dir),
-            ranks=options.ranks,
-            mode=options.mode,
-            mpirun=options.mpirun,
-            ssh_command=options.ssh_command,
-            environment=environment,
-        ),
-        hosts,
-        topology,
-        local_gpus=_local_gpus(environment) if hosts is None else 0,
-    )
+    plan = job.make_plan(options)
     if options.dry_run:
         _show_plan(plan, as_json=options.json)
         return 0
-    return _launch(plan, options)
+    if plan.engine == "kubernetes":
+        return _write_manifest(plan, options)
+    result = job.launch(plan, options)
+    if options.json:
+        sys.stdout.write((Path(plan.run_dir) / "result.json").read_text())
+    return result.exit_code
 
 
-def read_hosts(given: str | None) -> HostList | None:
-    from distrib.cluster import hostfile
+def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
+    import json
 
-    if given is None:
-        return hostfile.slurm_hosts(os.environ)
-    if Path(given).exists() or FILE_NAME.search(given):
-        return hostfile.read_hostfile(given)
-    return hostfile.parse_host_list(given)
+    import yaml
+    from distrib_launch import plan as planning
+    from distrib_launch.engines import kubernetes
 
-
-def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
-    from distrib.cluster.topology import read_topology
-
-    if given:
-        return read_topology(given)
-    if hosts and Path(hosts).is_file():
-        for suffix in (".yaml", ".yml"):
-            beside = Path(hosts).with_suffix(suffix)
-            if beside.is_file():
-                return read_topology(beside)
-    return None
-
-
-def _local_gpus(environment: dict[str, str]) -> int:
-    from distrib_launch.rank import visible_gpus
-
-    return visible_gpus({**os.environ, **environment})
+    if not options.image:
+        raise ConfigError(
+            "--engine kubernetes: no --image", hint="build the Dockerfile, push the image, and give its name"
+        )
+    words = kubernetes.launcher_words(parser(), options, planning.FORWARDED_PREFIXES)
+    environment = planning.forwarded(os.environ, options.env)
+    manifest = kubernetes.manifest(
+        plan, image=options.image, words=words, environment=environment, runtime_class=options.runtime_class
+    )
+    text = json.dumps(manifest, indent=2)
+    if not options.json:
+        text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree, where nothing refers to anything
+    for note in plan.notes:
+        print(f"distrib-launch: note: {note}", file=sys.stderr)
+    if options.manifest:
+        try:
+            Path(options.manifest).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--manifest {options.manifest}: {error.strerror}") from None
+        print(f"distrib-launch: start it with: kubectl create -f {options.manifest}", file=sys.stderr)
+    else:
+        sys.stdout.write(text)
+    return 0
 
 
 def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
@@ -178,8 +189,11 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
         last = first + host.ranks - 1
         devices = list(dict.fromkeys(rank.device for rank in plan.ranks[first : last + 1]))
         shown = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else devices[0]
+        shown += " (its GPUs, if it has any)" if shown == "auto" else ""
+        if host.chosen is not None:
+            shown += f", chosen: {','.join(map(str, host.chosen))}"
         ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        print(f"  {host.name}: {ranks}, device {shown}" + (" (its GPUs, if it has any)" if shown == "auto" else ""))
+        print(f"  {host.name}: {ranks}, device {shown}, {_processors(plan.ranks[first : last + 1])}")
         first = last + 1
     for note in plan.notes:
         print(f"note: {note}")
@@ -188,35 +202,17 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     print(f"each rank runs: {shlex.join(plan.script)}")
     print(f"in: {plan.directory}")
     print(f"run directory: {plan.run_dir}")
+    if plan.sync:
+        print(f"brought to every host first: {plan.sync}")
     print(f"command: {shlex.join(plan.command)}")
 
 
-def _launch(plan: LaunchPlan, options: argparse.Namespace) -> int:
-    from distrib_launch import failures, results
-    from distrib_launch.supervisor import Supervisor
-
-    run_dir = Path(plan.run_dir)
-    results.make_run_dir(run_dir)
-    results.write_json(run_dir / "plan.json", plan)
-    console = Console(quiet=options.quiet or options.json, only_rank=options.only_rank)
-    try:
-        for note in plan.notes:
-            console.say(note)
-        if os.geteuid() == 0 and options.verbose:
-            console.say("running as root; on a shared cluster a user of your own is safer")
-        supervisor = Supervisor(plan, console, ssh_command=options.ssh_command, timeout_seconds=options.timeout)
-        result = supervisor.run()
-        results.write_json(run_dir / "result.json", result)
-        if result.first_failure:
-            others = sum(r.rank != result.first_failure.rank for r in result.ranks)
-            console.say("error: " + failures.report(result.first_failure, others=others))
-        if result.status != "succeeded" or options.verbose:
-            console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
-    finally:
-        console.close()
-    if options.json:
-        sys.stdout.write((run_dir / "result.json").read_text())
-    return result.exit_code
+def _processors(ranks: Sequence[RankPlan]) -> str:
+    if ranks[0].cpus is None:
+        return "processors decided on the host"
+    blocks = list(dict.fromkeys(rank.cpus or "not bound" for rank in ranks))
+    shown = " | ".join(blocks if len(blocks) < 9 else [*blocks[:8], "..."])
+    return f"processors {shown}, {ranks[0].threads} thread(s) each"
 
 
 if __name__ == "__main__":

@@ -10,22 +10,96 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections import deque
+from typing import TextIO
+
+from distrib_launch.hangs import ranges
 
 BACKLOG_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 1 << 20
 """A longer line is shown in pieces."""
 
+FOLD_SECONDS = 0.1
+FOLD_LIMIT_LINES = 2000
+"""How long, and among how many lines, a line waits for the same line of other ranks."""
+
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
-class Console:
-    """Writes rank output and messages to standard output and error, in order, without ever blocking the caller."""
+class _Line:
+    """A line that waits for other ranks to say the same."""
 
-    def __init__(self, *, quiet: bool = False, only_rank: int | None = None) -> None:
+    __slots__ = ("number", "ranks", "text", "time")
+
+    def __init__(self, number: int, text: bytes, rank: int) -> None:
+        self.number, self.text, self.ranks, self.time = number, text, [rank], time.monotonic()
+
+
+class Folder:
+    """Folds identical lines of several ranks into one; each rank's lines stay in their order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Line] = deque()
+        self._by_text: dict[bytes, list[_Line]] = {}
+        self._last: dict[int, int] = {}  # by rank, the number of its last waiting line
+        self._number = 0
+
+    def add(self, rank: int, text: bytes) -> None:
+        same = self._by_text.setdefault(text, [])
+        last = self._last.get(rank, -1)
+        for line in same:
+            if line.number > last:
+                line.ranks.append(rank)
+                self._last[rank] = line.number
+                return
+        self._number += 1
+        line = _Line(self._number, text, rank)
+        self._waiting.append(line)
+        same.append(line)
+        self._last[rank] = self._number
+
+    def take(self, *, all_of_them: bool, among: int) -> list[_Line]:
+        """Lines that have waited long enough, or that each of `among` ranks has said."""
+        old = time.monotonic() - FOLD_SECONDS
+        taken = []
+        while self._waiting:
+            line = self._waiting[0]
+            if not (
+                all_of_them or line.time < old or len(line.ranks) >= among or len(self._waiting) > FOLD_LIMIT_LINES
+            ):
+                break
+            taken.append(self._waiting.popleft())
+            same = self._by_text[line.text]
+            same.remove(line)  # the first of them, as the lines of a text wait in order
+            if not same:
+                del self._by_text[line.text]
+        return taken
+
+
+class Console:
+    """Writes rank output and messages to standard output and error, in order, without ever blocking the caller.
+
+    `hosts` names each rank's host. `streams` take what is written in place of standard output and error, as in a
+    notebook. Call `tick` now and then: lines that were held back for folding are shown by it.
+    """
+
+    def __init__(
+        self,
+        hosts: list[str],
+        *,
+        quiet: bool = False,
+        only_rank: int | None = None,
+        fold: bool = True,
+        streams: tuple[TextIO, TextIO] | None = None,
+    ) -> None:
+        self._hosts = hosts
         self._quiet = quiet
         self._only_rank = only_rank
-        self._colour = {fd: os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
+        self._folders = {1: Folder(), 2: Folder()} if fold and len(hosts) > 1 and only_rank is None else {}
+        self._streams = streams
+        self._colour = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
+        self._tags: dict[tuple[int, int], bytes] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
@@ -35,7 +109,11 @@ class Console:
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
 
-    def rank_output(self, rank: int, host: str, descriptor: int, data: bytes) -> None:
+    def place(self, hosts: list[str]) -> None:
+        """The ranks will run elsewhere than was thought, on these hosts."""
+        self._hosts = hosts
+
+    def rank_output(self, rank: int, descriptor: int, data: bytes) -> None:
         """Show a piece of a rank's output (`descriptor` 1 or 2) as tagged whole lines."""
         if self._quiet or (self._only_rank is not None and rank != self._only_rank):
             return
@@ -47,33 +125,58 @@ class Console:
         if rest:
             self._partial[key] = rest
         if newline:
-            self._put(descriptor, self._tagged(rank, host, descriptor, whole))
+            self._show(rank, descriptor, whole)
 
-    def finish_rank(self, rank: int, host: str) -> None:
+    def finish_rank(self, rank: int) -> None:
         """The rank has ended: show what it left without a line end."""
         for descriptor in (1, 2):
             if rest := self._partial.pop((rank, descriptor), b""):
-                self._put(descriptor, self._tagged(rank, host, descriptor, rest))
+                self._show(rank, descriptor, rest)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, on standard error."""
+        """A line of the launcher's own, on standard error, after all that the ranks have said so far."""
+        self.tick(all_of_them=True)
         self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"))
+
+    def tick(self, *, all_of_them: bool = False) -> None:
+        """Show lines that were held back for folding."""
+        for descriptor, folder in self._folders.items():
+            lines = folder.take(all_of_them=all_of_them, among=len(self._hosts))
+            if lines:
+                self._put(descriptor, b"".join(self._tag(line.ranks, descriptor) + line.text + b"\n" for line in lines))
 
     def close(self) -> None:
         """Write what waits, for a few seconds at most, and stop."""
+        self.tick(all_of_them=True)
         with self._changed:
             self._closing = True
             self._changed.notify()
         self._thread.join(timeout=5.0)
 
-    def _tagged(self, rank: int, host: str, descriptor: int, whole: bytes) -> bytes:
-        tag = f"[{rank}@{host}] "
-        if self._colour[descriptor]:
-            tag = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{tag}\x1b[0m"
-        prefix = tag.encode()
+    def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
         if b"\r" in whole:  # of a progress bar's states, the last one on each line
             whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
-        return prefix + whole.replace(b"\n", b"\n" + prefix) + b"\n"
+        if not self._folders:
+            tag = self._tag([rank], descriptor)
+            self._put(descriptor, tag + whole.replace(b"\n", b"\n" + tag) + b"\n")
+            return
+        folder = self._folders[descriptor]
+        for line in whole.split(b"\n"):
+            folder.add(rank, line)
+        self.tick()
+
+    def _tag(self, ranks: list[int], descriptor: int) -> bytes:
+        if len(ranks) > 1:
+            tag, colour = f"[{ranges(ranks)}] ", 1
+        else:
+            key = (ranks[0], descriptor)
+            if key in self._tags:
+                return self._tags[key]
+            tag, colour = f"[{ranks[0]}@{self._hosts[ranks[0]]}] ", COLOURS[ranks[0] % len(COLOURS)]
+        text = f"\x1b[{colour}m{tag}\x1b[0m" if self._colour[descriptor] else tag
+        if len(ranks) == 1:
+            self._tags[key] = text.encode()
+        return text.encode()
 
     def _put(self, descriptor: int, data: bytes) -> None:
         with self._changed:
@@ -84,6 +187,7 @@ class Console:
                 note = f"distrib-launch: {self._dropped_lines} lines not shown: the terminal was too slow; ranks/ has them\n"
                 self._dropped_lines = 0
                 self._queue.append((2, note.encode()))
+                self._queued_bytes += len(note)
             self._queue.append((descriptor, data))
             self._queued_bytes += len(data)
             self._changed.notify()
@@ -96,12 +200,21 @@ class Console:
                 if not self._queue:
                     return
                 descriptor, data = self._queue.popleft()
-                while self._queue and self._queue[0][0] == descriptor and len(data) < 1 << 20:
-                    data += self._queue.popleft()[1]
-                self._queued_bytes -= len(data)
-            with contextlib.suppress(OSError):  # nobody reads any more: the job goes on
-                while data:
-                    data = data[os.write(descriptor, data) :]
+                parts = [data]
+                size = len(data)
+                while self._queue and self._queue[0][0] == descriptor and size < 1 << 20:
+                    parts.append(self._queue.popleft()[1])
+                    size += len(parts[-1])
+                self._queued_bytes -= size
+            data = b"".join(parts)
+            with contextlib.suppress(OSError, ValueError):  # nobody reads any more: the job goes on
+                if self._streams:
+                    self._streams[descriptor - 1].write(data.decode(errors="replace"))
+                    self._streams[descriptor - 1].flush()
+                    continue
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(descriptor, left) :]
 
 
 def complain(error: object) -> None:

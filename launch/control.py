@@ -40,12 +40,14 @@ class Kind(enum.IntEnum):
     BEAT = 5
     EXIT = 6
     STACKS = 7
+    VALUE = 8
     ASSIGN = 16
     SIGNAL = 17
     STOP = 18
     TAKE_STACKS = 19
     PING = 20
     END = 21
+    INPUT = 22
 
 
 class ProtocolError(Exception):
@@ -134,7 +136,9 @@ class Channel:
         try:
             while len(self._in) - position >= HEADER.size:
                 length, number = HEADER.unpack_from(self._in, position)
-                if length > (PAYLOAD_LIMIT_BYTES if self.proven else HELLO_LIMIT_BYTES):
+                # Strangers come to the listener only; what it sends to a caller first may be a long command line.
+                known = self.proven or not self._listener
+                if length > (PAYLOAD_LIMIT_BYTES if known else HELLO_LIMIT_BYTES):
                     raise ProtocolError(f"a frame of {length} bytes is announced")
                 end = position + HEADER.size + length + MAC_BYTES
                 if len(self._in) < end:

@@ -6,19 +6,41 @@ import re
 import signal
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
+from distrib_launch.hangs import ranges
 from distrib_launch.results import Failure
 
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 
+CONSEQUENCE = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|connection was likely closed|"
+    r"ncclRemoteError|remote process exited|communicator was aborted|NCCL communicator .* aborted|"
+    r"socket has failed to connect|recvValue failed|MPI_ERR_PROC_FAILED|MPI_ERR_REVOKED|"
+    r"gloo.*timed out|timed out waiting .*ms for recv|watchdog caught collective operation timeout|"
+    r"HorovodInternalError|failed to recv, got 0 bytes",
+    re.IGNORECASE,
+)
+"""What Gloo, NCCL, torch's store, MPI and Horovod say when another rank is gone."""
+
+KINDS = (
+    (re.compile(r"torch\.(cuda\.)?OutOfMemoryError|CUDA out of memory|hipErrorOutOfMemory"),
+     "out of GPU memory: a smaller batch, gradient accumulation or a larger GPU would help"),
+    (re.compile(r"CUDA error: device-side assert"), "a kernel's check failed: run once with -x CUDA_LAUNCH_BLOCKING=1"),
+    (re.compile(r"No space left on device"), "a disk or /dev/shm of the host is full"),
+    (re.compile(r"bus error", re.IGNORECASE), "often a /dev/shm that is too small for the DataLoader's workers"),
+)  # fmt: skip
+"""Words of well-known ends, and what they mean."""
+
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended, as its exit record told or its silence showed.
 
-    `time` is on the launcher's clock. `exit_code` is None where no record came. `stopped_by` is empty when it ended of
-    its own accord.
+    `time` is on the launcher's clock. `exit_code` is None where no record came; then `lost` tells whether the connection
+    was closed or fell silent. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
+    were about a connection to another rank.
     """
 
     rank: int
@@ -29,6 +51,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     signal: int | None
     stopped_by: str
     message: str
+    lost: Literal["", "closed", "silence"] = ""
+    consequence: bool = False
 
     @property
     def failed(self) -> bool:
@@ -41,40 +65,80 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
-    """The earliest failure that nobody asked for; one that was asked for only where there is no other."""
+    """The failure that caused the others: the earliest that nobody asked for and that is not about another rank."""
     failed = [ending for ending in endings if ending.failed]
-    return min(failed, key=lambda ending: (bool(ending.stopped_by), ending.time, ending.rank), default=None)
+    return min(failed, key=lambda e: (bool(e.stopped_by), e.consequence, e.time, e.rank), default=None)
 
 
-def describe(ending: Ending, log: Path, interpreter: str) -> Failure:
+def is_consequence(log: Path) -> bool:
+    """Whether a rank's last words are about a connection to another one."""
+    text = tail(log)
+    return bool(CONSEQUENCE.search(last_traceback(text) or "\n".join(text.splitlines()[-5:])))
+
+
+def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str) -> Failure:
     """Read the rank's error output for what it died of."""
-    tail = _tail(log)
-    # Python prints a traceback and then exits; one that died of a signal left at most an old, handled one behind.
-    traceback = last_traceback(tail) if ending.exit_code else ""
-    message = ending.message
-    if not message and traceback:
+    words = tail(log)
+    # Python prints a traceback and then exits. One that died of a signal left at most an old, handled one behind, but
+    # for SIGABRT: Gloo's threads may abort a Python that is ending (torch 2.13).
+    aborted = first.signal == signal.SIGABRT
+    traceback = last_traceback(words) if first.exit_code or aborted else ""
+    message = first.message
+    if first.lost:
+        message = _lost(first, endings)
+    elif not message and traceback:
         message = traceback.rstrip().splitlines()[-1]
         if missing := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message):
-            message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {ending.host})"
-    if not message and ending.signal:
-        message = f"killed by {signal_name(ending.signal)}"
-    if not message:
-        last = [line for line in tail.splitlines() if line.strip()][-1:]
-        message = f"exit code {ending.exit_code}" + (f"; last words: {last[0].strip()}" if last else "")
+            message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {first.host})"
+        if aborted:
+            message += " (and SIGABRT while Python was ending)"
+    elif not message and first.signal:
+        message = f"killed by {signal_name(first.signal)}"
+    elif not message:
+        last = [line for line in words.splitlines() if line.strip()][-1:]
+        message = f"exit code {first.exit_code}" + (f"; last words: {last[0].strip()}" if last else "")
+    for known, meaning in KINDS:
+        if known.search(message) or (traceback and known.search(traceback)):
+            message += f" ({meaning})"
+            break
+    if first.consequence and not first.stopped_by:
+        message += " (it lost the connection to another rank, and no rank is known to have failed before: the network?)"
     return Failure(
-        rank=ending.rank,
-        host=ending.host,
-        time=ending.time,
-        exit_code=ending.exit_code,
-        signal=ending.signal,
+        rank=first.rank,
+        host=first.host,
+        time=first.time,
+        exit_code=first.exit_code,
+        signal=first.signal,
         message=message,
         traceback=traceback,
         log=str(log),
     )
 
 
+def _lost(first: Ending, endings: Iterable[Ending]) -> str:
+    there = [ending for ending in endings if ending.host == first.host]
+    if first.lost == "silence":
+        who = f"rank {ranges([ending.rank for ending in there])}" if len(there) > 1 else "it"
+        return f"host {first.host} vanished: {first.message} ({who}); power, kernel or network"
+    if len(there) > 1 and all(ending.lost for ending in there):
+        return f"every rank of {first.host} was lost at once, without an exit record; was the host shut down?"
+    return f"the process around it was killed, it left no exit record ({first.message})"
+
+
+def tail(log: Path) -> str:
+    """The last `TAIL_BYTES` of a log, as text."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def last_traceback(text: str) -> str:
-    """The last Python traceback in a text, whole, or an empty string."""
+    """The last Python traceback in a text, whole, or an empty string; torch's `[rank3]: ` before its lines is left out."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""
@@ -105,23 +169,28 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def report(failure: Failure, *, others: int) -> str:
-    """The failure in a few lines, for the end of the terminal's output."""
+def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> str:
+    """The failure in a few lines, for the end of the terminal's output. `started`: Unix time of the job's start."""
     who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
     lines = [f"{who} failed first: {failure.message}"]
     if failure.traceback:
-        lines += ["  " + line for line in failure.traceback.splitlines()[-TAIL_LINES:]]
+        shown = failure.traceback.splitlines()
+        skipped = len(shown) - TAIL_LINES
+        lines += [f"  ... {skipped} lines more in its log"] if skipped > 0 else []
+        lines += ["  " + line for line in shown[-TAIL_LINES:]]
+    others = [ending for ending in endings if ending.rank != failure.rank]
+    own = next((ending for ending in endings if ending.rank == failure.rank), None)
+    if own is not None:
+        code = f"{signal_name(own.signal)}" if own.signal else f"exit code {own.exit_code}"
+        how = "no exit record" if own.exit_code is None else code
+        lines.append(f"  {how}, local rank {own.local_rank}, {max(0.0, failure.time - started):.1f} s after the start")
+    for words, ranks in (
+        ("lost the connection to it", [e.rank for e in others if e.consequence and not e.stopped_by]),
+        ("failed too", [e.rank for e in others if e.failed and not e.consequence and not e.stopped_by]),
+        ("were stopped", [e.rank for e in others if e.failed and e.stopped_by]),
+        ("had finished", [e.rank for e in others if not e.failed]),
+    ):
+        if ranks:
+            lines.append(f"  rank {ranges(ranks)}: {words}")
     lines.append(f"  its error output: {failure.log}")
-    if others:
-        lines.append(f"  the other {others} rank(s) were stopped")
     return "\n".join(lines)
-
-
-def _tail(log: Path) -> str:
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from distrib_launch import choose, engines, placement
 
-from distrib.cluster.hostfile import HostList
-from distrib.cluster.topology import Topology
+from distrib.cluster.hostfile import Host, HostList
+from distrib.cluster.topology import Gpus, Topology
 from distrib.errors import ConfigError
 
 FORWARDED_PREFIXES = (
@@ -34,6 +35,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for, apart from the hosts."""
 
     script: str
+    """The path of a file, or a module's name."""
     arguments: tuple[str, ...]
     interpreter: str
     directory: str
@@ -44,6 +46,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     mpirun: str | None = None
     ssh_command: str | None = None
     environment: dict[str, str] = {}
+    wishes: choose.Wishes = choose.Wishes()
+    bind: str = "auto"
+    sync: str | None = None
+    module: bool = False
+
+
+class Here(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of the machine that plans: its names among the hosts, how many GPUs it shows, and its cores."""
+
+    names: frozenset[str] = frozenset({"localhost"})
+    gpus: int = 0
+    machine: placement.Machine | None = None
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,12 +67,21 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     user: str | None = None
     port: int | None = None
+    python: str | None = None
+    """Absolute path of its own interpreter; None where it is the launcher's."""
+    chosen: tuple[int, ...] | None = None
+    """Indices of the GPUs (on a host without any: slots) that were chosen for its ranks, in order."""
+    interface: str | None = None
+    """The network interface that leads to the other hosts, chosen at launch; None where there are no others."""
+    address: str | None = None
+    """That interface's address."""
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: where it runs, on what, and what its script finds in the environment.
 
     `device` is `cuda:N`, `cpu`, or `auto` where nobody has yet told whether the host has GPUs; the host decides then.
+    `cpus`, such as `0-3` (empty: not bound), and `threads` are decided on the host too: None where it is not this one.
     """
 
     rank: int
@@ -67,6 +90,8 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     device: str
     environment: dict[str, str]
+    cpus: str | None = None
+    threads: int | None = None
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,53 +108,92 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[HostPlan, ...]
     ranks: tuple[RankPlan, ...]
     notes: tuple[str, ...]
+    bind: str = "auto"
+    ssh: tuple[str, ...] = ()
+    """The words that reach a host, before its name."""
+    sync: str | None = None
+    """The folder that is brought to every host first."""
+    network: str = ""
+    """Why the hosts' interfaces were chosen as they were; empty before launch."""
+    listen: tuple[str, ...] = ()
+    """Addresses for the control channel; empty: those by which the hosts reach this machine."""
+    engine_environment: dict[str, str] = {}
+    """What is set for the engine's own processes."""
+
+    def script_on(self, host: HostPlan) -> tuple[str, ...]:
+        """The command of each rank on a host: the script, run by the host's own interpreter where it has one."""
+        return (host.python or self.script[0], *self.script[1:])
 
 
 def plan_hosts(
-    host_list: HostList | None, topology: Topology | None, wanted: int | None, local_gpus: int
+    host_list: HostList | None,
+    topology: Topology | None,
+    wanted: int | None,
+    local_gpus: int,
+    wishes: choose.Wishes = choose.Wishes(),  # noqa: B008 (it is frozen)
+    *,
+    in_step: bool = True,
 ) -> tuple[tuple[HostPlan, ...], tuple[str, ...], dict[str, int | None]]:
     """Decide how many ranks each host runs.
 
-    Returns the hosts in rank order, notes for the user, and each host's GPU count (None: unknown). `host_list` is None
-    for a run on this machine alone, `wanted` is `-np`, `local_gpus` what this machine shows.
+    Returns the hosts in rank order, notes for the user, and how many GPUs each may use (None: unknown). `host_list` is
+    None for a run on this machine alone, `wanted` is `-np`, `local_gpus` what this machine shows, `in_step` whether
+    every rank waits for the slowest.
     """
-    if host_list is None:
+    if host_list is None and wishes.include is wishes.exclude is wishes.pool is None:
         return _plan_this_machine(wanted, local_gpus)
-    notes = list(host_list.notes)
-    gpus: dict[str, int | None] = {}
-    slots: dict[str, int] = {}
-    bare: list[str] = []
+    if host_list is None:
+        host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source="here", dialect="")
+        known: dict[str, Gpus | None] = {"localhost": Gpus(count=local_gpus)}
+    else:
+        known = {host.name: topology.gpus_of(host.name) if topology else None for host in host_list.hosts}
+    slots = {}
     for host in host_list.hosts:
-        known = topology.gpus_of(host.name) if topology else None
-        gpus[host.name] = known.count if known else None
-        if host.slots is not None:
-            slots[host.name] = host.slots
-        elif known and known.count:
-            slots[host.name] = known.count
-            notes.append(f"{host.name}: no slots given; one per GPU of the topology, {known.count}")
+        gpus = known[host.name]
+        slots[host.name] = host.slots if host.slots is not None else (gpus and gpus.count) or 1
+    choices = choose.choose(host_list.hosts, known, slots, wishes)
+    notes = [*host_list.notes, *_notes_on_slots(choices, known)]
+    total = sum(choice.slots for choice in choices)
+    if wanted is not None and wanted > total:
+        raise ConfigError(
+            f"{wanted} ranks asked for with -np, but {host_list.source} has {total} slot(s) on {len(choices)} host(s)"
+            + (" after your choice" if wishes.include or wishes.exclude or wishes.pool else ""),
+            hint="ask for fewer, or give the hosts more slots",
+        )
+    shares = choose.share_out(choices, total if wanted is None else wanted, "spread" if wishes.spread else "fill")
+    hosts = []
+    counts: dict[str, int | None] = {}
+    for choice, ranks in shares:
+        host, gpus = choice.host, known[choice.host.name]
+        chosen = choice.indices[:ranks] if choice.indices is not None else None
+        hosts.append(
+            HostPlan(name=host.name, ranks=ranks, user=host.user, port=host.port, python=host.python, chosen=chosen)
+        )
+        count = gpus.count if gpus else None
+        counts[host.name] = len(chosen) if chosen is not None and count else count
+    taken = {host.name for host in hosts}
+    mixed = choose.mixed_pools(choose.pools([choice.host for choice, _ in shares], known)) if in_step else None
+    notes += [mixed] if mixed else []
+    if idle := [choice.host.name for choice in choices if choice.host.name not in taken]:
+        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0]} the first of them")
+    return tuple(hosts), tuple(notes), counts
+
+
+def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus | None]) -> list[str]:
+    notes: list[str] = []
+    bare: list[str] = []
+    for choice in choices:
+        name, gpus = choice.host.name, known[choice.host.name]
+        if choice.host.slots is not None or choice.indices is not None:
+            continue
+        if gpus and gpus.count:
+            notes.append(f"{name}: no slots given; one per GPU of the topology, {gpus.count}")
         else:
-            slots[host.name] = 1
-            bare.append(host.name)
+            bare.append(name)
     if bare:
         shown = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
         notes.append(f"{shown}: no slots given; 1 rank each (say {bare[0]}:N or slots=N for more)")
-    total = sum(slots.values())
-    left = total if wanted is None else wanted
-    if left > total:
-        raise ConfigError(
-            f"{left} ranks asked for with -np, but {host_list.source} has {total} slot(s) on {len(slots)} host(s)",
-            hint="ask for fewer, or give the hosts more slots",
-        )
-    hosts = []
-    for host in host_list.hosts:
-        take = min(slots[host.name], left)
-        left -= take
-        if take:
-            hosts.append(HostPlan(name=host.name, ranks=take, user=host.user, port=host.port))
-    idle = [host.name for host in host_list.hosts][len(hosts) :]
-    if idle:
-        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0]} the first of them")
-    return tuple(hosts), tuple(notes), gpus
+    return notes
 
 
 def _plan_this_machine(
@@ -165,15 +229,19 @@ def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str
 
 
 def make_plan(
-    options: Options, host_list: HostList | None, topology: Topology | None, *, local_gpus: int = 0
+    options: Options,
+    host_list: HostList | None,
+    topology: Topology | None,
+    here: Here = Here(),  # noqa: B008 (it is frozen)
 ) -> LaunchPlan:
     """Decide everything about a launch. Raises `ConfigError` when it cannot be."""
     from distrib_launch.engines import mpirun
 
-    hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, local_gpus)
+    cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
+    in_step = options.mode in ("sync", "auto") and not cpu_only
+    hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, options.wishes, in_step=in_step)
     world_size = sum(host.ranks for host in hosts)
     job = secrets.token_hex(4)
-    cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
     common = {
         **options.environment,
         "WORLD_SIZE": str(world_size),
@@ -193,6 +261,7 @@ def make_plan(
             raise ConfigError(
                 f"{host.name}: {host.ranks} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
             )
+        shares = _shares(host, count, here, options)
         for local_rank in range(host.ranks):
             rank = len(ranks)
             environment = {
@@ -212,18 +281,42 @@ def make_plan(
                     role="worker",
                     device=device,
                     environment=environment,
+                    cpus=placement.ranges(shares[local_rank].cpus) if shares else None,
+                    threads=shares[local_rank].threads if shares else None,
                 )
             )
-    return LaunchPlan(
+    plan = LaunchPlan(
         job=job,
         world_size=world_size,
         engine=options.engine,
-        command=mpirun.command(options, hosts),
-        script=(options.interpreter, options.script, *options.arguments),
+        command=(),
+        script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
         directory=options.directory,
         run_dir=options.run_dir,
         mode=options.mode,
         hosts=hosts,
         ranks=tuple(ranks),
         notes=notes,
+        bind=options.bind,
+        sync=options.sync,
+        ssh=tuple(mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)),
     )
+    engine = engines.get(options.engine)
+    plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
+    return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
+
+
+def _shares(host: HostPlan, count: int | None, here: Here, options: Options) -> list[placement.Share]:
+    """What `rank.py` will decide on this machine; nothing for the others."""
+    if host.name not in here.names or here.machine is None:
+        return []
+    environ = dict(options.environment)
+    gpus = here.gpus if count is None else count
+    if host.chosen is not None and gpus and max(host.chosen) < here.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, host.chosen, here.gpus)
+    told = environ.get("OMP_NUM_THREADS", "")
+    found = []
+    for local_rank in range(host.ranks):
+        share = placement.share_of(here.machine, local_rank, host.ranks, environ, options.bind, on_gpus=bool(gpus))
+        found.append(share._replace(threads=int(told)) if told.isdigit() else share)
+    return found

@@ -1,20 +1,259 @@
-"""What is asked of the hosts: how they reach this machine, and what is wrong with one that does not answer."""
+"""Before anything starts: every host is asked what it is, judged against the job, and its network card is chosen.
+
+`ask` does all that touches a host; `assess` is pure and can be repeated for fewer hosts.
+"""
 
 from __future__ import annotations
 
-import shlex
+import os
 import socket
-import subprocess
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
+import msgspec
+from distrib_launch import judge
+from distrib_launch.ask import Answer, Target, ask_all
+from distrib_launch.checks import Check, Want, error, full_table, warning
+from distrib_launch.connections import Connections
+from distrib_launch.network import ClusterNetwork, NoNetworkError, choose_network, engine_environment
+from distrib_launch.plan import HostPlan, LaunchPlan
+from distrib_launch.sync import is_here
+
+from distrib.cluster.inventory import Inventory, Question, own_inventory
 from distrib.errors import LaunchError, PreflightError
 
-SSH_SECONDS = 20
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What all hosts said, and this machine. `own_names` are the hosts that are this machine."""
+
+    by_host: dict[str, Answer]
+    here: Inventory
+    own_names: frozenset[str]
+    interpreters: dict[str, str]
+    seconds: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on the hosts: `--json` of `distrib-topo check`. `fit` is whether the job may start."""
+
+    fit: bool
+    hosts: tuple[str, ...]
+    checks: tuple[Check, ...]
+    network: ClusterNetwork | None
+    seconds: float
+    inventories: dict[str, Inventory]
+
+    @property
+    def errors(self) -> list[Check]:
+        return [check for check in self.checks if check.status == "error"]
+
+    @property
+    def warnings(self) -> list[Check]:
+        return [check for check in self.checks if check.status == "warning"]
+
+    @property
+    def bad_hosts(self) -> tuple[str, ...]:
+        bad = {check.host for check in self.errors}
+        return tuple(host for host in self.hosts if host in bad)
+
+    def refusal(self) -> PreflightError:
+        """The error that says what is wrong, first as lines, then as a table."""
+        from distrib_launch.checktable import table_text
+
+        more = [f"warning: {check}" for check in self.warnings]
+        return PreflightError("\n".join([*map(str, self.errors), *more, "", table_text(self)]))
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+
+
+def ask(
+    hosts: Sequence[HostPlan],
+    question: Question,
+    ssh: Sequence[str],
+    python: str,
+    mpirun: str | None,
+    connections: Connections,
+) -> Answers:
+    """Ask every host, in parallel, with its own interpreter; without ssh where it is this machine.
+
+    `python` is the launcher's interpreter, `mpirun` its Open MPI: hosts without another interpreter need both.
+    """
+    began = time.monotonic()
+    names = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    here = own_inventory(question)
+    own_addresses = {address.split("/")[0] for interface in here.interfaces for address in interface.addresses}
+    known = {host.name: host.name in names or host.name in own_addresses for host in hosts}
+    targets = [
+        Target(
+            name=host.name, python=host.python or python, is_here=known[host.name], user=host.user, port=host.port,
+            question=msgspec.structs.replace(question, programs=_programs(host, python, mpirun)),
+        )
+        for host in hosts
+    ]  # fmt: skip
+    by_host = ask_all(targets, ssh, python, is_here, connections)
+    own = {host for host, answer in by_host.items() if known[host] or _is(answer, here)}
+    return Answers(
+        by_host=by_host,
+        here=here,
+        own_names=frozenset(own),
+        interpreters={target.name: target.python for target in targets},
+        seconds=time.monotonic() - began,
+    )
+
+
+def _is(answer: Answer, here: Inventory) -> bool:
+    return answer.inventory is not None and answer.inventory.network_identity == here.network_identity
+
+
+def _programs(host: HostPlan, python: str, mpirun: str | None) -> tuple[str, ...]:
+    """PRRTE's daemon where mpirun will look for it: its own path, or, if it came with the interpreter, beside that."""
+    if mpirun is None:
+        return ()
+    folder = Path(mpirun).parent
+    if host.python and folder == Path(python).parent:
+        folder = Path(host.python).parent
+    return (str(folder / "prted"),)
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def assess(
+    answers: Answers,
+    wants: Mapping[str, Want],
+    *,
+    question: Question = Question(),  # noqa: B008 (it is frozen)
+    interface: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Report:
+    """Judge the hosts that `wants` names. `interface` is what the user chose, `environ` what he has set for ranks."""
+    hosts = tuple(wants)
+    told = {host: answers.by_host[host] for host in hosts}
+    inventories = {host: answer.inventory for host, answer in told.items() if answer.inventory}
+    found = [answer.problem for answer in told.values() if answer.problem]
+    found += judge.judge(
+        judge.Evidence(
+            inventories=inventories,
+            wants=wants,
+            interpreters=answers.interpreters,
+            here=answers.here,
+            clock_offsets={host: clock_offset(told[host]) for host in inventories},
+            script=question.script or "",
+            directory=question.directory or "",
+        )
+    )
+    network = None
+    if len({facts.network_identity for facts in inventories.values()} | {answers.here.network_identity}) > 1:
+        try:
+            network = choose_network(
+                inventories, wanted=interface, reached_at=_reached(inventories, answers), environ=environ
+            )
+        except NoNetworkError as problem:
+            found += [error(host, "network", reason, problem.hint) for host, reason in problem.hosts.items()]
+    if network:
+        found += _mtus(network)
+    silent = [host for host in hosts if host not in inventories]
+    checks = full_table(hosts, found, silent)
+    return Report(
+        fit=not any(check.status == "error" for check in checks),
+        hosts=hosts,
+        checks=checks,
+        network=network,
+        seconds=answers.seconds,
+        inventories=inventories,
+    )
+
+
+def clock_offset(answer: Answer) -> float:
+    """Seconds that the host's clock is ahead of ours, at least; 0 where its time lies between question and answer."""
+    assert answer.inventory
+    theirs = answer.inventory.time
+    return max(0.0, theirs - answer.answered) or min(0.0, theirs - answer.asked)
+
+
+def _reached(inventories: Mapping[str, Inventory], answers: Answers) -> dict[str, str]:
+    """At which address each host was reached: sshd says; and from this machine the kernel's route to another."""
+    found = {host: facts.ssh_connection[2] for host, facts in inventories.items() if len(facts.ssh_connection) == 4}
+    for host in inventories:
+        if host in answers.own_names:
+            found.pop(host, None)  # a launcher that was itself started over ssh
+            others = list(found.values())
+            if own := next(iter(_sources(others[:1])), None):
+                found[host] = own
+    return found
+
+
+def _mtus(network: ClusterNetwork) -> list[Check]:
+    mtus = {choice.host: f"{choice.mtu}" for choice in network.hosts if choice.mtu}
+    if not mtus:
+        return []
+    common, odd = judge.odd_ones(mtus)
+    fix = "large packets may vanish between them; set the same MTU everywhere"
+    return [
+        warning(host, "network", f"{network.of(host).interface} has MTU {mtu}, the others' {common}", fix)
+        for host, mtu in odd.items()
+    ]
+
+
+def wants_of(plan: LaunchPlan) -> dict[str, Want]:
+    """What the plan wants of each host."""
+    found = {}
+    for host in plan.hosts:
+        ranks = [rank for rank in plan.ranks if rank.host == host.name]
+        listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES") if ranks else None
+        indices = None if host.chosen is None else host.chosen
+        if listed is not None:
+            visible = [int(part) for part in listed.split(",") if part.strip().isdigit()]
+            places = indices if indices is not None else range(host.ranks)
+            indices = tuple(visible[place] for place in places if place < len(visible))
+        devices = ("cpu",) if listed == "" else tuple(rank.device for rank in ranks)
+        found[host.name] = Want(ranks=host.ranks, devices=devices, gpu_indices=indices)
+    return found
+
+
+# -- the choice, into the plan ----------------------------------------------------------------------------------------
+
+
+def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Mapping[str, str]) -> LaunchPlan:
+    """The plan with each host's interface, and what makes every library keep to it."""
+    network = report.network
+    if network is None:
+        return plan
+    choices = {choice.host: choice for choice in network.hosts}
+    hosts = tuple(
+        msgspec.structs.replace(host, interface=choices[host.name].interface, address=choices[host.name].address)
+        for host in plan.hosts
+    )
+    ranks = tuple(
+        msgspec.structs.replace(rank, environment={**choices[rank.host].environment, **rank.environment})
+        for rank in plan.ranks
+    )
+    own = [choices[host.name].address for host in plan.hosts if host.name in answers.own_names]
+    return msgspec.structs.replace(
+        plan,
+        hosts=hosts,
+        ranks=ranks,
+        network=network.reason,
+        listen=tuple(own[:1]),
+        engine_environment=engine_environment(network, answers.here, environ),
+        notes=(*plan.notes, *network.notes),
+    )
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
 
 
 def own_addresses(hosts: Sequence[str]) -> set[str]:
     """The addresses of this machine from which it reaches `hosts`; nothing is sent."""
+    found = _sources(hosts)
+    if not found:
+        raise LaunchError(f"no network leads from here to {', '.join(list(hosts)[:5])}", hint="check names and routes")
+    return found
+
+
+def _sources(hosts: Collection[str]) -> set[str]:
     found = set()
     for host in hosts:
         for family, _, _, _, target in _resolve(host):
@@ -27,8 +266,6 @@ def own_addresses(hosts: Sequence[str]) -> set[str]:
             if not address.startswith("127.") and address != "::1":
                 found.add(address)
                 break
-    if not found:
-        raise LaunchError(f"no network leads from here to {', '.join(list(hosts)[:5])}", hint="check names and routes")
     return found
 
 
@@ -39,26 +276,21 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, i
         return []
 
 
-def diagnose(hosts: Sequence[str], ssh: Sequence[str], interpreter: str) -> PreflightError | None:
-    """Ask each host, in parallel, why it did not start its ranks; None when all of them seem fit."""
-    with ThreadPoolExecutor(max_workers=min(64, max(1, len(hosts)))) as pool:
-        problems = [p for p in pool.map(lambda host: _ask(host, ssh, interpreter), hosts) if p]
-    return PreflightError("\n".join(problems)) if problems else None
+# -- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def _ask(host: str, ssh: Sequence[str], interpreter: str) -> str | None:
-    question = f"{shlex.quote(interpreter)} -c 'import distrib_launch.rank' && echo fit"
-    try:
-        answer = subprocess.run(
-            [*ssh, host, question], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SSH_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"{host}: ssh gives no answer within {SSH_SECONDS} s; is the host up?"
-    if "fit" in answer.stdout:
-        return None
-    words = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-    if answer.returncode == 255:
-        return f"{host}: ssh cannot get in: {words}; try: {shlex.join([*ssh, host, 'true'])}"
-    if answer.returncode in (126, 127):
-        return f"{host}: cannot run {interpreter} there: {words}"
-    return f"{host}: {interpreter} cannot import distrib_launch: {words}; install distrib there too"
+def diagnose(plan: LaunchPlan, hosts: Sequence[str]) -> PreflightError | None:
+    """Ask hosts that did not start their ranks why; None when all of them seem fit."""
+    silent = [host for host in plan.hosts if host.name in hosts]
+    question = question_of(plan)
+    with Connections() as connections:
+        answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections)
+    wants = {host: want for host, want in wants_of(plan).items() if host in hosts}
+    report = assess(answers, wants, question=question, environ=os.environ)
+    return report.refusal() if report.errors else None
+
+
+def question_of(plan: LaunchPlan) -> Question:
+    """What the plan's job needs of a host's files."""
+    script = plan.script[1]
+    return Question(script=None if script == "-m" else script, directory=plan.directory, run_dir=plan.run_dir)

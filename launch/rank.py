@@ -20,14 +20,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distrib_launch import guard
+from distrib_launch import guard, placement
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence
 
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
 CALL_BACK_SECONDS = 20.0
 BEAT_SECONDS = 1.0
-LAUNCHER_SILENCE_SECONDS = 5.0
+LAUNCHER_SILENCE_SECONDS = 6.0
+"""After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
+
 BUFFER_LIMIT_BYTES = 16 << 20
 """Output kept for the launcher while the wire is slow; beyond it the script waits in its `print`."""
 
@@ -36,17 +38,21 @@ DRAIN_SECONDS = 2.0
 
 IDENTITIES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_ON_NODE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS"),
 )
-"""How each engine tells a process its rank, world size, local rank and local world size."""
+"""How each engine tells a process its rank, world size, local rank and local world size.
+
+Slurm does not tell the last; it lists the ranks of the host.
+"""
 
 
 def identity(environ: dict[str, str]) -> tuple[int, int, int, int]:
     """Rank, world size, local rank and local world size that the engine gave this process."""
     for names in IDENTITIES:
         if names[0] in environ:
-            rank, world_size, local_rank, local_world_size = (int(environ.get(name, "1")) for name in names)
-            return rank, world_size, local_rank, local_world_size
+            rank, world_size, local_rank = (int(environ.get(name, "1")) for name in names[:3])
+            told = environ.get(names[3], "1")
+            return rank, world_size, local_rank, told.count(",") + 1 if names[3] == "SLURM_GTIDS" else int(told)
     raise SystemExit(
         "distrib: this process was not started by an engine that distrib knows (no rank in its environment)"
     )
@@ -80,6 +86,26 @@ def visible_gpus(environ: dict[str, str]) -> int:
     with contextlib.suppress(OSError):
         return sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
     return 0
+
+
+def oom_kills() -> tuple[int, int]:
+    """How often the kernel has killed for want of memory: in this process's cgroup, and on the whole host."""
+    own = host = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                folder = f"/sys/fs/cgroup/{controllers}{path}"
+                file = f"{folder}/memory.oom_control" if controllers else f"{folder}/memory.events"
+                with contextlib.suppress(OSError):
+                    own += sum(
+                        int(word.split()[1]) for word in Path(file).read_text().splitlines() if "oom_kill " in word
+                    )
+    with contextlib.suppress(OSError, StopIteration):
+        host = next(
+            int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if "oom_kill " in line
+        )
+    return own, host
 
 
 def hold_port() -> socket.socket:
@@ -117,6 +143,11 @@ class Rank:
         self.finished = False  # the exit record is sent
         self.ended = False  # the launcher has said goodbye, or is gone
         self.tail = bytearray()
+        self.placed: dict[str, Any] = {}
+        self.input: int | None = None  # what the launcher has for the script's standard input
+        self.value: int | None = None  # what the script has for the launcher
+        self.oom_before = (0, 0)
+        self.spies: dict[int, tuple[subprocess.Popen[bytes], bytearray]] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -140,7 +171,7 @@ class Rank:
                     self.channel.send(Kind.HELLO, self._hello())
                     hello = True
                 elif now >= next_beat:
-                    self.channel.send(Kind.BEAT, {"time": time.time()})
+                    self.channel.send(Kind.BEAT, {"time": time.time(), "cpu_seconds": self._cpu_seconds()})
                     next_beat = now + BEAT_SECONDS
             self._flush()
             if self.child and not self.finished:
@@ -165,6 +196,15 @@ class Rank:
             "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
         }  # fmt: skip
 
+    def _cpu_seconds(self) -> float:
+        """How much the script has computed so far."""
+        try:
+            assert self.child
+            fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except (AssertionError, OSError, IndexError, ValueError):
+            return 0.0
+
     # -- what arrives -------------------------------------------------------------------------------------------
 
     def _wake(self, descriptor: int) -> None:
@@ -176,6 +216,9 @@ class Rank:
     def _converse(self, _: int) -> None:
         try:
             for kind, payload in self.channel.receive():
+                if kind is Kind.INPUT:
+                    self._keep_input(payload)
+                    continue
                 self._obey(kind, json.loads(payload) if payload else {})
         except (OSError, ProtocolError, ValueError) as error:
             print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr)
@@ -190,10 +233,19 @@ class Rank:
             self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})
         elif kind is Kind.SIGNAL:
             self._signal_child(order["signal"])
+        elif kind is Kind.TAKE_STACKS:
+            self._take_stacks()
         elif kind is Kind.STOP:
             self._stop("launcher", order["signal"], order["grace_seconds"])
         elif kind is Kind.END:
             self.ended = True
+
+    def _keep_input(self, piece: bytes) -> None:
+        """A piece of what the script reads; it stays in memory, for there may be no folder to write to."""
+        if self.input is None:
+            self.input = os.memfd_create("distrib-input")
+        with open(self.input, "ab", closefd=False) as file:
+            file.write(piece)
 
     def _launcher_lost(self) -> None:
         with contextlib.suppress(KeyError, ValueError):
@@ -216,9 +268,17 @@ class Rank:
     # -- the script ---------------------------------------------------------------------------------------------
 
     def _start(self, order: dict[str, Any]) -> None:
+        give_up_on_silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
         self.mark = environ[guard.MARK] = order["mark"]
         gpus = visible_gpus(environ)
+        if gpus and order["chosen"] is not None:
+            try:
+                environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, order["chosen"], gpus)
+            except IndexError as missing:
+                self._refuse(f"{socket.gethostname()} has no GPU {missing}: it shows {gpus}, counted from 0")
+                return
+            gpus = len(order["chosen"])
         self.device = order["device"]
         if self.device == "auto":
             self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
@@ -230,8 +290,15 @@ class Rank:
             )
             return
         environ["DISTRIB_DEVICE"] = self.device
-        threads = max(1, len(os.sched_getaffinity(0)) // self.local_world_size)
-        environ.setdefault("OMP_NUM_THREADS", str(threads))
+        own = Path(sys.executable).parent.parent
+        if not Path(environ.get("OPAL_PREFIX", "/")).is_dir() and (own / "bin/prted").exists():
+            environ["OPAL_PREFIX"] = str(own)  # Open MPI is elsewhere here than where the job was started
+        if gpus:  # count them as nvidia-smi does, not the fastest first
+            environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        share = placement.share_of(
+            placement.read_machine(), self.local_rank, self.local_world_size, environ, order["bind"], on_gpus=gpus > 0
+        )
+        environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         if self.device == "cpu":
             # A rank that waits must not take the core from one that computes.
             environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
@@ -239,12 +306,26 @@ class Rank:
         os.set_blocking(status_write, False)
         fcntl.fcntl(status_read, fcntl.F_SETPIPE_SZ, 1 << 16)
         environ["DISTRIB_STATUS_FD"] = str(status_write)
+        passed = [status_write]
+        if self.input is not None:
+            os.lseek(self.input, 0, os.SEEK_SET)
+            self.value = os.memfd_create("distrib-value")
+            environ["DISTRIB_VALUE_FD"] = str(self.value)
+            passed.append(self.value)
         self.started = time.time()
+        self.oom_before = oom_kills()
         try:
-            self.child = subprocess.Popen(
-                order["command"], cwd=order["directory"], env=environ, stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=[status_write],
-            )  # fmt: skip
+            with placement.bound(share.cpus) as problem:
+                self.child = subprocess.Popen(
+                    order["command"], cwd=order["directory"], env=environ,
+                    stdin=subprocess.DEVNULL if self.input is None else self.input,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
+                )  # fmt: skip
+            threads = environ["OMP_NUM_THREADS"]
+            self.placed = {
+                "cpus": "" if problem else placement.ranges(share.cpus),
+                "threads": int(threads) if threads.isdigit() else None, "problem": problem,
+            }  # fmt: skip
         except OSError as error:
             what = error.filename if isinstance(error.filename, str) else order["command"][0]
             self._refuse(f"{socket.gethostname()}: cannot start {order['command'][0]}: {what}: {error.strerror}")
@@ -290,6 +371,38 @@ class Rank:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.child.pid, number)
 
+    def _take_stacks(self) -> None:
+        """Have py-spy read the script's stack, without stopping the script; the launcher gets what it prints."""
+        if self.child is None or self.finished:
+            return
+        beside = Path(sys.executable).with_name("py-spy")
+        command = [str(beside) if beside.exists() else "py-spy", "dump", "--json", "--nonblocking", "--pid"]
+        try:
+            spy = subprocess.Popen(
+                [*command, str(self.child.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            self.channel.send(Kind.STACKS, f"cannot run py-spy: {error.strerror}".encode())
+            return
+        assert spy.stdout
+        descriptor = spy.stdout.fileno()
+        self.spies[descriptor] = (spy, bytearray())
+        self.selector.register(descriptor, selectors.EVENT_READ, self._hear_spy)
+
+    def _hear_spy(self, descriptor: int) -> None:
+        spy, told = self.spies[descriptor]
+        data = os.read(descriptor, CHUNK_BYTES)
+        told += data
+        if not data:
+            self.selector.unregister(descriptor)
+            del self.spies[descriptor]
+            spy.communicate()
+            if not self.channel.closed:
+                self.channel.send(Kind.STACKS, bytes(told[:CHUNK_BYTES]))
+
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
         if self.child is None:
@@ -310,7 +423,20 @@ class Rank:
                 self._pass_on(descriptor)
             if not self._flush(wait=True):
                 break
-        self._send_exit(exit_code=max(code, 0), number=-code if code < 0 else None, ended=ended)
+        if self.value is not None:
+            os.lseek(self.value, 0, os.SEEK_SET)
+            while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
+                self.channel.send(Kind.VALUE, piece)
+        message = self._why_killed() if code == -signal.SIGKILL and not self.stopping else ""
+        self._send_exit(exit_code=max(code, 0), number=-code if code < 0 else None, message=message, ended=ended)
+
+    def _why_killed(self) -> str:
+        own, host = (after - before for before, after in zip(self.oom_before, oom_kills(), strict=True))
+        if own > 0:
+            return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
+        if host > 0:
+            return f"killed by SIGKILL: out of memory, the kernel of {socket.gethostname()} had to kill a process then"
+        return ""
 
     def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:
         self.finished = True
@@ -321,6 +447,7 @@ class Rank:
             {
                 "exit_code": exit_code, "signal": number, "started": self.started, "ended": ended or time.time(),
                 "stopped_by": self.stopping, "message": message, "device": self.device,
+                "placed": self.placed,
             },
         )  # fmt: skip
         self._flush()

@@ -15,7 +15,11 @@ Status = Literal["succeeded", "failed", "stopped"]
 
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank ended; `exit_code` None: nobody ever told. `signal` is the number it died of, if of one."""
+    """How one rank ended; `exit_code` None: nobody ever told. `signal` is the number it died of, if of one.
+
+    `cpus` are the processors that it was bound to (`0-3`; empty: not bound), `threads` its OMP_NUM_THREADS; None where
+    nobody ever told. `stopped_by` says who ended it; it is empty where it ended of its own accord.
+    """
 
     rank: int
     host: str
@@ -24,6 +28,9 @@ class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     exit_code: int | None
     signal: int | None
+    cpus: str | None = None
+    threads: int | None = None
+    stopped_by: str = ""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +81,7 @@ def make_run_dir(path: Path) -> None:
             path / "metrics.jsonl",
             *(path / "ranks").glob("*.out"),
             *(path / "ranks").glob("*.err"),
+            *(path / "ranks").glob("*.value"),
         ):
             old.unlink(missing_ok=True)
     except OSError as error:

@@ -12,15 +12,16 @@ import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
-from distrib_launch import failures, guard, preflight, results
+from distrib_launch import engines, failures, guard, hangs, preflight, results
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
-from distrib_launch.engines import mpirun
+from distrib_launch.liveness import Liveness
 from distrib_launch.plan import LaunchPlan, RankPlan
 
 from distrib.errors import DistribError, LaunchError
@@ -32,9 +33,23 @@ ENGINE_GRACE_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 """After the first failure, how long to wait for an earlier one that is still on the wire."""
 
+CAUSE_SECONDS = 2.5
+"""The same when all that failed so far only lost their connection to another rank: it may have been a host that vanished."""
+
+STARTUP_SECONDS = 120.0
+COMPUTING_SECONDS = 0.1
+"""While a script starts (imports, reads data) and says nothing yet, using the processor this much in a beat is progress."""
+
+STACKS_SECONDS = 4.0
+NO_PROGRESS_NOTICE_SECONDS = 600.0
+"""Without --hang-timeout, when to say once who waits for whom; the job goes on."""
+
 STOP_GRACE_SECONDS = 5.0
-PING_SECONDS = 0.5
-HOST_SILENCE_SECONDS = 2.5
+PING_SECONDS = 0.4
+HOST_SILENCE_SECONDS = 1.8
+DEAD_CONNECTION_SECONDS = 30.0
+"""After which the kernel gives up a connection whose bytes nobody acknowledges; a host that vanished is known before."""
+INPUT_PIECE_BYTES = 1 << 20
 STRANGER_SECONDS = 5.0
 STRANGERS_LIMIT = 256
 
@@ -49,7 +64,9 @@ class RankState:
         self.address = ""
         self.ending: failures.Ending | None = None
         self.device = plan.device
+        self.placed: dict[str, Any] = {}
         self.step = -1
+        self.cpu_seconds = 0.0
         self.clock_offset = 0.0
         self.best_round_trip = float("inf")
         self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}
@@ -86,14 +103,21 @@ class Supervisor:
         plan: LaunchPlan,
         console: Console,
         *,
-        ssh_command: str | None = None,
         timeout_seconds: float | None = None,
+        hang_timeout_seconds: float | None = None,
+        host_timeout_seconds: float = HOST_SILENCE_SECONDS,
+        grace_seconds: float = STOP_GRACE_SECONDS,
+        script_input: bytes = b"",
     ) -> None:
         self.plan = plan
         self.console = console
         self.run_dir = Path(plan.run_dir)
-        self.ssh = mpirun.ssh_words(ssh_command, plan.run_dir, plan.hosts)
+        self.runtime = engines.get(plan.engine)
         self.timeout_seconds = timeout_seconds
+        self.hang_timeout_seconds = hang_timeout_seconds
+        self.grace_seconds = grace_seconds
+        self.script_input = script_input
+        self.liveness = Liveness(host_timeout_seconds)
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
         self.selector = selectors.DefaultSelector()
@@ -108,12 +132,22 @@ class Supervisor:
             None  # status and exit code that were decided from outside the ranks
         )
         self.engine_failure = ""
+        self.last_progress = self.assigned_at = time.monotonic()
+        self.quiet_so_far = True  # no rank has printed or reported anything
+        self.stacks: dict[int, hangs.Stack] | None = None  # while and after they are taken
+        self.stacks_deadline = 0.0
+        self.hang: results.Failure | None = None
         self.warnings: list[str] = []
         self.started = time.time()
 
     @property
     def is_local(self) -> bool:
         return all(host.name == "localhost" for host in self.plan.hosts)
+
+    @property
+    def endings(self) -> list[failures.Ending]:
+        """How the ranks ended, of those that have."""
+        return [state.ending for state in self.ranks if state.ending]
 
     # -- the run --------------------------------------------------------------------------------------------------
 
@@ -123,8 +157,11 @@ class Supervisor:
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
-        old_wakeup = signal.set_wakeup_fd(wake_write)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        in_main = threading.current_thread() is threading.main_thread()  # elsewhere no signal can be had
+        old_wakeup = signal.set_wakeup_fd(wake_write) if in_main else -1
+        for number in (
+            () if not in_main else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+        ):
             handlers[number] = signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         listeners = self._listen()
@@ -133,7 +170,12 @@ class Supervisor:
             self._start_engine(listeners)
             assert self.engine
             engine_pid = self.engine.pid
-            engine_guard = guard.Guard(lambda: _end_group(engine_pid))
+
+            def end_engine() -> None:
+                _end_group(engine_pid, self.runtime.PATIENCE_SECONDS)
+                self._give_up()
+
+            engine_guard = guard.Guard(end_engine)
             self._watch()
         finally:
             self._end_engine()
@@ -150,14 +192,17 @@ class Supervisor:
             self.selector.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            signal.set_wakeup_fd(old_wakeup)
+            if in_main:
+                signal.set_wakeup_fd(old_wakeup)
             os.close(wake_read)
             os.close(wake_write)
         return self._result()
 
     def _listen(self) -> list[socket.socket]:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
-        addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
+        addresses = set(self.plan.listen)
+        if not addresses:
+            addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
         listeners = []
         for address in sorted(addresses):
             listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
@@ -169,12 +214,15 @@ class Supervisor:
         return listeners
 
     def _start_engine(self, listeners: list[socket.socket]) -> None:
-        mpirun.write_files(self.run_dir, self.plan.hosts)
+        self.runtime.write_files(self.run_dir, self.plan)
         addresses = []
         for listener in listeners:
             host, port = listener.getsockname()[:2]
             addresses.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        environ = {**os.environ, "DISTRIB_TOKEN": self.token, "DISTRIB_CONTROL": ",".join(addresses)}
+        environ = {
+            **os.environ, **self.plan.engine_environment, "DISTRIB_TOKEN": self.token,
+            "DISTRIB_CONTROL": ",".join(addresses), "DISTRIB_RUN_DIR": self.plan.run_dir,
+        }  # fmt: skip
         with (self.run_dir / "engine.log").open("wb") as log:
             self.engine = subprocess.Popen(
                 self.plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -182,10 +230,14 @@ class Supervisor:
 
     def _watch(self) -> None:
         next_ping = 0.0
-        begun = time.monotonic()
+        begun = start = time.monotonic()
         while not all(state.ending for state in self.ranks):
             self._turn(0.1)
             now = time.monotonic()
+            if not self.assigned and self.runtime.queued(self.run_dir / "engine.log"):
+                if start == begun:
+                    self.console.say(f"{self.plan.engine} waits for the hosts to be free")
+                start = now
             if now >= next_ping:
                 self._ping()
                 next_ping = now + PING_SECONDS
@@ -197,20 +249,83 @@ class Supervisor:
                 if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
                 self._engine_lost()
-            elif not self.assigned and not self.stopping and now - begun > START_SECONDS:
+            elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
             if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
-                self._stop(STOP_GRACE_SECONDS)
-            if self.first_bad and now - self.first_bad > SETTLE_SECONDS and not self.stopping:
-                self._stop(STOP_GRACE_SECONDS)
+                self._stop(self.grace_seconds)
+            if self.first_bad and not self.stopping and now - self.first_bad > self._settle_seconds():
+                self._stop(self.grace_seconds)
+            self._watch_hosts()
+            self._watch_progress(now)
+            self.console.tick()
             if now > self.stop_deadline:
                 for state in self.ranks:
                     if not state.ending:
                         self._lost(state, "did not end when it was told to")
             elif self.stopping and self.engine.poll() is not None and not self.assigned:
                 break
+
+    def _settle_seconds(self) -> float:
+        causes = [s.ending for s in self.ranks if s.ending and s.ending.failed and not s.ending.consequence]
+        return SETTLE_SECONDS if causes else CAUSE_SECONDS
+
+    # -- hangs ----------------------------------------------------------------------------------------------------
+
+    def _watch_progress(self, now: float) -> None:
+        """When nobody has got on for too long: take every rank's stack, say who waits for whom, and end the job."""
+        if not self.assigned or self.stopping or self.hang:
+            return
+        limit = self.hang_timeout_seconds or NO_PROGRESS_NOTICE_SECONDS
+        silent = now - self.last_progress
+        if self.stacks is None:
+            if silent > limit:
+                self.stacks = {}
+                self.stacks_deadline = now + STACKS_SECONDS
+                for state in self.ranks:
+                    if not state.ending:
+                        self._send(state, Kind.TAKE_STACKS, {})
+        elif silent < limit:
+            self.stacks = None  # it got on meanwhile
+        elif self.stacks_deadline and (
+            now > self.stacks_deadline or all(s.ending or s.plan.rank in self.stacks for s in self.ranks)
+        ):
+            self._tell_hang(limit)
+
+    def _progress(self) -> None:
+        self.last_progress = time.monotonic()
+        self.quiet_so_far = False
+
+    def _tell_hang(self, limit: float) -> None:
+        stacks = [
+            (self.stacks or {}).get(
+                state.plan.rank,
+                hangs.Stack(rank=state.plan.rank, host=state.plan.host, step=state.step, problem="no stack came"),
+            )
+            for state in self.ranks
+            if not state.ending
+        ]
+        lines = hangs.report(stacks, limit)
+        self.console.say("\n".join(lines))
+        self.stacks_deadline = 0.0
+        if not self.hang_timeout_seconds:
+            self.warnings.append(lines[0])
+            self.console.say("the job goes on; --hang-timeout TIME would end it")
+            return
+        guilty = (hangs.culprits(stacks) or stacks)[0]
+        self.hang = results.Failure(
+            rank=guilty.rank,
+            host=guilty.host,
+            time=time.time(),
+            exit_code=None,
+            signal=None,
+            message=lines[0],
+            traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in guilty.frames),
+            log=str(self.ranks[guilty.rank].error_log),
+        )
+        self.verdict = ("failed", 1)
+        self._stop(self.grace_seconds)
 
     def _turn(self, seconds: float) -> None:
         """Handle what arrives within `seconds`."""
@@ -272,7 +387,10 @@ class Supervisor:
         state.channel = channel
         state.hello = hello
         state.address = channel.sock.getpeername()[0]
-        give_up_on_silence(channel.sock, HOST_SILENCE_SECONDS)
+        give_up_on_silence(channel.sock, DEAD_CONNECTION_SECONDS)
+        if not self.is_local:
+            port = next(host.port for host in self.plan.hosts if host.name == state.plan.host)
+            self.liveness.watch(state.plan.host, state.address, port)
         self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
         if all(other.channel for other in self.ranks) and not self.stopping:
             self._assign()
@@ -287,18 +405,26 @@ class Supervisor:
     def _assign(self) -> None:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
+        self.last_progress = self.assigned_at = time.monotonic()
         main = self.ranks[0]
-        shared = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.hello["port"])}
+        hosts = {host.name: host for host in self.plan.hosts}
+        master = hosts[main.plan.host].address or main.address
+        shared = {"MASTER_ADDR": master, "MASTER_PORT": str(main.hello["port"])}
         for state in self.ranks:
+            host = hosts[state.plan.host]
             environment = {**state.plan.environment, **shared}
             if len(self.plan.hosts) > 1:
-                environment["DISTRIB_ADDRESS"] = state.address
+                environment["DISTRIB_ADDRESS"] = host.address or state.address
+            for start in range(0, len(self.script_input), INPUT_PIECE_BYTES):
+                self._send(state, Kind.INPUT, self.script_input[start : start + INPUT_PIECE_BYTES])
             self._send(
                 state,
                 Kind.ASSIGN,
                 {
-                    "command": self.plan.script, "directory": self.plan.directory, "environment": environment,
+                    "command": self.plan.script_on(host), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
+                    "host_timeout_seconds": self.liveness.silence_seconds,
+                    "chosen": host.chosen, "bind": self.plan.bind,
                 },
             )  # fmt: skip
 
@@ -312,12 +438,10 @@ class Supervisor:
         if channel.closed:
             return
         why = "its connection closed"
+        self.liveness.heard(state.plan.host)
         try:
             for kind, payload in channel.receive():
                 self._hear(state, kind, payload)
-        except TimeoutError:
-            why = f"nothing was heard from it for {HOST_SILENCE_SECONDS:g} s"
-            channel.closed = True
         except (OSError, ProtocolError, ValueError) as error:
             why = str(error)
             channel.closed = True
@@ -328,13 +452,24 @@ class Supervisor:
         if kind in (Kind.OUT, Kind.ERR):
             descriptor = 1 if kind is Kind.OUT else 2
             state.write(descriptor, payload)
-            self.console.rank_output(state.plan.rank, state.plan.host, descriptor, payload)
+            self._progress()
+            self.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.BEAT:
             beat = json.loads(payload)
             if "ping" in beat:
                 state.learn_clock(beat["ping"], beat["time"], time.time())
+            elif beat["cpu_seconds"] > state.cpu_seconds + COMPUTING_SECONDS:
+                state.cpu_seconds = beat["cpu_seconds"]
+                if self.quiet_so_far and time.monotonic() - self.assigned_at < STARTUP_SECONDS:
+                    self.last_progress = time.monotonic()
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
+        elif kind is Kind.STACKS and self.stacks is not None:
+            rank = state.plan.rank
+            self.stacks[rank] = hangs.parse_stack(rank, state.plan.host, state.step, payload)
+        elif kind is Kind.VALUE:
+            with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
+                file.write(payload)
         elif kind is Kind.EXIT:
             self._ended(state, json.loads(payload))
 
@@ -343,12 +478,16 @@ class Supervisor:
             with contextlib.suppress(ValueError, TypeError):  # a script may write anything into its pipe
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
+                self._progress()
                 if "metrics" in status and state.plan.rank == 0:
                     with (self.run_dir / "metrics.jsonl").open("ab") as file:
                         file.write(line + b"\n")
 
     def _ended(self, state: RankState, record: dict[str, Any]) -> None:
         state.device = record["device"] or state.device
+        state.placed = record["placed"]
+        if problem := state.placed.get("problem"):
+            self.warnings.append(f"rank {state.plan.rank} on {state.plan.host} ran unbound: {problem}")
         self._settle(
             state,
             exit_code=record["exit_code"],
@@ -358,7 +497,7 @@ class Supervisor:
             message=record["message"],
         )
 
-    def _lost(self, state: RankState, why: str) -> None:
+    def _lost(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         """The rank is gone without a record."""
         self._settle(
             state,
@@ -366,33 +505,50 @@ class Supervisor:
             number=None,
             when=time.time(),
             stopped_by="launcher" if self.stopping else "",
-            message=f"lost without an exit record: {why}",
+            message=why,
+            lost=lost,
         )
 
     def _settle(
-        self, state: RankState, *, exit_code: int | None, number: int | None, when: float, stopped_by: str, message: str
+        self,
+        state: RankState,
+        *,
+        exit_code: int | None,
+        number: int | None,
+        when: float,
+        stopped_by: str,
+        message: str,
+        lost: Literal["", "closed", "silence"] = "",
     ) -> None:
         if state.ending:
             return
         state.ending = failures.Ending(
-            rank=state.plan.rank, local_rank=state.plan.local_rank, host=state.plan.host, time=when,
-            exit_code=exit_code, signal=number, stopped_by=stopped_by, message=message,
-        )  # fmt: skip
-        self.console.finish_rank(state.plan.rank, state.plan.host)
+            rank=state.plan.rank,
+            local_rank=state.plan.local_rank,
+            host=state.plan.host,
+            time=when,
+            exit_code=exit_code,
+            signal=number,
+            stopped_by=stopped_by,
+            message=message,
+            lost=lost,
+            consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
+        )
+        self.console.finish_rank(state.plan.rank)
         state.close_files()
         if state.ending.failed and not self.first_bad:
             self.first_bad = time.monotonic()
 
-    def _hang_up(self, state: RankState, why: str) -> None:
+    def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(state.channel.sock)
         state.channel.close()
-        self._lost(state, why)
+        self._lost(state, why, lost)
 
     # -- what ranks are told ------------------------------------------------------------------------------------------
 
-    def _send(self, state: RankState, kind: Kind, payload: dict[str, Any]) -> None:
+    def _send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
         if state.channel and not state.channel.closed and state.channel.ready:
             state.channel.send(kind, payload)
             self._flush(state)
@@ -404,13 +560,19 @@ class Supervisor:
             channel.flush()
         except OSError as error:
             channel.closed = True
-            silent = isinstance(error, TimeoutError)
-            self._hang_up(state, f"nothing was heard from it for {HOST_SILENCE_SECONDS:g} s" if silent else str(error))
+            self._hang_up(state, str(error))
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.waiting_bytes else 0)
         key = self.selector.get_key(channel.sock)
         if key.events != events:
             self.selector.modify(channel.sock, events, key.data)
+
+    def _watch_hosts(self) -> None:
+        for host in self.liveness.vanished():
+            why = f"nothing was heard from it for {self.liveness.silence_seconds:g} s, nor did it answer"
+            for state in self.ranks:
+                if state.plan.host == host and not state.ending and state.channel:
+                    self._hang_up(state, why, "silence")
 
     def _ping(self) -> None:
         for state in self.ranks:
@@ -424,6 +586,10 @@ class Supervisor:
             for number in os.read(descriptor, 64):
                 if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                     self._interrupted(number)
+                elif number == signal.SIGUSR1:  # the user's, or Slurm's before its limit: a chance to save
+                    for state in self.ranks:
+                        if not state.ending:
+                            self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _interrupted(self, number: int) -> None:
         self.interrupts += 1
@@ -431,7 +597,7 @@ class Supervisor:
             self.verdict = ("stopped", 128 + number)
         if self.interrupts == 1:
             self.console.say(f"{failures.signal_name(number)}: stopping the job (once more: at once)")
-            self._stop(STOP_GRACE_SECONDS)
+            self._stop(self.grace_seconds)
         else:
             self._stop(0.0)
 
@@ -452,10 +618,14 @@ class Supervisor:
         hosts = list(dict.fromkeys(state.plan.host for state in missing))
         self.stopping = True
         log = self.run_dir / "engine.log"
-        problem = preflight.diagnose(hosts, self.ssh, self.plan.script[0]) if not self.is_local else None
+        words = log.read_text(errors="replace").strip()
+        if explained := self.runtime.explain(words):
+            raise LaunchError(f"{explained[0]}: {words.splitlines()[0]}", hint=explained[1])
+        problem = None
+        if self.plan.engine == "mpirun" and not self.is_local:
+            problem = preflight.diagnose(self.plan, hosts)
         if problem:
             raise problem
-        words = log.read_text(errors="replace").strip()
         raise LaunchError(
             f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {', '.join(hosts[:8])})"
             + (f"\n{words}" if words else ""),
@@ -469,7 +639,7 @@ class Supervisor:
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         self.verdict = ("failed", 1)
         self.engine_failure = f"{self.plan.engine} {how} while its ranks were running"
-        self._stop(STOP_GRACE_SECONDS)
+        self._stop(self.grace_seconds)
 
     def _end_engine(self) -> None:
         """Say goodbye to the ranks and see the engine go, by force if it must."""
@@ -484,11 +654,25 @@ class Supervisor:
         if self.engine.poll() is None:
             _end_group(self.engine.pid)
             self.engine.wait()
+        if self.engine.returncode < 0:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """The engine was killed: have what it may have left ended."""
+        if command := self.runtime.give_up(self.plan):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
 
     def _result(self) -> results.Result:
-        endings = [state.ending for state in self.ranks if state.ending]
+        endings = self.endings
         first = failures.first_failure(endings)
         status: results.Status
+        if first and first.signal == signal.SIGTERM and not self.verdict:
+            words = (self.run_dir / "engine.log").read_text(errors="replace")
+            if why := self.runtime.cancelled(words):
+                self.verdict = ("stopped", first.code)
+                self.warnings.append(why)
+                self.console.say(why)
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
         failure = None
         if self.engine_failure:
@@ -496,8 +680,10 @@ class Supervisor:
                 rank=None, host=socket.gethostname(), time=time.time(), exit_code=None, signal=None,
                 message=self.engine_failure, traceback="", log=str(self.run_dir / "engine.log"),
             )  # fmt: skip
+        elif self.hang:
+            failure = self.hang
         elif first and status == "failed":
-            failure = failures.describe(first, self.ranks[first.rank].error_log, self.plan.script[0])
+            failure = failures.describe(first, endings, self.ranks[first.rank].error_log, self.plan.script[0])
         return results.Result(
             status=status,
             exit_code=code,
@@ -510,6 +696,8 @@ class Supervisor:
                     rank=state.plan.rank, host=state.plan.host, local_rank=state.plan.local_rank, role=state.plan.role,
                     device=state.device, exit_code=state.ending.exit_code if state.ending else None,
                     signal=state.ending.signal if state.ending else None,
+                    cpus=state.placed.get("cpus"), threads=state.placed.get("threads"),
+                    stopped_by=state.ending.stopped_by if state.ending else "",
                 )
                 for state in self.ranks
             ),
@@ -518,9 +706,11 @@ class Supervisor:
         )  # fmt: skip
 
 
-def _end_group(leader: int) -> None:
-    """End a session's processes: SIGTERM, a second, SIGKILL."""
-    members = guard.in_session(leader)
+def _end_group(leader: int, patience_seconds: float = 0.0) -> None:
+    """End a session's processes: those that do not end by themselves get SIGTERM and, a second later, SIGKILL."""
+    deadline = time.monotonic() + patience_seconds
+    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
     guard.send(members, signal.SIGTERM)
     deadline = time.monotonic() + ENGINE_GRACE_SECONDS
     while (members := guard.in_session(leader)) and time.monotonic() < deadline:

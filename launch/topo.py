@@ -11,23 +11,33 @@ from distrib.errors import DistribError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    from distrib_launch import check
+
     parser = argparse.ArgumentParser(prog="distrib-topo", description="What the cluster is made of.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check")
     show = verbs.add_parser("show", help="hosts, their slots and GPUs, as the files tell")
     show.add_argument("-H", "--hosts", required=True, metavar="FILE|LIST")
     show.add_argument("--topology", metavar="FILE")
     show.add_argument("--json", action="store_true")
+    show.set_defaults(run=_show)
+    check_verb = verbs.add_parser("check", help="ask every host whether it is fit to run a job, and start nothing")
+    check.add_options(check_verb)
+    check_verb.set_defaults(run=check.run)
     options = parser.parse_args(argv)
     try:
-        return _show(options)
+        code: int = options.run(options)
+        return code
     except DistribError as error:
         print(f"distrib-topo: error: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("distrib-topo: error: interrupted", file=sys.stderr)
+        return 130
 
 
 def _show(options: argparse.Namespace) -> int:
     import msgspec
-    from distrib_launch.cli import read_hosts, read_topology_for
+    from distrib_launch.job import read_hosts, read_topology_for
 
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)

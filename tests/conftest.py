@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster import Cluster, why_unavailable
+from tests.cluster.virtual import OWN_NAMES
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
@@ -59,7 +60,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test after which processes, namespaces, variables or files are there that were not there before."""
     environ = dict(os.environ)
     processes = set(our_processes())
-    namespaces = set(os.listdir("/run/netns")) if Path("/run/netns").exists() else set()
     files = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))
     yield
     deadline = time.monotonic() + 3
@@ -69,7 +69,8 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         os.kill(pid, signal.SIGKILL)
     assert not left, f"processes left behind: {left}"
     if Path("/run/netns").exists():
-        assert set(os.listdir("/run/netns")) <= namespaces, "network namespaces left behind"
+        namespaces = [name for name in os.listdir("/run/netns") if name.startswith(OWN_NAMES)]
+        assert not namespaces, "network namespaces left behind"
     now = dict(os.environ)
     now.pop("PYTEST_CURRENT_TEST", None)
     environ.pop("PYTEST_CURRENT_TEST", None)
@@ -125,11 +126,12 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         timeout: float = 120,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        wrapper: Sequence[str] = (),
     ) -> Run:
         nonlocal count
         count += 1
         run_dir = tmp_path / f"run{count}"
-        command: Sequence[str] = [str(LAUNCH), "--run-dir", str(run_dir), *map(str, arguments)]
+        command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *map(str, arguments)]
         environ = {"OMP_NUM_THREADS": "1", **(env or {})}
         started = time.monotonic()
         if cluster:

@@ -75,7 +75,7 @@ def test_arguments_and_directory_arrive_unchanged(launch, tmp_path):
         (["1:exit=7", "*:sleep=30"], 7, 1, "exit code 7"),
         (["0:signal=9", "*:sleep=30"], 137, 0, "killed by SIGKILL"),
         (["1:signal=11", "*:sleep=30"], 139, 1, "killed by SIGSEGV"),
-        (["1:kill-parent", "*:sleep=30"], 1, 1, "lost without an exit record"),
+        (["1:kill-parent", "*:sleep=30"], 1, 1, "the process around it was killed, it left no exit record"),
         (["--mpi", "1:raise", "*:sleep=30"], 1, 1, "RuntimeError: boom in rank 1"),
         (["--mpi", "0:signal=9", "*:sleep=30"], 137, 0, "killed by SIGKILL"),
     ],
@@ -286,3 +286,69 @@ def test_a_host_without_a_count_gets_its_gpus_from_the_topology(tmp_path):
 def test_a_thousand_hosts_are_planned_at_once(tmp_path):
     (tmp_path / "big.txt").write_text("".join(f"node{i:04d} slots=8\n" for i in range(1000)))
     assert dry_run(tmp_path, "-H", "big.txt")["world_size"] == 8000
+
+
+SAVER = """
+import os, signal, sys, time
+def save(number, frame):
+    print("saving", signal.Signals(number).name, flush=True)
+    time.sleep(0.5)
+    open(f"saved-{os.environ['RANK']}", "w").close()
+    if number == signal.SIGTERM:
+        sys.exit(0)
+signal.signal(signal.SIGUSR1, save)
+signal.signal(signal.SIGTERM, save)
+print("rank", os.environ["RANK"], "is ready", flush=True)
+while not os.path.exists("enough"):
+    time.sleep(0.05)
+"""
+
+
+def test_at_the_time_limit_the_script_has_a_chance_to_save(launch, tmp_path):
+    script = tmp_path / "saver.py"
+    script.write_text(SAVER)
+    run = launch("-np", "2", "--timeout", "2s", script, timeout=30)
+    assert run.code == 124, run
+    assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
+
+
+def test_sigusr1_reaches_every_rank_and_the_job_goes_on(tmp_path):
+    (tmp_path / "saver.py").write_text(SAVER)
+    process = start(tmp_path / "run", "-np", "2", "saver.py")
+    process.stdout.readline()  # the other rank's
+    process.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 10
+    while not all((tmp_path / f"saved-{r}").exists() for r in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.poll() is None
+    (tmp_path / "enough").touch()
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 0, err
+    assert out.count("saving SIGUSR1") == 1 and out.startswith("[0-1]"), out
+
+
+def test_fewer_ranks_than_planned_are_refused(launch, tmp_path):
+    """A runtime that starts two ranks where four were planned: never a silent run on less than was asked for."""
+    folder = tmp_path / "site/bin"
+    folder.mkdir(parents=True)
+    mpirun = folder / "mpirun"
+    mpirun.write_text(
+        "#!/usr/bin/env python3\nimport os, sys\nwords = sys.argv[1:]\nwords[words.index('-np') + 1] = '2'\n"
+        f"words[words.index('--prefix') + 1] = {str(LAUNCH.parent.parent)!r}\n"
+        f"os.execv({str(LAUNCH.parent / 'mpirun')!r}, ['mpirun', *words])\n"
+    )
+    mpirun.chmod(0o755)
+    run = launch("-np", "4", "--mpirun", mpirun, JOB)
+    assert run.code == 1, run
+    assert "the engine started 2 ranks, but the plan has 4: the job is not started" in run.err
+    assert "done" not in run.out
+
+
+def test_an_engine_that_starts_nothing_is_reported_with_its_own_words(launch, tmp_path):
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho no licence today >&2\nexit 0\n")
+    mpirun.chmod(0o755)
+    run = launch("-np", "2", "--mpirun", mpirun, JOB)
+    assert run.code == 1, run
+    assert "the job did not start" in run.err
+    assert "no licence today" in run.err

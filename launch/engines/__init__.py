@@ -1,1 +1,57 @@
-"""Other people's runtimes: each module turns a LaunchPlan into a running job on one of them."""
+"""Other people's runtimes: each module turns a LaunchPlan into a running job on one of them.
+
+`mpirun` and `srun` start one `distrib_launch.rank` per planned rank, in the plan's order; the supervisor watches both
+alike. `kubernetes` writes what starts the launcher itself inside a cluster, and runs nothing here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan, Options
+
+NAMES = ("mpirun", "srun", "kubernetes")
+
+
+class Engine(Protocol):
+    """What `launch` asks of an engine's module."""
+
+    PATIENCE_SECONDS: float
+    """How long the engine is left to end by itself once the launcher was killed, before it is made to."""
+
+    def command(self, plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+        """The command line on this machine that starts the plan's ranks; the control token is never in it."""
+
+    def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
+        """What the user should know about this engine's part; `plan` has its command already."""
+
+    def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
+        """Write what the command line refers to."""
+
+    def queued(self, log: Path) -> bool:
+        """Whether the engine waits for hosts that are busy with other jobs; `log` holds what it printed."""
+
+    def explain(self, words: str) -> tuple[str, str] | None:
+        """What went wrong, and what to do, from what the engine printed; None where that says it best."""
+
+    def cancelled(self, words: str) -> str:
+        """Who ended the ranks with SIGTERM, from what the engine printed; empty where it was not the engine's doing."""
+
+    def give_up(self, plan: LaunchPlan) -> tuple[str, ...] | None:
+        """A command that ends whatever is left of the job after the engine's process was killed; None: nothing can be."""
+
+
+def get(name: str) -> Engine:
+    """The engine of that name, one of `NAMES`."""
+    return cast(Engine, importlib.import_module(f"{__name__}.{name}"))
+
+
+def default(hosts_given: bool, environ: Mapping[str, str]) -> str:
+    """The engine where none was asked for: inside Slurm's allocation, if its hosts are used, Slurm's own, else mpirun."""
+    from distrib_launch.engines import srun
+
+    return "srun" if not hosts_given and srun.in_allocation(environ) and srun.find_srun() else "mpirun"

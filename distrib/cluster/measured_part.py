@@ -1,0 +1,174 @@
+"""The `measured:` part of a topology file: put there by probe, beside what people wrote, which stays byte for byte.
+
+It is written with one link on a line, each as JSON, which is YAML too. That keeps the file readable and its differences small,
+and lets it be read back without a YAML parser: a probe of 32 hosts has half a million numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from distrib.cluster.measured import Measured
+from distrib.errors import TopologyError
+
+MARK = "measured:  # by distrib-topo probe, which replaces this part as a whole"
+
+_KEY = re.compile(r"^(measured|'measured'|\"measured\")[ \t]*:(?=[ \t\r\n]|\Z)", re.MULTILINE)
+_LISTS = ("pairs", "inside", "collectives")
+
+
+def split_measured(text: str) -> tuple[str, str, str]:
+    """The text before the key `measured`, its part, and what comes after it; without one, all of it and two empty ones.
+
+    Blank lines and comments at the left margin after the part belong to what follows.
+    """
+    match = _KEY.search(text)
+    if not match:
+        return text, "", ""
+    end = position = match.start()
+    for number, line in enumerate(text[match.start() :].splitlines(keepends=True)):
+        if number and line[:1] not in (" ", "\t", "\r", "\n", "#"):
+            break
+        position += len(line)
+        if not number or (line[:1] in (" ", "\t") and line.strip()):
+            end = position
+    return text[: match.start()], text[match.start() : end], text[end:]
+
+
+def encode_measured(measured: Measured, newline: str = "\n") -> str:
+    """The part as it stands in a file."""
+    lines = [MARK]
+    built = msgspec.to_builtins(measured)
+    for key, value in built.items():
+        if key in _LISTS:
+            lines.append(f"  {key}:")
+            lines += [f"    - {_json(item)}" for item in value]
+        else:
+            lines.append(f"  {key}: {_json(value)}")
+    return newline.join(lines) + newline
+
+
+def decode_measured(part: str) -> Measured | None:
+    """The reverse of `encode_measured`; None for a part that was not written so, or has been edited since."""
+    lines = part.splitlines()
+    if not lines or lines[0] != MARK:
+        return None
+    values: dict[str, str] = {}
+    items: dict[str, list[str]] = {}
+    key = ""
+    for line in lines[1:]:
+        if key in items and line.startswith("    - "):
+            items[key].append(line[6:])
+            continue
+        match = re.fullmatch(r"  ([a-z_]+):(?: (.+))?", line)
+        if not match or match[1] in values or match[1] in items:
+            return None
+        key = match[1]
+        if match[2]:
+            values[key] = match[2]
+        else:
+            items[key] = []
+    values |= {key: f"[{','.join(lines)}]" for key, lines in items.items()}
+    document = "{" + ",".join(f'"{key}":{value}' for key, value in values.items()) + "}"
+    try:
+        return msgspec.json.decode(document, type=Measured)
+    except msgspec.DecodeError:
+        return None
+
+
+def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
+    """Put the measured part into a topology file, or replace the one that is there; everything else stays as it is.
+
+    Without a file, one is made that describes the hosts and nothing more. The file changes in one step or not at all.
+    Raises TopologyError: the file is no topology, knows other hosts, or cannot be written.
+    """
+    from distrib.cluster.topology import parse_topology
+    from distrib.cluster.yamlfile import read_text
+
+    target = Path(os.path.realpath(path))  # a link stays a link
+    source = os.fspath(path)
+    old = read_text(target) if target.exists() else _minimal(measured.hosts)
+    before, _, after = split_measured(old)
+    if not _has_content(before + after):
+        before += ("" if not before or before.endswith("\n") else "\n") + _minimal(measured.hosts)
+    newline = "\r\n" if "\r\n" in old else "\n"
+    if before and not before.endswith(("\n", "\r")):
+        before += newline
+    new = before + encode_measured(measured, newline) + after
+    plain = parse_topology(before + after, source)
+    read_back = parse_topology(new, source)
+    if read_back.measured != measured or msgspec.structs.replace(read_back, measured=None) != plain:
+        raise TopologyError(
+            "cannot take a measured part", source=source, hint="write `nodes:` in block style, at the left margin"
+        )
+    _replace(target, new, source)
+
+
+def _has_content(text: str) -> bool:
+    return any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
+
+
+def _minimal(hosts: Iterable[str]) -> str:
+    from ClusterShell.NodeSet import NodeSet, NodeSetException
+
+    from distrib.cluster.node import expand_hosts
+
+    names = list(hosts)
+    folded = ",".join(names)
+    with contextlib.suppress(NodeSetException, ValueError):
+        short = str(NodeSet.fromlist(names))
+        if sorted(expand_hosts(short)) == sorted(names):
+            folded = short
+    return (
+        "# Written by distrib-topo probe. Say here what the hosts are made of: GPUs, links, NICs, switches;\n"
+        "# hostfiles/ has commented examples. The part `measured` is probe's, the rest is yours.\n"
+        f"nodes:\n  - hosts: {json.dumps(folded)}\n\n"
+    )
+
+
+def _replace(target: Path, text: str, source: str) -> None:
+    temporary = None
+    try:
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            os.fsync(file.fileno())
+        Path(temporary).replace(target)
+    except OSError as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        raise TopologyError(
+            f"cannot write it: {error.strerror}", source=source, hint="name another file with -o"
+        ) from None
+
+
+def _umask() -> int:
+    """What new files must not be; there is no way to ask without setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _json(value: Any) -> str:
+    """JSON that is also YAML, of 1.1 too: PyYAML would take 1e-05 for text, as it has no point."""
+    if isinstance(value, float):
+        text = repr(value)
+        return text if "." in text or "e" not in text else text.replace("e", ".0e")
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))}: {_json(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_json, value)) + "]"
+    return json.dumps(value)

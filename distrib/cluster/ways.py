@@ -1,0 +1,270 @@
+"""The ways that bytes can take: between two hosts, and between two ends inside one. Measured beats catalogued.
+
+Rates are of one direction, in bytes per second. `rate` is nominal; `bandwidth` is what large transfers get: measured where probe
+has been, else what the catalogue expects of such a link.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from distrib import units
+from distrib.cluster.catalog import LinkKind
+from distrib.cluster.links import parse_bus, parse_uplink
+from distrib.cluster.measured import InsideLink, PairLink
+from distrib.cluster.node import Nic, NodeGroup
+from distrib.cluster.topology import Switch, Topology
+
+Origin = Literal["measured", "catalogued"]
+
+_FABRIC: dict[LinkKind, str] = {"infiniband": "InfiniBand", "roce": "Ethernet", "ethernet": "Ethernet"}
+_GPU = re.compile(r"gpu([0-9]+)")
+
+
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """From one host to another.
+
+    `nics` are the source's that carry it, all at once. `oversubscription`: what the hosts under the switches passed could
+    send up against what those let through, 1 where they let all through; it says how much is left when every host sends.
+    """
+
+    source: str
+    target: str
+    kind: LinkKind | None
+    text: str
+    """Such as `8 x HDR`; empty where the file names no NICs that meet."""
+    nics: tuple[str, ...]
+    gpudirect: bool | None
+    """Whether all of them, on both hosts, read GPU memory themselves; None where nobody said."""
+    rate_bytes_per_second: float | None
+    bandwidth_bytes_per_second: float
+    latency_seconds: float | None
+    oversubscription: float
+    switches: tuple[str, ...]
+    origin: Origin
+    measured: tuple[PairLink, ...]
+    """Where it was measured: the curves, one for each interface."""
+
+    @property
+    def shared_bandwidth_bytes_per_second(self) -> float:
+        """What is left of the bandwidth for one host when all under its switches send through them."""
+        return self.bandwidth_bytes_per_second / self.oversubscription
+
+
+class InsideWay(msgspec.Struct, frozen=True, kw_only=True):
+    """Between two ends inside a host: `memory` or `gpuN`."""
+
+    host: str
+    source: str
+    target: str
+    text: str
+    """Such as `NVLink3 x12` or `PCIe4 x16`; `memory` for copies inside the host's memory."""
+    rate_bytes_per_second: float | None
+    bandwidth_bytes_per_second: float
+    latency_seconds: float | None
+    origin: Origin
+    measured: InsideLink | None
+
+
+def link_between(topology: Topology, source: str, target: str) -> Way | None:
+    """The way from one host to another; None where neither probe nor the file says anything of it."""
+    nics, other = common_nics(topology, source, target)
+    measured = _measured_between(topology, source, target)
+    if not nics and not measured:
+        return None
+    rate = min(_total(nics), _total(other)) if nics else None
+    usable = min(_usable(nics), _usable(other)) if nics else 0.0
+    latencies = [pair.latency_seconds for pair in measured if pair.latency_seconds is not None]
+    said = [nic.gpudirect for nic in (*nics, *other)]
+    return Way(
+        source=source,
+        target=target,
+        kind=nics[0].link.kind if nics else None,
+        text=nics_text(nics),
+        nics=tuple(nic.name for nic in nics),
+        gpudirect=None if not said or None in said else all(said),
+        rate_bytes_per_second=rate,
+        bandwidth_bytes_per_second=sum(pair.bandwidth_bytes_per_second for pair in measured) if measured else usable,
+        latency_seconds=min(latencies) if latencies else nics[0].link.latency_seconds if nics else None,
+        oversubscription=_oversubscription(topology, source, target),
+        switches=tuple(switch.name for switch in switches_between(topology, source, target)),
+        origin="measured" if measured else "catalogued",
+        measured=measured,
+    )
+
+
+def data_nics(nics: Iterable[Nic]) -> tuple[Nic, ...]:
+    """The NICs of a host that training uses: those of the fabric that carries most, and there the fastest ones.
+
+    A server with eight InfiniBand ports also has an Ethernet port or two, for its owner to log in.
+    """
+    best: tuple[Nic, ...] = ()
+    every = tuple(nics)
+    for fabric in set(_FABRIC.values()):
+        of_fabric = [nic for nic in every if _FABRIC[nic.link.kind] == fabric]
+        top = max((nic.link.rate_bytes_per_second for nic in of_fabric), default=0.0)
+        chosen = tuple(nic for nic in of_fabric if nic.link.rate_bytes_per_second == top)
+        # By what they can use, not by name: 100 GbE without RDMA carries less than EDR.
+        if _usable(chosen) > _usable(best):
+            best = chosen
+    return best
+
+
+def common_nics(topology: Topology, source: str, target: str) -> tuple[tuple[Nic, ...], tuple[Nic, ...]]:
+    """The NICs of two hosts that can talk to each other, those of one fabric; the best fabric that they share."""
+    found: tuple[tuple[Nic, ...], tuple[Nic, ...]] = ((), ())
+    for fabric in sorted(set(_FABRIC.values())):
+        ends = tuple(
+            data_nics(nic for nic in topology.nics_of(host) if _FABRIC[nic.link.kind] == fabric)
+            for host in (source, target)
+        )
+        if all(ends) and min(map(_usable, ends)) > min(map(_usable, found)):
+            found = (ends[0], ends[1])
+    return found
+
+
+def switches_between(topology: Topology, source: str, target: str) -> tuple[Switch, ...]:
+    """The switches that are passed, up from the source and down to the target; empty where the file does not say."""
+    up, down = topology.switches_above(source), topology.switches_above(target)
+    shared = {switch.name for switch in down}
+    rising = [switch for switch in up if switch.name not in shared]
+    top = next((switch for switch in up if switch.name in shared), None)
+    falling = [switch for switch in down if switch.name not in {above.name for above in up}]
+    return (*rising, *([top] if top else []), *reversed(falling))
+
+
+def switch_oversubscription(topology: Topology, switch: Switch) -> float:
+    """What hosts and switches below can send up against what leads up; 1 where nobody says."""
+    if switch.oversubscription is not None:
+        return units.parse_ratio(switch.oversubscription)
+    if switch.uplink is None:
+        return 1.0
+    return max(1.0, _inflow(topology, switch) / parse_uplink(switch.uplink))
+
+
+def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:
+    """The way between two ends inside a host, each `memory` or `gpuN`; None where nothing is known of it."""
+    measured = _measured_inside(topology, host, source, target)
+    group = topology.group_of(host)
+    text, rate, usable, latency = _catalogued_inside(group, source, target) if group else ("", None, None, None)
+    if measured is None and usable is None:
+        return None
+    return InsideWay(
+        host=host,
+        source=source,
+        target=target,
+        text=(measured.path if measured and measured.path else text) or "memory",
+        rate_bytes_per_second=rate,
+        bandwidth_bytes_per_second=measured.bandwidth_bytes_per_second if measured else usable or 0.0,
+        latency_seconds=latency,
+        origin="measured" if measured else "catalogued",
+        measured=measured,
+    )
+
+
+def nics_text(nics: Iterable[Nic]) -> str:
+    """`8 x HDR`, `RoCE 100Gb/s`, `10 GbE`."""
+    every = tuple(nics)
+    if not every:
+        return ""
+    link = every[0].link
+    text = link.text if link.kind != "roce" else f"RoCE {link.text}"
+    if link.kind != "roce" and re.match(r"[0-9].*/s$", link.text):
+        text = f"{'InfiniBand' if link.kind == 'infiniband' else 'Ethernet'} {link.text}"
+    return f"{len(every)} x {text}" if len(every) > 1 else text
+
+
+def _catalogued_inside(
+    group: NodeGroup, source: str, target: str
+) -> tuple[str, float | None, float | None, float | None]:
+    first, second = _GPU.fullmatch(source), _GPU.fullmatch(target)
+    links = group.links
+    if first and second and links and links.nvlink and group.gpus:
+        count = links.links_of_pair(int(first[1]), int(second[1]), group.gpus.count)
+        if count:
+            link = parse_bus(links.nvlink).with_lanes(count)
+            return link.text, link.rate_bytes_per_second, link.usable_bytes_per_second, link.latency_seconds
+    pcie = (links.pcie if links else None) or (group.gpus.spec.pcie if group.gpus and group.gpus.spec else None)
+    if not pcie or not (first or second):
+        return "", None, None, None
+    link = parse_bus(pcie)
+    return link.text, link.rate_bytes_per_second, link.usable_bytes_per_second, link.latency_seconds
+
+
+def _measured_inside(topology: Topology, host: str, source: str, target: str) -> InsideLink | None:
+    for first, second in ((source, target), (target, source)):  # the other direction is better than a data sheet
+        for link in topology.measured.inside if topology.measured else ():
+            if link.host.lower() == host.lower() and (link.source, link.target) == (first, second):
+                return link
+    return None
+
+
+def _measured_between(topology: Topology, source: str, target: str) -> tuple[PairLink, ...]:
+    """The best that was measured from one host to another alone, of each interface; they carry bytes side by side."""
+    for first, second in ((source.lower(), target.lower()), (target.lower(), source.lower())):
+        best: dict[str | None, PairLink] = {}
+        for pair in _pairs(topology).get((first, second), ()):
+            before = best.get(pair.interface)
+            if before is None or pair.bandwidth_bytes_per_second > before.bandwidth_bytes_per_second:
+                best[pair.interface] = pair
+        if best:
+            named = [pair for interface, pair in best.items() if interface is not None]
+            whole = best.get(None)
+            # Without an interface it went as the job's own traffic does, and that counts.
+            return (whole,) if whole else tuple(named)
+    return ()
+
+
+def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
+    """What was measured alone and one way, by the two hosts. Kept with the topology, as it is asked for each pair."""
+    kept: dict[tuple[str, str], list[PairLink]] | None = topology.__dict__.get("_pairs_alone")
+    if kept is None:
+        kept = {}
+        for pair in topology.measured.pairs if topology.measured else ():
+            if pair.load == "alone" and not pair.both_ways:
+                kept.setdefault((pair.source.lower(), pair.target.lower()), []).append(pair)
+        topology.__dict__["_pairs_alone"] = kept
+    return kept
+
+
+def _oversubscription(topology: Topology, source: str, target: str) -> float:
+    """The product over the switches that are left upwards; the way down is as narrow, so the worse of the two."""
+    worst = 1.0
+    for first, second in ((source, target), (target, source)):
+        shared = {switch.name for switch in topology.switches_above(second)}
+        product = 1.0
+        for switch in topology.switches_above(first):
+            if switch.name in shared:
+                break
+            product *= switch_oversubscription(topology, switch)
+        worst = max(worst, product)
+    return worst
+
+
+def _inflow(topology: Topology, switch: Switch) -> float:
+    by_name = {each.name: each for each in topology.switches}
+    total = sum(_total(data_nics(topology.nics_of(host))) for host in switch.host_names)
+    for name in switch.switches:
+        below = by_name[name]
+        if below.uplink is not None:
+            total += parse_uplink(below.uplink)
+        else:
+            total += _inflow(topology, below) / switch_oversubscription(topology, below)
+    return total
+
+
+def _total(nics: Iterable[Nic]) -> float:
+    return sum(nic.link.rate_bytes_per_second for nic in nics)
+
+
+def _usable(nics: Iterable[Nic]) -> float:
+    """What the NICs carry together, none more than its own slot lets through."""
+    total = 0.0
+    for nic in nics:
+        slot = parse_bus(nic.pcie).usable_bytes_per_second if nic.pcie else float("inf")
+        total += min(nic.link.usable_bytes_per_second, slot)
+    return total

@@ -1,0 +1,117 @@
+"""What rank 0 and the others say to each other over MPI, each a message of msgpack."""
+
+from __future__ import annotations
+
+import msgspec
+
+from distrib.cluster.measured import Collective, InsideLink, Point
+from distrib.probe.records import Facts, Load
+from distrib.probe.settings import Mode, Way
+
+HELLO, SETUP, TASK, REPLY = 1, 2, 3, 4
+"""Tags."""
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the launcher wants: all hosts of the probe in order, even those that are gone, and what is done already."""
+
+    hosts: tuple[str, ...]
+    present: tuple[str, ...]
+    """By rank."""
+    mode: Mode = "default"
+    done: tuple[str, ...] = ()
+    primary: Way | None = None
+    """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank is there; `port` is where it takes TCP connections."""
+
+    facts: Facts
+    port: int
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank must know of the others. `places` are addresses and ports by rank."""
+
+    token: bytes
+    places: tuple[tuple[str, int], ...]
+    streams: int
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
+    """Measure the way from rank `source` to rank `target`, or both ways at once.
+
+    `longest`: how long the stream may go on for the sake of `variation`. `fixed`: exactly `seconds`, because others
+    are measured at the same time. Whoever has waited `patience_seconds` gives up.
+    """
+
+    number: int
+    step: str
+    source: int
+    target: int
+    way: Way
+    load: Load
+    both_ways: bool = False
+    seconds: float
+    longest: float = 0.0
+    variation: float | None = None
+    streams: int = 1
+    pings: int = 0
+    sizes: tuple[int, ...] = ()
+    patience_seconds: float
+
+
+class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
+    """Measure the ways inside each host."""
+
+    number: int
+    step: str
+    patience_seconds: float
+
+
+class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
+    """Measure all-reduces over the first `counts[i]` ranks, for each i, together for about `seconds`.
+
+    What of the largest sizes would take longer than that is left out.
+    """
+
+    number: int
+    step: str
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    seconds: float
+    patience_seconds: float
+
+
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
+    """This was all."""
+
+
+Task = Transfer | Inside | AllReduce | Leave
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True):
+    """What a receiver saw of one direction."""
+
+    latency_seconds: float | None
+    bandwidth_bytes_per_second: float
+    variation: float
+    repetitions: int
+    outliers: int
+    curve: tuple[Point, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """How a task went for one rank."""
+
+    number: int
+    rank: int
+    seconds: float = 0.0
+    busy: float = 0.0
+    arrived: Arrived | None = None
+    retransmits: int = 0
+    path_mtu: int | None = None
+    inside: tuple[InsideLink, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    failed: str | None = None

@@ -1,0 +1,256 @@
+"""Time against size between two ranks over MPI point to point: what its transport gets through the wire.
+
+The receiver leads and takes the times. It orders messages of a size, keeps enough orders under way that the wire never
+falls idle, and stamps their arrival. The sender only obeys. As in the OSU benchmarks (osu_bw.c) all messages of a size land
+in one buffer; nobody reads them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from distrib.cluster.measured import Point
+from distrib.probe import samples
+from distrib.probe.deadline import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeout, wait
+
+ORDER, DATA, PING = 11, 12, 13
+SMALL_BYTES = 1024
+"""Up to this size half a round trip is the time of a message; beyond it, half a round trip and the message's time on the wire."""
+
+BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 64
+WARM_BYTES = 512 << 10
+WINDOW = 4
+MIN_BLOCKS, MAX_BLOCKS = 3, 200
+FIRST_RATE = 100e6
+"""Bytes per second assumed before the first size is measured."""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """What the receiver saw: half a round trip, a point for each size, and the rate of the largest messages."""
+
+    latency_seconds: float
+    points: tuple[Point, ...]
+    rate: samples.Summary | None
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """`count` messages of `size` bytes, please; `echo`: each is to be answered by one like it. A count of 0 is the end."""
+
+    size: int
+    count: int
+    echo: bool = False
+
+
+class Sender:
+    """Obeys orders of the rank `peer` until it says that it is done; call `step` until it returns True."""
+
+    def __init__(self, comm: Any, peer: int, buffer: memoryview) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
+        self._slot = bytearray(64)
+        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, ORDER)
+        self._under_way: deque[Any] = deque()
+        self._echo: Order | None = None
+        self._left = 0
+        self._incoming: Any = None
+        self._ended = False
+        self.active = time.monotonic()
+        """When something last arrived."""
+
+    def step(self) -> bool:
+        """Do what can be done now; whether all is done."""
+        while self._under_way and self._under_way[0].Test():
+            self._under_way.popleft()
+        if self._left:
+            self._answer()
+        elif not self._ended and self._order.Test():
+            self.active = time.monotonic()
+            order = msgspec.msgpack.decode(self._slot.rstrip(b"\0"), type=Order)
+            self._slot[:] = bytes(64)
+            if not order.count:
+                self._ended = True
+            else:
+                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, ORDER)
+                part = [self._buffer[: order.size], self._mpi.BYTE]
+                if order.echo:
+                    self._echo, self._left = order, order.count
+                    self._expect()
+                else:
+                    self._under_way += [self._comm.Isend(part, self._peer, DATA) for _ in range(order.count)]
+        return self._ended and not self._under_way
+
+    def _expect(self) -> None:
+        assert self._echo
+        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, PING)
+
+    def _answer(self) -> None:
+        assert self._echo
+        if not self._incoming.Test():
+            return
+        self.active = time.monotonic()
+        self._left -= 1
+        if self._left:
+            # Ready for the next before this one is answered.
+            answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
+            self._under_way.append(self._comm.Isend(answer, self._peer, PING))
+            self._expect()
+        else:
+            self._under_way.append(
+                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, PING)
+            )
+
+
+class Receiver:
+    """Leads the rank `peer`, which runs a `Sender`. `sender`: what this rank sends meanwhile, for both ways at once."""
+
+    def __init__(self, comm: Any, peer: int, buffer: memoryview, deadline: float, sender: Sender | None = None) -> None:
+        from mpi4py import MPI
+
+        self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
+        self._deadline = deadline
+        self._sender = sender
+        self._orders: deque[tuple[Any, bytearray]] = deque()
+        self.rate = FIRST_RATE
+
+    def half_round_trip(self, size: int, repetitions: int) -> samples.Summary:
+        """Seconds for half a round trip of `size` bytes, after a few trips that do not count."""
+        warm = 3
+        self._order(Order(size, repetitions + warm, echo=True))
+        part = [self._buffer[:size], self._mpi.BYTE]
+        trips = []
+        for _ in range(repetitions + warm):
+            back = self._comm.Irecv(part, self._peer, PING)
+            begun = time.perf_counter()
+            out = self._comm.Isend(part, self._peer, PING)
+            self._spin(back, "no answer to a ping")
+            trips.append((time.perf_counter() - begun) / 2)
+            out.Wait()  # it has been answered, so it has gone
+        return samples.summarise(trips[warm:])
+
+    def stream(self, size: int, seconds: float, *, at_most: int = MAX_BLOCKS, fixed: bool = False) -> samples.Summary:
+        """Bytes per second of messages of `size` bytes that follow each other for about `seconds`.
+
+        At least one message is timed, however long it takes, and at most `at_most` blocks of messages. `fixed`: go on
+        until the time is over, whatever the rate turns out to be.
+        """
+        each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
+        wanted = max(1, min(at_most, round(seconds * self.rate / (size * each))))
+        waiting: deque[list[Any]] = deque()
+        # A block that is not timed: bursts pass, windows open.
+        warm = min(size, WARM_BYTES)
+        warm_each = max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm))
+        waiting.append(self._block(warm, warm_each))
+        ordered = 0
+        stamps: list[float] = []
+        ends = float("inf")
+        while True:
+            while len(waiting) < WINDOW and (time.perf_counter() < ends if fixed else ordered < wanted):
+                waiting.append(self._block(size, each))
+                ordered += 1
+            if not waiting:
+                break
+            block = waiting.popleft()
+            self._spin_all(block, "the stream stands still")
+            stamps.append(time.perf_counter())
+            if fixed and len(stamps) == 1:
+                ends = stamps[0] + seconds
+        spans = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
+        if len(spans) > 2 * MIN_BLOCKS:  # the end of a stream is no longer filled
+            spans = spans[1:]
+        # Arrivals come in bunches; few and longer spans tell the rate better than many short ones.
+        bunch = max(1, len(spans) // 12)
+        joined = [sum(spans[i : i + bunch]) for i in range(0, len(spans) - bunch + 1, bunch)]
+        summary = samples.summarise([size * each * bunch / max(span, 1e-9) for span in joined])
+        self.rate = summary.median
+        return summary
+
+    def finish(self) -> None:
+        """Tell the sender that this is all; see this rank's own sending to its end."""
+        self._order(Order(0, 0))
+        wait(self._all_sent, self._deadline, "the other rank does not end")
+
+    def _all_sent(self) -> bool:
+        done = self._sender.step() if self._sender else True
+        while self._orders and self._orders[0][0].Test():
+            self._orders.popleft()
+        return done and not self._orders
+
+    def _order(self, order: Order) -> None:
+        slot = bytearray(msgspec.msgpack.encode(order).ljust(64, b"\0"))
+        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, ORDER), slot))
+        while len(self._orders) > WINDOW and self._orders[0][0].Test():
+            self._orders.popleft()
+
+    def _block(self, size: int, count: int) -> list[Any]:
+        part = [self._buffer[:size], self._mpi.BYTE]
+        block = [self._comm.Irecv(part, self._peer, DATA) for _ in range(count)]
+        self._order(Order(size, count))
+        return block
+
+    def _spin(self, request: Any, what: str) -> None:
+        if self._sender:
+            self._wait(lambda: bool(request.Test()), what)
+            return
+        checks = 0
+        while not request.Test():
+            os.sched_yield()
+            checks += 1
+            if checks & 255 == 0 and time.monotonic() > self._deadline:
+                self._wait(lambda: bool(request.Test()), what)
+
+    def _spin_all(self, requests: Sequence[Any], what: str) -> None:
+        if len(requests) == 1:
+            request = requests[0]
+            self._wait(lambda: bool(request.Test()), what)
+        else:
+            self._wait(lambda: bool(self._mpi.Request.Testall(requests)), what)
+
+    def _wait(self, ready: Any, what: str) -> None:
+        def step() -> bool:
+            if self._sender:
+                self._sender.step()
+            return bool(ready())
+
+        wait(step, self._deadline, what)
+
+
+def obey(comm: Any, peer: int, buffer: memoryview, deadline: float) -> None:
+    """Send to `peer` what its `Receiver` asks for, to the end."""
+    sender = Sender(comm, peer, buffer)
+    while not sender.step():
+        now = time.monotonic()
+        if now > deadline:
+            raise ProbeTimeout("the receiver does not end")
+        if now - sender.active < SPIN_SECONDS:
+            os.sched_yield()
+        else:
+            time.sleep(SLEEP_SECONDS)
+
+
+def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, stream_seconds: float) -> Curve:
+    """A curve over `sizes`, and the rate of large messages over about `stream_seconds`.
+
+    `seconds` are shared evenly by the sizes that are streamed; the largest gets `stream_seconds`.
+    """
+    latency = receiver.half_round_trip(8, pings)
+    points = []
+    rates: dict[int, samples.Summary] = {}
+    streamed = [size for size in sizes if size > SMALL_BYTES]
+    for size in sizes:
+        if size <= SMALL_BYTES:
+            trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
+            points.append(Point(size, trip.median, trip.variation))
+            continue
+        share = stream_seconds if size == streamed[-1] and stream_seconds else seconds / len(streamed)
+        summary = receiver.stream(size, share)
+        rates[size] = summary
+        points.append(Point(size, latency.median + size / summary.median, summary.variation))
+    best = rates[streamed[-1]] if streamed else None  # the largest: it was streamed for longest
+    return Curve(latency_seconds=latency.median, points=tuple(points), rate=best)

@@ -1,0 +1,204 @@
+"""What a probe says, line by line, as it goes: one JSON object a line on rank 0's standard output.
+
+The launcher keeps the lines, shows progress from them and, when the probe was cut short, starts the next one from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.probe.settings import Mode, Way
+
+Load = Literal["alone", "together", "bisection"]
+
+
+class Interface(msgspec.Struct, frozen=True, kw_only=True):
+    """A network interface of a host; what the kernel does not tell is None."""
+
+    name: str
+    physical: bool
+    up: bool
+    mtu: int | None = None
+    speed_bytes_per_second: float | None = None
+    duplex: str | None = None
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """A GPU's PCIe link as it is, and as it could be."""
+
+    index: int
+    name: str
+    pcie_generation: int | None = None
+    pcie_generation_possible: int | None = None
+    pcie_width: int | None = None
+    pcie_width_possible: int | None = None
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host says of itself. `interface` is the one that has the address by which the others reach it."""
+
+    host: str
+    address: str
+    interface: str | None
+    cpus: int
+    interfaces: tuple[Interface, ...] = ()
+    rdma_bytes_per_second: float | None = None
+    """The sum of its active InfiniBand or RoCE ports; None where there are none."""
+    peermem: bool = False
+    """Whether the kernel module is loaded by which network cards reach GPU memory."""
+    gpus: tuple[Gpu, ...] = ()
+    software: dict[str, str] = {}
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The first line: what is going to be measured. `primary` is the way that judges the links."""
+
+    when: str
+    mode: Mode
+    hosts: tuple[str, ...]
+    primary: Way
+    facts: tuple[Facts, ...]
+
+
+class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
+    """One direction between two hosts, measured once.
+
+    `busy` is the part of the time for which the busier of the two hosts' processors were; where it is near 1, they and
+    not the wire may have been the limit. `failed` says why there is no rate.
+    """
+
+    step: str
+    source: str
+    target: str
+    way: Way
+    load: Load
+    both_ways: bool = False
+    latency_seconds: float | None = None
+    bandwidth_bytes_per_second: float = 0.0
+    variation: float = 0.0
+    repetitions: int = 0
+    outliers: int = 0
+    curve: tuple[Point, ...] = ()
+    streams: int = 1
+    busy: float = 0.0
+    retransmits: int = 0
+    path_mtu: int | None = None
+    seconds: float = 0.0
+    failed: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str, str, str, bool]:
+        return self.source, self.target, self.way, self.load, self.both_ways
+
+
+class InsideSeen(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
+    """A way inside a host."""
+
+    step: str
+    link: InsideLink
+
+
+class CollectiveSeen(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+    """A collective over some hosts."""
+
+    step: str
+    collective: Collective
+
+
+class GroupsSeen(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
+    """Hosts on either side of a shared link, found by who slows whom down."""
+
+    sides: tuple[tuple[str, ...], tuple[str, ...]]
+
+
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """Progress. `whole`: nothing of the step failed, so it need not be done again."""
+
+    step: str
+    what: str
+    done_seconds: float
+    left_seconds: float
+    whole: bool = True
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """The last line: everything that was planned has been tried."""
+
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+Record = Started | PairSeen | InsideSeen | CollectiveSeen | GroupsSeen | StepDone | Ended
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def encode(record: Record) -> str:
+    """The line of a record, without its end."""
+    return msgspec.json.encode(record).decode()
+
+
+def decode(line: str | bytes) -> Record | None:
+    """The record of a line; None for anything else that was printed, and for a line that was cut off."""
+    try:
+        return _DECODER.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool], PairSeen]:
+    """Of every link, way and load the fastest measurement: whatever else goes on can only make a link look slower.
+
+    A curve and a latency are kept from another measurement of the same link where the fastest has none.
+    """
+    found: dict[tuple[str, str, str, str, bool], PairSeen] = {}
+    for record in records:
+        if record.failed:
+            continue
+        before = found.get(record.key)
+        if before is None:
+            found[record.key] = record
+            continue
+        new, old = sorted((record, before), key=lambda r: -r.bandwidth_bytes_per_second)
+        latencies = [r.latency_seconds for r in (new, old) if r.latency_seconds is not None]
+        found[record.key] = msgspec.structs.replace(
+            new, curve=new.curve or old.curve, latency_seconds=min(latencies, default=None)
+        )
+    return found
+
+
+def measured(records: Iterable[Record]) -> Measured | None:
+    """What the topology file keeps of a probe; None where nothing was measured."""
+    kept = list(records)
+    start = next((r for r in kept if isinstance(r, Started)), None)
+    if start is None:
+        return None
+    facts = {host.host: host for r in kept if isinstance(r, Started) for host in r.facts}
+    pairs = best(r for r in kept if isinstance(r, PairSeen))
+    return Measured(
+        when=start.when,
+        software=next((dict(f.software) for f in facts.values()), {}),
+        hosts=start.hosts,
+        pairs=tuple(
+            PairLink(
+                source=seen.source,
+                target=seen.target,
+                way=seen.way,
+                load=seen.load,
+                both_ways=seen.both_ways,
+                interface=facts[seen.source].interface if seen.source in facts else None,
+                latency_seconds=seen.latency_seconds,
+                bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
+                variation=seen.variation,
+                curve=seen.curve,
+            )
+            for seen in pairs.values()
+        ),
+        inside=tuple({(r.link.host, r.link.source, r.link.target): r.link for r in kept if isinstance(r, InsideSeen)}.values()),
+        collectives=tuple(
+            {(r.collective.hosts, r.collective.gpudirect): r.collective for r in kept if isinstance(r, CollectiveSeen)}.values()
+        ),
+    )

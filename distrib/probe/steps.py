@@ -1,0 +1,111 @@
+"""What one probe does, step by step, and how long it may take. Pure.
+
+A step is what an interrupted probe need not repeat. Its phases run one after another; the pairs of a phase at once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from distrib.probe import schedule
+from distrib.probe.records import Load
+from distrib.probe.schedule import Round
+from distrib.probe.settings import Settings, Way
+
+OVERHEAD_SECONDS = 0.03
+"""What a phase costs beside its stream: orders, connections, answers."""
+
+COLLECTIVE_START_SECONDS = 4.0
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """`phases` are rounds of (source, target) by the number of the host; none for steps that are no transfers."""
+
+    key: str
+    what: str
+    kind: str = "transfer"
+    way: Way = "tcp"
+    load: Load = "alone"
+    both_ways: bool = False
+    phases: tuple[Round, ...] = ()
+    seconds: float = 0.0
+    """How long each phase's stream lasts."""
+    sizes: tuple[int, ...] = ()
+    estimate_seconds: float = 0.0
+
+
+def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
+    """All steps of a probe of so many hosts, links first and in the order in which they tell most."""
+    found = [Step(key="inside", what="inside the hosts", kind="inside", estimate_seconds=0.5)]
+    found += _together(hosts, settings, primary)
+    found += _alone(hosts, settings, primary)
+    if hosts > 3:
+        round_ = schedule.bisection(hosts)
+        found.append(
+            _step("bisection", "one half with the other", primary, "bisection", (round_, schedule.backward(round_)), settings.stream_seconds)
+        )
+    if settings.both_ways:
+        found += [
+            _step(f"both/{primary}/{n}", f"both ways at once, round {n + 1}", primary, "together", (r,), settings.stream_seconds, both=True)
+            for n, r in enumerate(schedule.rounds(hosts))
+        ]
+    if settings.second_way:
+        second: Way = "mpi" if primary == "tcp" else "tcp"
+        found += _alone(hosts, settings, second)
+        if settings.together_sizes:
+            found += [
+                _step(f"large/{n}", f"large messages, round {n + 1}", "mpi", "together", (r,), 1.2, both=True, sizes=settings.together_sizes)
+                for n, r in enumerate(schedule.rounds(hosts))
+            ]
+        else:
+            found += _together(hosts, settings, second)
+    if settings.collective_sizes and hosts > 1:
+        seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
+        found.append(Step(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
+    return tuple(found)
+
+
+def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:
+    """How many rounds are measured pair by pair, and for how long each direction."""
+    rounds = schedule.rounds(hosts)
+    if not rounds:
+        return 0, 0.0
+    directions = 1 if settings.mode == "quick" else 2
+    least, most = settings.alone_seconds
+    links = directions * sum(map(len, rounds))
+    share = settings.alone_budget_seconds / links - OVERHEAD_SECONDS
+    if share >= least:
+        return len(rounds), min(share, most)
+    per_round = directions * len(rounds[0]) * (least + OVERHEAD_SECONDS)
+    return max(1, min(len(rounds), int(settings.alone_budget_seconds / per_round))), least
+
+
+def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
+    return [
+        _step(f"together/{way}/{n}", f"all pairs of round {n + 1}, {way}", way, "together", (r, schedule.backward(r)), settings.stream_seconds)
+        for n, r in enumerate(schedule.rounds(hosts))
+    ]
+
+
+def _alone(hosts: int, settings: Settings, way: Way) -> list[Step]:
+    count, seconds = alone_share(hosts, settings)
+    found = []
+    for number, round_ in enumerate(schedule.rounds(hosts)[:count]):
+        phases = [(pair,) for pair in round_]
+        if settings.mode != "quick":
+            phases += [(pair,) for pair in schedule.backward(round_)]
+        sizes = settings.sizes if way == "mpi" else ()
+        found.append(
+            _step(f"alone/{way}/{number}", f"each pair alone, {way}, round {number + 1}", way, "alone", tuple(phases), seconds, sizes=sizes)
+        )
+    return found
+
+
+def _step(
+    key: str, what: str, way: Way, load: Load, phases: tuple[Round, ...], seconds: float,
+    *, both: bool = False, sizes: tuple[int, ...] = (),
+) -> Step:  # fmt: skip
+    return Step(
+        key=key, what=what, way=way, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
+        estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""What a rank does when rank 0 says so: its part of one measurement, and an answer however that went."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from typing import Any
+
+from distrib.probe import inside, mpi, samples, tcp
+from distrib.probe.deadline import ProbeTimeout
+from distrib.probe.facts import Load
+from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
+
+FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
+"""What costs one measurement and not the probe."""
+
+
+class Worker:
+    """One rank's hands: its buffers, its listener, and the others' places."""
+
+    def __init__(self, comm: Any, host: str, listener: tcp.Listener) -> None:
+        self.comm = comm
+        self.rank: int = comm.rank
+        self.host = host
+        self.listener = listener
+        self.setup = Setup(token=b"", places=(), streams=1)
+        self._buffers: dict[str, memoryview] = {}
+        self._collective: Any = None
+
+    def perform(self, task: Task) -> Reply:
+        """Do this rank's part of a task. What goes wrong is in the answer."""
+        assert not isinstance(task, Leave)
+        load = Load()
+        begun = time.monotonic()
+        deadline = begun + task.patience_seconds
+        try:
+            reply = self._do(task, deadline)
+        except FAILURES as error:
+            words = str(error).strip().splitlines()
+            reply = Reply(number=task.number, rank=self.rank, failed=words[0] if words else type(error).__name__)
+        return _timed(reply, time.monotonic() - begun, load.busy())
+
+    def _do(self, task: Task, deadline: float) -> Reply:
+        if isinstance(task, Inside):
+            return Reply(number=task.number, rank=self.rank, inside=inside.measure(self.host))
+        if isinstance(task, AllReduce):
+            from distrib.probe import collective
+
+            if self._collective is None:
+                self._collective = collective.Ranks(self.comm, task.patience_seconds)
+            return Reply(number=task.number, rank=self.rank, collectives=self._collective.measure(task))
+        assert isinstance(task, Transfer)
+        return self._mpi(task, deadline) if task.way == "mpi" else self._tcp(task, deadline)
+
+    def _buffer(self, name: str, size: int) -> memoryview:
+        """Memory of at least `size` bytes, touched before anything is timed; `name` keeps what is read and written apart."""
+        have = self._buffers.get(name)
+        if have is None or len(have) < size:
+            memory = mmap.mmap(-1, max(size, 1 << 20))
+            for page in range(0, len(memory), mmap.PAGESIZE):
+                memory[page] = 1
+            have = self._buffers[name] = memoryview(memory)
+        return have
+
+    # -- MPI ----------------------------------------------------------------------------------------------------------
+
+    def _mpi(self, task: Transfer, deadline: float) -> Reply:
+        largest = max(task.sizes)
+        peer = task.source if task.target == self.rank else task.target
+        if task.both_ways:
+            sender = mpi.Sender(self.comm, peer, self._buffer("out", largest))
+        elif task.source == self.rank:
+            mpi.obey(self.comm, peer, self._buffer("out", largest), deadline)
+            return Reply(number=task.number, rank=self.rank)
+        else:
+            sender = None
+        receiver = mpi.Receiver(self.comm, peer, self._buffer("in", largest), deadline, sender)
+        curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest)
+        receiver.finish()
+        return Reply(number=task.number, rank=self.rank, arrived=arrived(curve))
+
+    # -- TCP ----------------------------------------------------------------------------------------------------------
+
+    def _tcp(self, task: Transfer, deadline: float) -> Reply:
+        sends = task.source == self.rank or task.both_ways
+        receives = task.target == self.rank or task.both_ways
+        sent: list[tcp.Sent | Exception] = []
+
+        def send() -> None:
+            peer = task.target if task.source == self.rank else task.source
+            address, port = self.setup.places[peer]
+            try:
+                sockets = tcp.connect(address, port, self.setup.token, task.number, task.streams, deadline)
+                sent.append(tcp.send(sockets, self._buffer("out", tcp.CHUNK_BYTES), deadline))
+            except FAILURES as error:
+                sent.append(error)
+
+        thread = threading.Thread(target=send, name="send", daemon=True) if sends and receives else None
+        if thread:
+            thread.start()
+        elif sends:
+            send()
+        seen = None
+        if receives:
+            sockets = self.listener.accept(self.setup.token, task.number, task.streams, deadline)
+            seen = tcp.receive(
+                sockets, self._buffer("in", tcp.CHUNK_BYTES), deadline,
+                pings=task.pings, seconds=task.seconds, variation=task.variation, longest=task.longest,
+            )  # fmt: skip
+        if thread:
+            thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
+        told = sent[0] if sent else tcp.Sent()
+        if isinstance(told, Exception):
+            raise told
+        if seen is not None and seen.rate is None:
+            raise ProbeTimeout("nearly nothing arrived")
+        return Reply(
+            number=task.number, rank=self.rank, retransmits=told.retransmits, path_mtu=told.path_mtu,
+            arrived=_arrived(seen.latency_seconds, seen.rate) if seen and seen.rate else None,
+        )  # fmt: skip
+
+
+def arrived(curve: mpi.Curve) -> Arrived:
+    """What a curve comes to; its rate is that of the largest messages."""
+    if curve.rate is None:
+        raise ValueError("no size was streamed")
+    reached = _arrived(curve.latency_seconds, curve.rate)
+    return Arrived(**{**{name: getattr(reached, name) for name in reached.__struct_fields__}, "curve": curve.points})
+
+
+def _arrived(latency_seconds: float | None, rate: samples.Summary) -> Arrived:
+    return Arrived(
+        latency_seconds=latency_seconds, bandwidth_bytes_per_second=rate.median, variation=rate.variation,
+        repetitions=rate.repetitions, outliers=rate.outliers,
+    )  # fmt: skip
+
+
+def _timed(reply: Reply, seconds: float, busy: float) -> Reply:
+    fields = {name: getattr(reply, name) for name in reply.__struct_fields__}
+    return Reply(**{**fields, "seconds": seconds, "busy": busy})

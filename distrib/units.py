@@ -1,0 +1,201 @@
+"""Sizes, rates and durations as people write them, to bytes, bytes per second and seconds, and back.
+
+Bits and bytes are never confused: `b` is a bit and `B` a byte, so `100Gb/s` is 12.5 GB/s, and `100gb/s` is refused because
+nobody can know which was meant. `k`, `M`, `G`, `T` count in thousands, `Ki`, `Mi`, `Gi`, `Ti` in 1024s. Values are computed exactly and
+rounded once; what `format_*` writes without `digits`, `parse_*` reads as the same value again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from decimal import ROUND_HALF_EVEN, Context, Decimal
+from fractions import Fraction
+
+_NUMBER = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?(?![0-9])")
+_NO_NUMBER = re.compile(r"[+-]?\.?(nan|inf(inity)?)\b", re.IGNORECASE)
+_LARGEST = Fraction(10) ** 24
+
+_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_PREFIXES = {**_DECIMAL, **_BINARY}
+
+SIZES: dict[str, Fraction] = {
+    prefix + unit: Fraction(factor) for prefix, factor in _PREFIXES.items() for unit in ("B", "byte", "bytes", "Byte", "Bytes")
+}  # fmt: skip
+"""Bytes by unit of size."""
+
+_BITS = ("b", "bit", "bits", "Bit", "Bits")
+_BYTES = ("B", "byte", "bytes", "Byte", "Bytes")
+RATES: dict[str, Fraction] = {
+    prefix + unit + per: Fraction(factor, 8 if unit in _BITS else 1)
+    for prefix, factor in _PREFIXES.items()
+    for unit in (*_BITS, *_BYTES)
+    for per in ("/s", "ps", "/sec")
+}
+RATES |= {prefix + "bE": Fraction(factor, 8) for prefix, factor in _DECIMAL.items() if prefix in "MGT" and prefix}
+RATES |= {
+    prefix + word: Fraction(factor, 8) for prefix, factor in _DECIMAL.items() if prefix for word in ("bit", "bits")
+}
+"""Bytes per second by unit of rate; `10 GbE` is Ethernet's name for 10 Gb/s, `10Gbit` that of tc."""
+
+DURATIONS: dict[str, Fraction] = {
+    "ns": Fraction(1, 10**9),
+    "us": Fraction(1, 10**6),
+    "µs": Fraction(1, 10**6),
+    "μs": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+    "d": Fraction(86400),
+}
+"""Seconds by unit of time. Two of them are the micro sign and the Greek letter, which look alike."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `16GiB`, `80 GB`, `512B`. Raises ValueError for anything else, a fraction of a byte included."""
+    value = _parse(text, SIZES, "a size", "such as 16GiB or 80GB")
+    if value.denominator != 1:
+        raise ValueError(f"{_shown(text)} is no whole number of bytes")
+    return int(value)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second of `100Gb/s`, `25GB/s`, `10 GbE`, `200Gbit`. Raises ValueError for anything else."""
+    return float(_parse(text, RATES, "a rate", "such as 100Gb/s (bits) or 12.5GB/s (bytes)"))
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of `1.5us`, `20 ms`, `3s`. Raises ValueError for anything else."""
+    return float(_parse(text, DURATIONS, "a time", "such as 1.5us or 20ms"))
+
+
+def parse_ratio(text: str | int | float) -> float:
+    """The ratio of `2:1`, `3:2` or `1.5`, which is at least 1. Raises ValueError for anything else."""
+    wide, colon, narrow = str(text).partition(":")
+    value = _number(wide.strip(), text) / (_number(narrow.strip(), text) or 1 if colon else 1)
+    if colon and not _number(narrow.strip(), text):
+        raise ValueError(f"{_shown(text)} divides by zero")
+    if value < 1:
+        raise ValueError(f"{_shown(text)} is less than 1:1; write what goes in against what goes out, such as 2:1")
+    return float(value)
+
+
+def format_size(size_bytes: int, *, digits: int | None = None, binary: bool | None = None) -> str:
+    """`16 GiB` or `80 GB`, whichever is shorter, or as `binary` says; rounded to `digits` for people, else exact."""
+    if size_bytes < 0:
+        raise ValueError("a size is zero or more")
+    texts = [
+        _format(Fraction(size_bytes), {f"{prefix}B": Fraction(factor) for prefix, factor in factors.items()}, digits)
+        for factors, wanted in (({"": 1, **_BINARY}, True), (_shown_prefixes(), False))
+        if binary is None or binary == wanted
+    ]
+    return min(texts, key=lambda text: (len(text.partition(" ")[0]), len(text)))
+
+
+def format_rate(bytes_per_second: float, *, digits: int | None = None, bits: bool = False) -> str:
+    """`12.5 GB/s`, or `100 Gb/s` with `bits`; rounded to `digits` significant ones for people, else exact."""
+    units = {
+        f"{prefix}{'b' if bits else 'B'}/s": Fraction(factor, 8 if bits else 1)
+        for prefix, factor in _shown_prefixes().items()
+    }
+    return _format_float(bytes_per_second, units, digits)
+
+
+def format_duration(seconds: float, *, digits: int | None = None) -> str:
+    """`1.5 us`, `20 ms`, `90 s`; rounded to `digits` significant ones for people, else exact."""
+    return _format_float(seconds, {unit: DURATIONS[unit] for unit in ("ns", "us", "ms", "s")}, digits)
+
+
+def _shown_prefixes() -> dict[str, int]:
+    return {prefix: factor for prefix, factor in _DECIMAL.items() if prefix != "K"}
+
+
+def _parse(text: str, units: dict[str, Fraction], what: str, example: str) -> Fraction:
+    stripped = text.strip()
+    if _NO_NUMBER.match(stripped):
+        raise ValueError(f"{_shown(text)} is not {what}: it must be a finite number with a unit, {example}")
+    match = _NUMBER.match(stripped)
+    if not match:
+        raise ValueError(f"{_shown(text)} is not {what}; write a number and a unit, {example}")
+    unit = stripped[match.end() :].strip()
+    if match[1] == "-":
+        raise ValueError(f"{_shown(text)} is negative; {what} is zero or more")
+    if unit[:1] == ",":
+        raise ValueError(f"{_shown(text)}: write the number without commas, {example}")
+    if not unit:
+        raise ValueError(f"{_shown(text)} has no unit; write one, {example}")
+    if unit not in units:
+        raise ValueError(f"{_shown(text)} is not {what}: {_unknown(unit, units, what, example)}")
+    value = Fraction(Decimal(match[2] + (match[3] or ""))) * units[unit]
+    if value > _LARGEST:
+        raise ValueError(f"{_shown(text)} is larger than {what} can be")
+    return value
+
+
+def _unknown(unit: str, units: dict[str, Fraction], what: str, example: str) -> str:
+    if any(ord(character) > 126 for character in unit) and unit not in DURATIONS:
+        return f"unknown unit {_shown(unit)}; write it in plain letters, {example}"
+    if unit in ("GT/s", "MT/s"):
+        return "transfers are no bytes; write the link, such as PCIe4 x16"
+    if what == "a size" and unit in RATES:
+        return f"{unit} is a rate; write {example}"
+    if what == "a rate" and (unit in SIZES or re.fullmatch(r"([kKMGTP]i?)?b", unit)):
+        return f"{unit} is an amount; did you mean {unit}/s?"
+    if what == "a size" and re.fullmatch(r"([kKMGTP]i?)?(b|bits?)", unit):
+        return f"{unit} counts bits; did you mean {re.sub('b(its?)?$', 'B', unit)}?"
+    same = sorted({known for known in units if known.lower() == unit.lower() and len(known) == len(unit)})
+    if len({units[known] for known in same}) > 1:
+        known = [
+            f"{k} ({'bits' if re.search('b', k) and not re.search('byte', k) else 'bytes'})"
+            for k in same
+            if "K" not in k
+        ]
+        return f"{unit} may be bits or bytes; did you mean {' or '.join(known[:4])}?"
+    near = same or difflib.get_close_matches(unit, list(units), n=1, cutoff=0.5)
+    return f"unknown unit {_shown(unit)}; " + (f"did you mean {near[0]}?" if near else f"write {example}")
+
+
+def _number(text: str, whole: object) -> Fraction:
+    match = _NUMBER.fullmatch(text)
+    if not match or match[1] == "-":
+        raise ValueError(f"{_shown(whole)} is no ratio; write such as 2:1")
+    return Fraction(Decimal(match[2] + (match[3] or "")))
+
+
+def _format_float(value: float, units: dict[str, Fraction], digits: int | None) -> str:
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{value} is not zero or more, and finite")
+    if digits is not None:
+        return _format(Fraction(value), units, digits)
+    for exact in range(1, 30):
+        text = _format(Fraction(value), units, exact)
+        number, _, unit = text.partition(" ")
+        if float(Fraction(Decimal(number)) * units[unit]) == value:
+            return text
+    return _format(Fraction(value), units, None)
+
+
+def _format(value: Fraction, units: dict[str, Fraction], digits: int | None) -> str:
+    """`value` in the largest unit of which it is at least one; the exact decimal number where `digits` is None."""
+    by_size = sorted(units.items(), key=lambda item: item[1])
+    unit, factor = max((item for item in by_size if item[1] <= value), key=lambda item: item[1], default=by_size[0])
+    number = _decimal(value / factor, digits)
+    bigger = by_size[by_size.index((unit, factor)) + 1 :]
+    if bigger and Fraction(number) * factor >= bigger[0][1]:  # 999.96 rounds to 1000: the next unit's 1
+        unit, factor = bigger[0]
+        number = _decimal(value / factor, digits)
+    plain = f"{number:f}"
+    return f"{plain.rstrip('0').rstrip('.') if '.' in plain else plain} {unit}"
+
+
+def _decimal(value: Fraction, digits: int | None) -> Decimal:
+    # Sizes and rates are multiples of powers of two and ten, so their decimals end; 400 digits hold any float's.
+    context = Context(prec=digits or 400, rounding=ROUND_HALF_EVEN)
+    return context.divide(Decimal(value.numerator), Decimal(value.denominator))
+
+
+def _shown(text: object) -> str:
+    shown = str(text)
+    return repr(shown if len(shown) <= 40 else shown[:37] + "...")

@@ -1,0 +1,186 @@
+"""Asks every host what it is, all at once, over ssh; and tells one failure of ssh from another by its own words."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from distrib_launch.checks import Check, error
+from distrib_launch.connections import LOADER, Connections
+
+from distrib.cluster.inventory import Inventory, Question, own_inventory, program, read_answer
+from distrib.errors import LaunchError
+
+SSH_SECONDS = 20.0
+AT_ONCE = 128
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """A host to ask: with which interpreter, and over ssh or, being this machine, without."""
+
+    name: str
+    python: str
+    is_here: bool
+    question: Question
+    user: str | None = None
+    port: int | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host said: its facts, or why there are none. `asked` and `answered` are Unix times on this machine."""
+
+    inventory: Inventory | None = None
+    problem: Check | None = None
+    asked: float = 0.0
+    answered: float = 0.0
+
+
+def ask_all(
+    targets: Sequence[Target],
+    ssh: Sequence[str],
+    own_python: str,
+    is_here: Callable[[str], bool],
+    connections: Connections,
+) -> dict[str, Answer]:
+    """Ask all targets in parallel; answers by host, in their order.
+
+    `is_here` tells of a name not yet known to be this machine whether it is; it may take its time to resolve it.
+    """
+
+    def ask(target: Target) -> Answer:
+        if not target.is_here and is_here(target.name):
+            target = msgspec.structs.replace(target, is_here=True)
+        if target.is_here and target.python == own_python:
+            now = time.time()
+            return Answer(inventory=own_inventory(target.question), asked=now, answered=time.time())
+        command = [target.python, "-c", LOADER]
+        if not target.is_here:
+            command = [*connections.shared(ssh), target.name, shlex.join(command)]
+        return _ask(target, command, connections)
+
+    if all(target.is_here for target in targets):
+        return {target.name: ask(target) for target in targets}
+    pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, max(1, len(targets))), thread_name_prefix="preflight")
+    try:
+        return dict(zip((t.name for t in targets), pool.map(ask, targets), strict=True))
+    except BaseException:  # interrupted: what still runs would be waited for
+        connections.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _ask(target: Target, command: Sequence[str], connections: Connections) -> Answer:
+    asked = time.time()
+    try:
+        told = connections.ask(command, program(target.question), SSH_SECONDS)
+    except OSError as problem:
+        if target.is_here:
+            return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
+        raise LaunchError(
+            f"cannot run {command[0]}: {problem.strerror}", hint="install ssh, or name --ssh-command"
+        ) from None
+    answered = time.time()
+    if inventory := read_answer(told.out):
+        return Answer(inventory=inventory, asked=asked, answered=answered)
+    if told.code is None:
+        return Answer(problem=error(target.name, "ssh", f"no answer within {SSH_SECONDS:.0f} s", _is_it_up(target)))
+    return Answer(problem=explain(target, told.code, told.err, told.out), asked=asked, answered=answered)
+
+
+# -- what went wrong --------------------------------------------------------------------------------------------------
+
+
+def explain(target: Target, code: int, err: str, out: str = "") -> Check:
+    """Why a host gave no facts, from the exit code and the words of ssh, the shell or Python there."""
+    if code == 255 and not target.is_here:
+        return _explain_ssh(target, err)
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    words = lines[-1] if lines else f"exit code {code}"
+    if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", err, re.I):
+        return _no_interpreter(target, words)
+    if "SyntaxError" in err:
+        return error(
+            target.name, "python", f"{target.python} is too old for distrib", "distrib needs Python 3.10 or later"
+        )
+    if code == 0 and out:
+        words = "its login shell prints something else instead"
+    return error(target.name, "python", f"{target.python} does not run there: {words}", _try_it(target, "-V"))
+
+
+def _no_interpreter(target: Target, words: str) -> Check:
+    return error(
+        target.name,
+        "python",
+        f"cannot run {target.python} there: {words}",
+        "install distrib there too, at the same path, or name the host's interpreter in the hostfile: python=/PATH",
+    )
+
+
+def _explain_ssh(target: Target, err: str) -> Check:
+    host = target.name
+    login = f"{target.user}@{host}" if target.user else host
+    port = f"-p {target.port} " if target.port else ""
+    lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith("Warning: Permanently")]
+    words = lines[-1] if lines else "ssh says nothing"
+
+    def says(pattern: str) -> bool:
+        return re.search(pattern, err, re.IGNORECASE) is not None
+
+    def because(reason: str, fix: str) -> Check:
+        return error(host, "ssh", reason, fix)
+
+    if says("could not resolve hostname"):
+        return because("its name does not resolve", "correct the hostfile, or add the host to DNS or /etc/hosts here")
+    if says("remote host identification has changed"):
+        return because(
+            "its host key is not the one that ssh knows: it was reinstalled, or another machine answers",
+            f"if that is expected: ssh-keygen -R {host}, then ssh {port}{login} to look at the new key and accept it",
+        )
+    if says("host key verification failed|no .* host key is known"):
+        return because(
+            "its host key is not known here, and a launch cannot ask whether to trust it",
+            f"ssh {port}{login} once and accept it, or ssh-keyscan {port}{host} >> ~/.ssh/known_hosts",
+        )
+    if match := re.search(r"permissions \d+ for '(.+)' are too open", err, re.IGNORECASE):
+        return because(f"ssh ignores the key {match[1]}: others may read it", f"chmod 600 {shlex.quote(match[1])}")
+    if match := re.search(r"bad owner or permissions on (\S+)", err, re.IGNORECASE):
+        return because(f"ssh refuses {match[1]}: others may write it", f"chmod 600 {shlex.quote(match[1])}")
+    if says("too many authentication failures"):
+        return because(
+            "it was offered too many keys", f"name the right one in ~/.ssh/config: Host {host}, IdentityFile"
+        )
+    if match := re.search(r"permission denied(?: \(([^)]*)\))?", err, re.IGNORECASE):
+        allowed = f"; it takes {match[1]}" if match[1] else ""
+        return because(
+            f"it refuses our key{allowed}",
+            f"ssh-copy-id {port}{login}, and on {host} chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys",
+        )
+    if says("connection refused"):
+        return because(
+            f"it is up, but nothing listens on ssh's port {target.port or 22}",
+            "start sshd there (systemctl start ssh), or name its port in the hostfile: port=N",
+        )
+    if says("timed out|no route to host|network is unreachable|host is down"):
+        return because(words.removeprefix("ssh: "), _is_it_up(target))
+    if says("connection (closed|reset)|kex_exchange_identification"):
+        return because(
+            f"its sshd hangs up: {words}",
+            f"on {host} see journalctl -u ssh; MaxStartups and hosts.deny are usual causes",
+        )
+    return because(f"ssh cannot get in: {words}", f"try: ssh {port}{login} true")
+
+
+def _is_it_up(target: Target) -> str:
+    return f"is {target.name} up, and does a firewall let ssh through? try: {_try_it(target, '-V')}"
+
+
+def _try_it(target: Target, argument: str) -> str:
+    port = f"-p {target.port} " if target.port else ""
+    login = f"{target.user}@{target.name}" if target.user else target.name
+    there = shlex.join([target.python, argument])
+    return there if target.is_here else f"ssh {port}{login} {there}"

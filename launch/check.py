@@ -1,0 +1,90 @@
+"""`distrib-topo check`: the preflight by itself."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.preflight import Report
+
+
+def add_options(check: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    check.add_argument("-H", "--hosts", metavar="FILE|LIST", help="default: Slurm's allocation, or this machine")
+    check.add_argument("--topology", metavar="FILE")
+    check.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
+    check.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")
+    check.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    check.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    check.add_argument("script", nargs="?", metavar="SCRIPT", help="also: is this script the same on every host?")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
+    import msgspec
+    from distrib_launch import plan as planning
+    from distrib_launch import preflight
+    from distrib_launch.connections import Connections
+    from distrib_launch.engines import mpirun
+    from distrib_launch.job import read_hosts, read_topology_for
+
+    script = Path(options.script).absolute() if options.script else None
+    if script and not script.is_file():
+        raise ConfigError(f"{options.script}: no such script")
+    with tempfile.TemporaryDirectory(prefix="distrib-check-") as folder:
+        plan = planning.make_plan(
+            planning.Options(
+                script=str(script or "-"),
+                arguments=(),
+                interpreter=sys.executable,
+                directory=str(Path.cwd()),
+                run_dir=folder,
+                mpirun=options.mpirun,
+                ssh_command=options.ssh_command,
+                environment=planning.forwarded(os.environ, []),
+            ),
+            read_hosts(options.hosts),
+            read_topology_for(options.topology, options.hosts),
+        )
+        mpirun.write_ssh_config(Path(folder), plan.hosts)
+        question = preflight.question_of(plan)
+        if script is None:
+            question = msgspec.structs.replace(question, script=None, directory=None)
+        with Connections() as connections:
+            answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections)
+    report = preflight.assess(
+        answers, preflight.wants_of(plan), question=question, interface=options.interface, environ=os.environ
+    )
+    if options.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        _show(report)
+    return 0 if report.fit else 3
+
+
+def _show(report: Report) -> None:
+    from distrib_launch.checktable import table_text
+
+    print(table_text(report, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+    for check in [*report.errors, *report.warnings]:
+        print(f"{check.status}: {check}")
+    if network := report.network:
+        ways: dict[str, list[str]] = {}
+        for choice in network.hosts:
+            ways.setdefault(choice.interface, []).append(choice.host)
+        shown = "; ".join(
+            f"{name} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}" for name, hosts in ways.items()
+        )
+        print(f"network: {shown} ({network.reason})")
+        for line in (*(f"passed over: {what}" for what in network.passed_over), *network.notes):
+            print(f"note: {line}")
+    bad = len(report.bad_hosts)
+    verdict = f"{bad} of {len(report.hosts)} host(s) not fit" if bad else f"{len(report.hosts)} host(s) fit"
+    print(f"{verdict}, asked in {report.seconds:.1f} s")

@@ -1,0 +1,64 @@
+"""What was asked of a host, and how it came out: the cells of the preflight's table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+Status = Literal["ok", "warning", "error", "unknown"]
+
+CHECKS = (
+    "ssh", "python", "distrib", "mpi", "torch", "cuda", "script", "gpus", "gpu memory",
+    "cores", "memory", "shm", "disk", "limits", "clock", "network",
+)  # fmt: skip
+"""Columns of the table, in the order in which they matter."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One cell. `reason` says what is wrong and `fix` what to do about it; both are empty where nothing is."""
+
+    host: str
+    check: str
+    status: Status
+    reason: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.check}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
+
+
+class Want(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job wants of one host. `devices` are its ranks' as planned; `gpu_indices` the GPUs they will use, None
+    where that is the first ones."""
+
+    ranks: int
+    devices: tuple[str, ...] = ()
+    gpu_indices: tuple[int, ...] | None = None
+
+
+def error(host: str, check: str, reason: str, fix: str = "") -> Check:
+    """A cell that stops the launch."""
+    return Check(host=host, check=check, status="error", reason=reason, fix=fix)
+
+
+def warning(host: str, check: str, reason: str, fix: str = "") -> Check:
+    """A cell that does not."""
+    return Check(host=host, check=check, status="warning", reason=reason, fix=fix)
+
+
+def full_table(hosts: Sequence[str], found: Sequence[Check], silent: Sequence[str]) -> tuple[Check, ...]:
+    """Every cell of every host: what was found, ok where nothing was, unknown for hosts that gave no answer."""
+    cells: dict[tuple[str, str], list[Check]] = {}
+    for check in found:
+        cells.setdefault((check.host, check.check), []).append(check)
+    table: list[Check] = []
+    for host in hosts:
+        rest: Status = "unknown" if host in silent else "ok"
+        for name in CHECKS:
+            status: Status = (
+                "ok" if name == "ssh" and any(c.host == host and c.check == "python" for c in found) else rest
+            )
+            table += cells.get((host, name)) or [Check(host=host, check=name, status=status)]
+    return tuple(table)

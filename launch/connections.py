@@ -1,0 +1,135 @@
+"""The connections over which hosts are asked. The engine goes over them too, if it comes soon.
+
+Each is an ssh that serves others through a socket (ssh_config(5), ControlPath), which saves the engine the keys and the
+logins. None outlives its use, nor the launcher: the session that holds it open ends with our end of its pipe, or after
+some seconds; from then on it lives as long as the engine's own sessions on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, NamedTuple
+
+from distrib.cluster.inventory import is_whole
+
+LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
+"""Runs, in the Python of any host, a program of a given length: its end need not be the end of the pipe."""
+
+CLOSE_SECONDS = 0.5
+
+
+class Conversation(NamedTuple):
+    """What came of asking one host. `code` is None where it answered, or was silent for too long."""
+
+    out: str
+    err: str
+    code: int | None
+
+
+class Connections:
+    """Open conversations by the processes that hold them; a context that ends them all.
+
+    `folder` is where their sockets go, None for connections that nobody else shall use.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        if folder:
+            folder.mkdir(mode=0o700)
+
+    def __enter__(self) -> Connections:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def shared(self, ssh: Sequence[str]) -> list[str]:
+        """The words of an ssh whose connection others may use: the first setting of an option is the one that counts."""
+        return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]] if self.folder and ssh else list(ssh)
+
+    def ask(self, command: Sequence[str], program: str, seconds: float) -> Conversation:
+        """Run `program` in the Python that `command` starts with `LOADER`, until it has answered. Raises OSError."""
+        with self._lock:
+            if self._closed:
+                raise InterruptedError
+            # A session of its own: Ctrl-C in the terminal must not cut the engine's connections.
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+            self._processes.append(process)
+        assert process.stdin and process.stdout and process.stderr
+        heard: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
+        left = f"{len(program)}\n{program}".encode()
+        deadline = time.monotonic() + seconds
+        with selectors.DefaultSelector() as selector:
+            for stream in (process.stdin, process.stdout, process.stderr):
+                os.set_blocking(stream.fileno(), False)
+                events = selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ
+                selector.register(stream, events)
+            open_streams = len(heard)
+            while open_streams and not is_whole(heard[process.stdout]):
+                if (remaining := deadline - time.monotonic()) <= 0:
+                    process.kill()
+                    return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
+                for key, _ in selector.select(remaining):
+                    stream = key.fileobj  # type: ignore[assignment]
+                    if stream is process.stdin:
+                        left = _write(process.stdin, left)
+                        if not left:
+                            selector.unregister(process.stdin)
+                        continue
+                    data = os.read(key.fd, 1 << 16)
+                    heard[stream] += data
+                    if not data:
+                        selector.unregister(stream)
+                        open_streams -= 1
+        code = None if is_whole(heard[process.stdout]) else process.wait()
+        return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), code)
+
+    def close(self) -> None:
+        """End all of them, by force where they do not end by themselves."""
+        with self._lock:
+            self._closed = True
+            processes, self._processes = self._processes, []
+        for process in processes:
+            if process.stdin:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        deadline = time.monotonic() + CLOSE_SECONDS
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            if process.returncode is None:
+                process.kill()
+                process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream:
+                    stream.close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _write(stream: IO[bytes], data: bytes) -> bytes:
+    """What is left of `data` when the pipe takes no more; nothing if nobody reads."""
+    try:
+        return data[os.write(stream.fileno(), data) :]
+    except BlockingIOError:
+        return data
+    except OSError:
+        return b""
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")

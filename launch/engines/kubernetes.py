@@ -1,0 +1,254 @@
+"""Kubernetes: the plan as an MPIJob of Kubeflow's MPI operator, for the image of the Dockerfile.
+
+One worker pod per host of the plan serves ssh; the launcher pod runs `distrib-launch` itself on the hostfile that the
+operator mounts, so that inside the cluster all is as anywhere else. The manifest is written; no cluster is contacted.
+Fields: kubeflow.org/v2beta1 as of MPI operator 0.8, https://github.com/kubeflow/mpi-operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan, Options
+
+PATIENCE_SECONDS = 0.0
+
+# Facts of the Dockerfile's image; a test compares them.
+USER_ID = 2000
+HOME = "/home/trainer"
+INTERPRETER = "/opt/distrib/bin/python3"
+SSH_FOLDER = f"{HOME}/.ssh"
+SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
+SSH_PORT = 2222
+
+HOSTFILE = "/etc/mpi/hostfile"
+"""Where the operator mounts the hosts."""
+
+KEEP_SECONDS = 24 * 3600
+"""How long the finished job and the launcher's log stay."""
+
+NAME_LIMIT = 40
+"""Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
+
+DECIDED_HERE = [
+    "help",
+    "version",
+    "hosts",
+    "ranks",
+    "topology",
+    "include",
+    "exclude",
+    "pool",
+    "spread",
+    "engine",
+    "image",
+    "manifest",
+    "runtime_class",
+    "mpirun",
+    "ssh_command",
+    "interface",
+    "sync",
+    "dry_run",
+    "json",
+    "env",
+    "script",
+    "arguments",
+]
+"""Options that the manifest has dealt with, or that mean nothing inside the cluster; the launcher there gets the others."""
+
+
+def in_image(options: Options, script: str, run_dir: str | None) -> Options:
+    """What was asked for, as it is inside the image: the script is found there, from the home directory on."""
+    return msgspec.structs.replace(
+        options,
+        script=script,
+        interpreter=INTERPRETER,
+        directory=HOME,
+        run_dir=str(PurePosixPath(HOME, run_dir or "distrib-runs")),
+        mpirun=None,
+        ssh_command=None,
+        sync=None,
+    )
+
+
+def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+    """What would start the job from its manifest."""
+    if any(host.name == "localhost" for host in plan.hosts):
+        raise ConfigError(
+            "--engine kubernetes: how many workers?", hint="name one for each host, with its slots: -H worker[1-4]:8"
+        )
+    slots_per_worker(plan)
+    return "kubectl", "create", "-f", "-"
+
+
+def notes(plan: LaunchPlan) -> tuple[str, ...]:
+    said = [f"{plan.script[1]} and its data must be in the image, or on a volume that you add to the manifest"]
+    if any(rank.device == "auto" for rank in plan.ranks):
+        said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
+    return tuple(said)
+
+
+def write_files(run_dir: Path, plan: LaunchPlan) -> None:
+    raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
+
+
+def queued(log: Path) -> bool:
+    return False
+
+
+def explain(words: str) -> tuple[str, str] | None:
+    return None
+
+
+def cancelled(words: str) -> str:
+    return ""
+
+
+def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
+    return None
+
+
+def slots_per_worker(plan: LaunchPlan) -> int:
+    """Ranks per worker; `ConfigError` where hosts differ, for an MPIJob knows one number only."""
+    slots = plan.hosts[0].ranks
+    for host in plan.hosts:
+        if host.ranks != slots:
+            raise ConfigError(
+                f"--engine kubernetes: {host.name} has {host.ranks} rank(s), {plan.hosts[0].name} has {slots}, but an "
+                "MPIJob gives every worker the same",
+                hint="give all hosts the same slots, and -np as many ranks as a whole number of them holds",
+            )
+        if host.chosen is not None:
+            raise ConfigError(
+                f"--engine kubernetes: GPUs {', '.join(map(str, host.chosen))} of {host.name} were chosen, but "
+                "Kubernetes chooses which GPUs a pod gets",
+                hint="choose whole hosts",
+            )
+    return slots
+
+
+def manifest(
+    plan: LaunchPlan, *, image: str, words: Sequence[str], environment: Mapping[str, str], runtime_class: str = ""
+) -> dict[str, Any]:
+    """The MPIJob that runs `plan`.
+
+    `words` are options for the launcher inside the cluster, `environment` what every rank is to find. `runtime_class` is
+    the RuntimeClass of pods with GPUs; empty: the cluster's default.
+    """
+    slots = slots_per_worker(plan)
+    name = job_name(plan)
+    labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
+    gpu = any(rank.device != "cpu" for rank in plan.ranks)
+    launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
+    container = launcher_pod["spec"]["containers"][0]
+    # The launcher passes them on; a login over ssh, as on the workers, would not see them.
+    container["env"] = [{"name": key, "value": _literal(value)} for key, value in environment.items()]
+    container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
+    # The launcher needs time to stop the ranks, let them save, and write the result.
+    launcher_pod["spec"]["terminationGracePeriodSeconds"] = 60
+    worker_pod = _pod("worker", image, SSHD, labels)
+    container = worker_pod["spec"]["containers"][0]
+    container["resources"] = {"requests": {"cpu": str(slots)}}
+    container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
+    container["readinessProbe"] = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2, "failureThreshold": 30}
+    worker_pod["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": labels},
+        }
+    ]
+    if gpu:
+        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots)}
+        worker_pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        if runtime_class:
+            worker_pod["spec"]["runtimeClassName"] = runtime_class
+    return {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "slotsPerWorker": slots,
+            "mpiImplementation": "OpenMPI",
+            "sshAuthMountPath": SSH_FOLDER,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            # Whether a failed job is tried again is the launcher's to say (--max-restarts), not the operator's.
+            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_SECONDS, "backoffLimit": 0},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher_pod},
+                "Worker": {"replicas": len(plan.hosts), "restartPolicy": "Never", "template": worker_pod},
+            },
+        },
+    }
+
+
+def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str]) -> dict[str, Any]:
+    """What launcher and workers share: the image, nobody's rights, and room for shared memory."""
+    container: dict[str, Any] = {
+        "name": name,
+        "image": image,
+        "command": [_literal(word) for word in command],
+        "workingDir": HOME,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    return {
+        "metadata": {"labels": dict(labels)},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER_ID,
+                "runAsGroup": USER_ID,
+                "fsGroup": USER_ID,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            # Docker's own 64 MiB are too few for DataLoader workers, NCCL and MPI.
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        },
+    }
+
+
+def job_name(plan: LaunchPlan) -> str:
+    """A DNS label (RFC 1035) made of the script's name and the job's."""
+    stem = re.sub(r"[^a-z0-9]+", "-", Path(plan.script[1]).stem.lower()).strip("-")
+    if not stem[:1].isalpha():
+        stem = f"job-{stem}".strip("-")
+    return f"{stem[: NAME_LIMIT - len(plan.job) - 1].rstrip('-')}-{plan.job}"
+
+
+def _literal(text: str) -> str:
+    """Text that Kubernetes leaves alone: in commands and variables it replaces `$(NAME)`, and `$$` by `$`."""
+    return text.replace("$", "$$")
+
+
+def launcher_words(parser: argparse.ArgumentParser, options: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
+    """The options for the launcher inside the cluster: those given here that concern it.
+
+    Variables travel in the manifest's `env`; `forwarded` prefixes say which of them the launcher passes on unasked.
+    """
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if not action.option_strings or action.dest in DECIDED_HERE or value == action.default:
+            continue
+        flag = action.option_strings[-1]
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag] if action.nargs == 0 else [flag, f"{item:g}" if isinstance(item, float) else str(item)]
+    for item in options.env:
+        name = item.partition("=")[0]
+        if not name.startswith(tuple(forwarded)):
+            words += ["-x", name]
+    return words

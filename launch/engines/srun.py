@@ -1,0 +1,169 @@
+"""Slurm: the ranks are the tasks of one job step, placed exactly as the plan says.
+
+Inside an allocation the step runs in it; elsewhere srun asks Slurm for the hosts first, with what its own variables say
+(SLURM_PARTITION, SLURM_ACCOUNT, SLURM_TIMELIMIT, ...). As with mpirun, what counts are the ranks' own exit records.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan, Options
+
+HOSTFILE = "srun-hosts.txt"
+PROGRAMS = "srun-programs.txt"
+LIMIT_SIGNAL = "TERM@30"
+"""What Slurm sends, and how many seconds before its time limit, to the ranks of a job that srun itself asked for."""
+
+PATIENCE_SECONDS = 3.0
+"""An srun that is told to end has Slurm kill all at once, and with proctrack/linuxproc what would have cleared up too."""
+
+PROBE_SECONDS = 10.0
+GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
+
+EXPLANATIONS = (
+    ("Invalid node name", "Slurm does not know every host of the plan", "use the names that sinfo -N shows"),
+    ("Requested nodes are busy", "the hosts are busy with other jobs of Slurm's", "wait for them, or see squeue"),
+    (
+        "Requested node configuration is not available",
+        "Slurm cannot give the hosts as planned",
+        "name hosts of this allocation or of one partition (sinfo -N), with no more slots than they have CPUs",
+    ),
+    ("More processors requested", "the plan has more ranks than Slurm allows here", "use fewer slots, or allocate more"),
+    ("Invalid partition", "Slurm has no such partition", "see sinfo; SLURM_PARTITION names another"),
+    ("Invalid account", "Slurm refuses the account", "SLURM_ACCOUNT names another"),
+    ("Unable to contact slurm controller", "Slurm's controller does not answer", "see scontrol ping"),
+    ("Could not establish a configuration source", "this machine belongs to no Slurm", "use --engine mpirun"),
+    ("Job/step already completing", "the Slurm job is over", "ask for another allocation"),
+    ("Invalid job id", "the Slurm job of SLURM_JOB_ID is over", "ask for another allocation"),
+    ("task launch failed", "Slurm could not start the ranks", "see slurmd's log on that host; SLURM_MPI_TYPE=none may help"),
+)  # fmt: skip
+"""Words of srun's, what they mean, and what to do."""
+
+
+CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+\w))?")
+"""What the node's daemon prints into the job's output."""
+
+
+def find_srun() -> str | None:
+    """The absolute path of srun, or None."""
+    found = shutil.which("srun")
+    return str(Path(found).absolute()) if found else None
+
+
+def in_allocation(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is inside a job of Slurm's."""
+    return "SLURM_JOB_ID" in environ
+
+
+def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+    """The srun that starts the plan's ranks, host by host in order."""
+    srun = find_srun()
+    if srun is None:
+        raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
+    if any(host.name == "localhost" for host in plan.hosts):
+        raise ConfigError(
+            "--engine srun: no hosts",
+            hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
+        )
+    words = [srun, "--job-name", job_name(plan), "--nodes", str(len(plan.hosts)), "--ntasks", str(plan.world_size)]
+    # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order.
+    words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
+    # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
+    words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
+    if in_allocation():
+        words += ["--overlap", "--overcommit"]
+    else:
+        words += [f"--signal={LIMIT_SIGNAL}"]
+        if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
+            words += [f"--gres=gpu:{gpus}"]
+    if kind := _mpi(srun):
+        words += [f"--mpi={kind}"]
+    if any(host.python for host in plan.hosts):
+        return (*words, "--multi-prog", f"{plan.run_dir}/{PROGRAMS}")
+    return (*words, options.interpreter, "-m", "distrib_launch.rank")
+
+
+def notes(plan: LaunchPlan) -> tuple[str, ...]:
+    said = []
+    if in_allocation():
+        said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
+    if "--mpi=none" in plan.command:
+        said.append(
+            "this Slurm has no PMIx: torch.distributed works, but ranks of a script that uses MPI or Horovod do not "
+            "find each other (--engine mpirun)"
+        )
+    return tuple(said)
+
+
+def write_files(run_dir: Path, plan: LaunchPlan) -> None:
+    (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.ranks))
+    if any(host.python for host in plan.hosts):
+        programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
+        lines = [f"{rank.rank} {programs[rank.host]} -m distrib_launch.rank\n" for rank in plan.ranks]
+        (run_dir / PROGRAMS).write_text("".join(lines))
+
+
+def queued(log: Path) -> bool:
+    words = log.read_text(errors="replace")
+    return "queued and waiting for resources" in words and "has been allocated resources" not in words
+
+
+def explain(words: str) -> tuple[str, str] | None:
+    for sign, what, hint in EXPLANATIONS:
+        if sign in words:
+            return what, hint
+    return None
+
+
+def cancelled(words: str) -> str:
+    if not (told := CANCELLED.search(words)):
+        return ""
+    return f"Slurm ended the job: {told[1].lower()}" if told[1] else "Slurm ended the job: cancelled, or its time is up"
+
+
+def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
+    """An srun that was killed leaves the job that it had asked for; one inside an allocation leaves nothing."""
+    scancel = shutil.which("scancel")
+    if in_allocation() or scancel is None:
+        return None
+    return scancel, "--quiet", f"--name={job_name(plan)}"
+
+
+def job_name(plan: LaunchPlan) -> str:
+    """The name that squeue shows."""
+    return f"distrib-{plan.job}"
+
+
+def _gpus_per_node(plan: LaunchPlan) -> int:
+    """GPUs that every host must give, as far as the plan knows."""
+    if not any(rank.device.startswith("cuda:") for rank in plan.ranks):
+        return 0
+    return max(host.ranks for host in plan.hosts)
+
+
+def _mpi(srun: str) -> str:
+    """Slurm's part in MPI: PMIx where it works, so that scripts that use MPI find each other; empty: as the user says.
+
+    `srun --mpi=list` names plugins that cannot be loaded too, so it is tried; nothing is submitted.
+    """
+    if "SLURM_MPI_TYPE" in os.environ:
+        return ""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+    try:
+        tried = subprocess.run(
+            [srun, "--mpi=pmix", "--test-only", "--ntasks=1", "true"],
+            env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return "none"
+    return "none" if "MPI" in tried.stderr else "pmix"

@@ -1,0 +1,160 @@
+"""From the stacks of ranks that stand still to who waits for whom."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+COLLECTIVE_CALL = re.compile(
+    r"\b(all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|barrier|bcast|broadcast|gather|scatter|reduce|"
+    r"recv|send|sendrecv|wait|waitall|probe)\w*\s*\(",
+    re.IGNORECASE,
+)
+"""Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
+
+COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
+LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True):
+    """One call on a stack."""
+
+    name: str
+    filename: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{Path(self.filename).name}:{self.line}"
+
+
+class Stack(msgspec.Struct, frozen=True, kw_only=True):
+    """The main thread of a rank's script, innermost call first; `problem` says why there is none.
+
+    `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none.
+    """
+
+    rank: int
+    host: str
+    step: int
+    frames: tuple[Frame, ...] = ()
+    running: bool = False
+    problem: str = ""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank is doing: `waits` for other ranks or not, `what` in words, `where` in the script."""
+
+    waits: bool
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+
+def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
+    """A stack from what py-spy wrote as JSON."""
+
+    class Thread(msgspec.Struct):
+        thread_name: str | None
+        active: bool
+        frames: list[Frame]
+
+    try:
+        threads = msgspec.json.decode(dump, type=list[Thread])
+    except msgspec.DecodeError:
+        problem = dump.decode(errors="replace").strip().splitlines() or ["no stack"]
+        return Stack(rank=rank, host=host, step=step, problem=problem[-1][:200])
+    if not threads:
+        return Stack(rank=rank, host=host, step=step, problem="no Python thread")
+    main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
+    return Stack(rank=rank, host=host, step=step, frames=tuple(main.frames), running=main.active)
+
+
+def place_of(stack: Stack) -> Place:
+    """What one rank is doing, as far as its stack tells."""
+    if stack.problem:
+        return Place(waits=False, what=f"an unknown place: {stack.problem}", where="")
+    own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
+    inner = stack.frames[:own]
+    where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
+    for frame in inner:
+        if COLLECTIVE_FILES.search(frame.filename) and not frame.name.startswith("_") and frame.name != "wrapper":
+            return Place(waits=True, what=frame.name, where=where)
+    if any("/torch/utils/data/" in frame.filename for frame in stack.frames):
+        return Place(waits=False, what="the data loader", where=where)
+    if any(frame.name == "_engine_run_backward" for frame in inner) and not stack.running:
+        return Place(waits=True, what="the backward pass, for gradients", where=where)
+    if own == 0:
+        line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
+        if call := COLLECTIVE_CALL.search(line):
+            return Place(waits=True, what=call[0].rstrip("( "), where=where)
+    innermost = stack.frames[0] if stack.frames else None
+    what = f"{innermost.name}" if innermost and own != 0 else ""
+    return Place(waits=False, what=what or "its own code", where=where)
+
+
+def culprits(stacks: Sequence[Stack]) -> list[Stack]:
+    """The ranks that the others wait for: those that do not wait themselves, else those that are at a place of their own."""
+    places = {stack.rank: place_of(stack) for stack in stacks}
+    absent = [stack for stack in stacks if not places[stack.rank].waits]
+    if absent:
+        return absent
+    by_place = _grouped(stacks)
+    if len(by_place) > 1:
+        return min(by_place.values(), key=len)
+    slowest = min(stack.step for stack in stacks)
+    return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
+
+
+def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
+    """Who waits for whom, in lines for the terminal; the first is the verdict."""
+    guilty = culprits(stacks)
+    waiting = [stack for stack in stacks if stack not in guilty]
+    groups = _grouped(waiting)
+    waits_in = " and ".join(dict.fromkeys(place.what for place in groups)) or "a collective"
+    if guilty and waiting:
+        rank = guilty[0]
+        others = f"{len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} for it in {waits_in}"
+        if len(guilty) > 1:
+            who = f"ranks {ranges([stack.rank for stack in guilty])} are"
+            others = others.replace(" for it ", " for them ")
+        else:
+            who = f"rank {rank.rank} on {rank.host} is"
+        lines = [f"no progress for {silent_seconds:g} s: {who} in {place_of(rank)}; {others}"]
+    elif guilty:
+        lines = [f"no progress for {silent_seconds:g} s, and no rank waits for another"]
+    else:
+        lines = [
+            f"no progress for {silent_seconds:g} s: all {len(stacks)} ranks wait in {waits_in}; is the network up?"
+        ]
+    for place, members in _grouped(stacks).items():
+        steps = sorted({stack.step for stack in members if stack.step >= 0})
+        at = f", step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "") if steps else ""
+        hosts = list(dict.fromkeys(stack.host for stack in members))
+        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+        lines.append(f"  rank {ranges([stack.rank for stack in members])} on {shown}: in {place}{at}")
+    return lines
+
+
+def _grouped(stacks: Sequence[Stack]) -> dict[Place, list[Stack]]:
+    groups: dict[Place, list[Stack]] = {}
+    for stack in stacks:
+        groups.setdefault(place_of(stack), []).append(stack)
+    return groups
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """`0-3,7` for 0, 1, 2, 3 and 7."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

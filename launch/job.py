@@ -1,0 +1,192 @@
+"""A launch from its options to its result: the one path that the command and Python share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import socket
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.console import Console
+    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.results import Result
+
+    from distrib.cluster.hostfile import HostList
+    from distrib.cluster.topology import Topology
+
+FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
+
+
+def read_hosts(given: str | None) -> HostList | None:
+    """The hosts of `-H`: a file, a list, or None for Slurm's allocation, if there is one."""
+    from distrib.cluster import hostfile
+
+    if given is None:
+        return hostfile.slurm_hosts(os.environ)
+    if Path(given).exists() or FILE_NAME.search(given):
+        return hostfile.read_hostfile(given)
+    return hostfile.parse_host_list(given)
+
+
+def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
+    """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
+    from distrib.cluster.topology import read_topology
+
+    if given:
+        return read_topology(given)
+    if hosts and Path(hosts).is_file():
+        for suffix in (".yaml", ".yml"):
+            beside = Path(hosts).with_suffix(suffix)
+            if beside.is_file():
+                return read_topology(beside)
+    return None
+
+
+def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
+    """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
+    from distrib_launch import choose, engines, placement, results, sync
+    from distrib_launch import plan as planning
+    from distrib_launch.engines import kubernetes
+    from distrib_launch.rank import visible_gpus
+
+    _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
+    script = Path(options.script)
+    engine = options.engine or engines.default(options.hosts is not None, os.environ)
+    if engine != "kubernetes" and not options.module and not script.is_file():
+        raise ConfigError(
+            f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}",
+            hint="options of distrib-launch stand before the script, the script's own after it",
+        )
+    name = socket.gethostname()
+    hosts = read_hosts(options.hosts)
+    topology = read_topology_for(options.topology, options.hosts)
+    environment = planning.forwarded(os.environ, options.env)
+    run_dir = results.choose_run_dir(options.run_dir, options.script)
+    folder = sync.check_folder(options.sync) if options.sync is not None else None
+    wanted = planning.Options(
+        script=options.script if options.module else str(script.absolute()),
+        module=options.module,
+        arguments=tuple(options.arguments),
+        interpreter=sys.executable,
+        directory=str(Path.cwd()),
+        run_dir=str(run_dir),
+        ranks=options.ranks,
+        mode=options.mode,
+        engine=engine,
+        mpirun=options.mpirun,
+        ssh_command=options.ssh_command,
+        environment=environment,
+        wishes=choose.Wishes(
+            include=options.include,
+            exclude=options.exclude,
+            pool=options.pool,
+            spread=options.spread,
+            without=tuple(without),
+        ),
+        bind=options.bind,
+        sync=str(folder) if folder else None,
+    )
+    if engine == "kubernetes":
+        wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
+    return planning.make_plan(
+        wanted,
+        hosts,
+        topology,
+        planning.Here(
+            names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
+            gpus=visible_gpus({**os.environ, **environment}),
+            machine=placement.read_machine(),
+        ),
+    )
+
+
+def _refuse_broken_text(words: list[str]) -> None:
+    """Plans are JSON, and so UTF-8; bytes that are not cannot be kept or passed on."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            shown = word.encode(errors="backslashreplace").decode()
+            raise ConfigError(f"{shown}: not UTF-8 text", hint="rename the file, or encode the argument") from None
+
+
+def launch(
+    plan: LaunchPlan,
+    options: argparse.Namespace,
+    *,
+    streams: tuple[TextIO, TextIO] | None = None,
+    script_input: bytes = b"",
+) -> Result:
+    """Run the plan to its end and write the run directory. Raises `DistribError` when the job could not be started.
+
+    `streams` take what would go to standard output and error; `script_input` is what every rank's script finds on its
+    standard input.
+    """
+    from distrib_launch.console import Console
+
+    console = Console(
+        [rank.host for rank in plan.ranks],
+        quiet=options.quiet or options.json,
+        only_rank=options.only_rank,
+        fold=not options.no_fold,
+        streams=streams,
+    )
+    try:
+        return _launch(plan, options, console, script_input)
+    finally:
+        console.close()
+
+
+def _launch(plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes) -> Result:
+    from distrib_launch import admission, failures, results
+    from distrib_launch.connections import Connections
+    from distrib_launch.engines import mpirun
+    from distrib_launch.supervisor import Supervisor
+
+    if plan.engine == "kubernetes":
+        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
+    run_dir = Path(plan.run_dir)
+    results.make_run_dir(run_dir)
+    said = plan.notes
+    for note in said:
+        console.say(f"note: {note}")
+    if os.geteuid() == 0:
+        console.say("note: running as root; on a shared cluster a user of your own is safer")
+    mpirun.write_ssh_config(run_dir, plan.hosts)
+    if plan.sync:
+        from distrib_launch.sync import sync
+
+        console.say(str(sync(Path(plan.sync), [host.name for host in plan.hosts], plan.ssh, leave_out=[run_dir])))
+    again = argparse.Namespace(**{**vars(options), "run_dir": plan.run_dir})
+    with Connections(mpirun.sockets(plan)) as connections:
+        plan, warnings = admission.admit(plan, options, console, lambda without: make_plan(again, without), connections)
+        for note in plan.notes:
+            if note not in said:
+                console.say(f"note: {note}")
+        console.place([rank.host for rank in plan.ranks])
+        results.write_json(run_dir / "plan.json", plan)
+        supervisor = Supervisor(
+            plan,
+            console,
+            timeout_seconds=options.timeout,
+            hang_timeout_seconds=options.hang_timeout,
+            host_timeout_seconds=options.host_timeout,
+            grace_seconds=options.grace,
+            script_input=script_input,
+        )
+        supervisor.warnings += warnings
+        result = supervisor.run()
+    results.write_json(run_dir / "result.json", result)
+    if result.first_failure:
+        report = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
+        console.say(f"error: {report}")
+    if result.status != "succeeded" or options.verbose:
+        console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
+    return result

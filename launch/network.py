@@ -1,0 +1,306 @@
+"""Which network card of each host leads to the others, and the variables that make every library use it. Pure.
+
+Names differ from host to host, and a name that all share can be a trap: docker0 and virbr0 carry the same address on
+every host. So the choice is made by subnet: one that every host is in, with an address that no other host has.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from distrib.cluster.inventory import Address, Interface, Inventory, RdmaPort
+from distrib.errors import ConfigError, PreflightError
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+# A bridge or a tunnel can be the way to the other hosts, but only where there is no card of its own.
+PREFERENCE = {
+    "physical": 4, "bond": 4, "team": 4, "vlan": 4, "ipoib": 4,
+    "veth": 3, "macvlan": 3, "ipvlan": 3, "unknown": 3,
+    "tun": 2, "wireguard": 2, "ipip": 2, "gre": 2, "vxlan": 2, "geneve": 2,
+    "bridge": 1, "openvswitch": 1, "dummy": 0,
+}  # fmt: skip
+
+NAMED_BY_USER = "chosen with --interface"
+
+
+class NoNetworkError(PreflightError):
+    """Hosts without an interface that would do. `hosts` gives the reason for each."""
+
+    def __init__(self, hosts: Mapping[str, str], *, hint: str) -> None:
+        super().__init__("\n".join(f"{host}: network: {reason}" for host, reason in hosts.items()), hint=hint)
+        self.hosts = dict(hosts)
+
+
+class HostNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's way to the others: the interface, its address, and what is set for its ranks."""
+
+    host: str
+    interface: str
+    address: str
+    subnet: str
+    mtu: int | None
+    speed_bytes_per_second: float | None
+    environment: dict[str, str]
+
+
+class ClusterNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """The choice for all hosts. `subnet` is the one they share, None where they share none; `reason` says why it."""
+
+    subnet: str | None
+    reason: str
+    hosts: tuple[HostNetwork, ...]
+    passed_over: tuple[str, ...]
+    """Interfaces that might have been taken, and why they were not."""
+    notes: tuple[str, ...]
+
+    def of(self, host: str) -> HostNetwork:
+        return next(choice for choice in self.hosts if choice.host == host)
+
+
+class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    interface: Interface
+    address: Address
+
+    @property
+    def subnet(self) -> Network:
+        return self.address.network
+
+    @property
+    def merit(self) -> tuple[int, float]:
+        kind = 5 if self.interface.rdma or self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
+        return kind, self.interface.speed_bytes_per_second or 0.0
+
+    def __str__(self) -> str:
+        return f"{self.interface.name} ({self.address})"
+
+
+def choose_network(
+    inventories: Mapping[str, Inventory],
+    *,
+    wanted: str | None = None,
+    reached_at: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> ClusterNetwork:
+    """Choose each host's interface.
+
+    `wanted` is `--interface`, names or networks between commas. `reached_at` tells at which of its addresses each host
+    was reached from here, where that is known. `environ` is what the user has set: that is left alone.
+
+    Raises NoNetworkError naming the hosts that have no interface to the others, or none of those wanted.
+    """
+    reached_at = reached_at or {}
+    usable, doubles = _candidates(inventories)
+    if wanted:
+        usable = _only_wanted(usable, inventories, doubles, wanted)
+    reason = NAMED_BY_USER if wanted else ""
+    subnet, why = _best_subnet(usable, inventories, reached_at)
+    if subnet is not None:
+        chosen = {host: _best([c for c in usable if c.host == host and c.subnet == subnet]) for host in inventories}
+    else:
+        chosen = {host: _reached(host, [c for c in usable if c.host == host], reached_at) for host in inventories}
+        why = "the hosts share no subnet: on each, the address at which ssh reached it"
+    taken = {host: choice for host, choice in chosen.items() if choice}
+    if missing := [host for host in inventories if host not in taken]:
+        raise NoNetworkError(
+            {host: f"no interface leads to the others; {_has(inventories[host])}" for host in missing},
+            hint="bring one up, or name a network that every host is in with --interface NETWORK/BITS",
+        )
+    notes: list[str] = []
+    rdma = _rdma_choice(inventories, notes)
+    hosts = tuple(
+        HostNetwork(
+            host=host,
+            interface=choice.interface.name,
+            address=str(choice.address.ip),
+            subnet=str(choice.subnet),
+            mtu=choice.interface.mtu,
+            speed_bytes_per_second=choice.interface.speed_bytes_per_second,
+            environment=_environment(choice, subnet, rdma, environ or {}, notes),
+        )
+        for host, choice in taken.items()
+    )
+    return ClusterNetwork(
+        subnet=str(subnet) if subnet else None,
+        reason=reason or why,
+        hosts=hosts,
+        passed_over=tuple(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def _candidates(inventories: Mapping[str, Inventory]) -> tuple[list[_Candidate], dict[str, str]]:
+    """Interfaces that are up with an address that only their host has; and those whose address others have too."""
+    found: list[_Candidate] = []
+    owners: dict[str, dict[str, str]] = {}
+    for host, inventory in inventories.items():
+        for interface in inventory.interfaces:
+            if interface.up and interface.kind != "loopback":
+                for address in interface.parsed():
+                    found.append(_Candidate(host=host, interface=interface, address=address))
+                    owners.setdefault(str(address.ip), {})[inventory.network_identity] = host
+    doubles = {
+        str(c): ", ".join(owners[str(c.address.ip)].values()) for c in found if len(owners[str(c.address.ip)]) > 1
+    }
+    return [c for c in found if len(owners[str(c.address.ip)]) == 1], doubles
+
+
+def _only_wanted(
+    usable: Sequence[_Candidate], inventories: Mapping[str, Inventory], doubles: Mapping[str, str], wanted: str
+) -> list[_Candidate]:
+    names: set[str] = set()
+    networks: list[Network] = []
+    for item in (part.strip() for part in wanted.split(",")):
+        if "/" in item or re.fullmatch(r"[\d.]+|[\da-fA-F:]*:[\da-fA-F:]*", item):
+            try:
+                networks.append(ipaddress.ip_network(item, strict=False))
+            except ValueError:
+                raise ConfigError(
+                    f"--interface {item}: no network", hint="write one as 10.0.0.0/16, or the name of an interface"
+                ) from None
+        elif item:
+            names.add(item)
+    left = [c for c in usable if c.interface.name in names or any(_within(c.address, net) for net in networks)]
+    lacking = [host for host in inventories if not any(c.host == host for c in left)]
+    if lacking:
+        told = {}
+        for host in lacking:
+            double = next(
+                (f"{what} is on {who} alike" for what, who in doubles.items() if what.split()[0] in names), ""
+            )
+            told[host] = f"no usable interface {wanted}; {double or _has(inventories[host])}"
+        raise NoNetworkError(told, hint="where names differ, give several, or a network: --interface 10.0.0.0/16")
+    return left
+
+
+def _within(address: Address, network: Network) -> bool:
+    return address.version == network.version and address.ip in network
+
+
+def _has(inventory: Inventory) -> str:
+    told = []
+    for interface in inventory.interfaces:
+        if interface.kind != "loopback" and (interface.addresses or interface.up):
+            addresses = " ".join(str(a) for a in interface.parsed()) or "no address"
+            told.append(f"{interface.name} ({addresses}{'' if interface.up else ', down'})")
+    return "it has " + (", ".join(told) or "none but loopback")
+
+
+def _best_subnet(
+    usable: Iterable[_Candidate], inventories: Mapping[str, Inventory], reached_at: Mapping[str, str]
+) -> tuple[Network | None, str]:
+    """The best subnet that every host is in; judged by its slowest member, for that one everybody waits for."""
+    members: dict[Network, dict[str, list[_Candidate]]] = {}
+    for candidate in usable:
+        members.setdefault(candidate.subnet, {}).setdefault(candidate.host, []).append(candidate)
+    shared = {subnet: hosts for subnet, hosts in members.items() if len(hosts) == len(inventories)}
+    if not shared:
+        return None, ""
+
+    def merit(subnet: Network) -> tuple[tuple[int, float], int, bool]:
+        bests = [max(c.merit for c in candidates) for candidates in shared[subnet].values()]
+        reached = sum(
+            any(str(c.address.ip) == reached_at.get(host) for c in candidates)
+            for host, candidates in shared[subnet].items()
+        )
+        return min(bests), reached, subnet.version == 4
+
+    best = max(shared, key=merit)
+    others = [str(subnet) for subnet in shared if subnet != best]
+    why = f"every host is in {best}"
+    return best, why + (f"; it was preferred to {', '.join(others)}" if others else "")
+
+
+def _best(candidates: Sequence[_Candidate]) -> _Candidate | None:
+    return max(candidates, key=lambda c: c.merit, default=None)
+
+
+def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[str, str]) -> _Candidate | None:
+    return next((c for c in candidates if str(c.address.ip) == reached_at.get(host)), None) or _best(candidates)
+
+
+# -- RDMA -------------------------------------------------------------------------------------------------------------
+
+
+def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict[str, tuple[RdmaPort, ...]] | None:
+    """The RDMA ports for each host: all of the fastest kind that every host has. None where no host has any.
+
+    All of them, not only that of the chosen interface: a host with a card for each GPU needs them all. Slower ones and
+    those of the other link layer are for storage or management, and NCCL would not get through on them.
+    """
+    active = {host: [port for port in inventory.rdma if port.active] for host, inventory in inventories.items()}
+    if not any(active.values()):
+        return None
+    without = [host for host, ports in active.items() if not ports]
+    if without:
+        notes.append(
+            f"{', '.join(without[:5])}: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them"
+        )
+        return dict.fromkeys(inventories, ())
+    layers = Counter(layer for ports in active.values() for layer in {port.link_layer for port in ports})
+    layer = max((name for name, n in layers.items() if n == len(inventories)), key="InfiniBand".__eq__, default=None)
+    if layer is None:
+        notes.append("some hosts have InfiniBand and others RoCE: no host uses either, NCCL cannot mix them")
+        return dict.fromkeys(inventories, ())
+    chosen = {}
+    for host, ports in active.items():
+        fitting = [port for port in ports if port.link_layer == layer]
+        fastest = max(port.rate_bytes_per_second or 0.0 for port in fitting)
+        chosen[host] = tuple(port for port in fitting if (port.rate_bytes_per_second or 0.0) == fastest)
+    return chosen
+
+
+# -- variables --------------------------------------------------------------------------------------------------------
+
+
+def _environment(
+    choice: _Candidate,
+    subnet: Network | None,
+    rdma: Mapping[str, tuple[RdmaPort, ...]] | None,
+    environ: Mapping[str, str],
+    notes: list[str],
+) -> dict[str, str]:
+    """What is set for the ranks of one host; a variable that the user has set himself is not among it."""
+    name = choice.interface.name
+    ports = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
+    chosen = {
+        "GLOO_SOCKET_IFNAME": name,
+        # Without the `=`, NCCL takes a name for a prefix: eth1 would be eth10 as well.
+        "NCCL_SOCKET_IFNAME": f"={name}",
+        "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
+        "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet else name,
+        "UCX_NET_DEVICES": ",".join([*ports, name]),
+    }
+    if ports:
+        chosen["NCCL_IB_HCA"] = "=" + ",".join(ports)
+    elif rdma is not None:
+        chosen["NCCL_IB_DISABLE"] = "1"
+    if "OMPI_MCA_btl_tcp_if_exclude" in environ:  # Open MPI refuses both
+        del chosen["OMPI_MCA_btl_tcp_if_include"]
+    for variable in list(chosen):
+        if (own := environ.get(variable)) is not None:
+            ours = chosen.pop(variable)
+            told = f"{variable}={own} is left as you set it"
+            if own not in (ours, ours.lstrip("=")) and not any(note.startswith(told) for note in notes):
+                notes.append(f"{told}; distrib would set {ours} on {choice.host}")
+    return chosen
+
+
+def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mapping[str, str]) -> dict[str, str]:
+    """What keeps PRRTE's own messages on the chosen network, where this machine is in it.
+
+    By subnet, because its daemons take the launcher's value on every host, whatever their cards are called.
+    """
+    if network.subnet is None or any(
+        name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in environ
+    ):
+        return {}
+    subnet = ipaddress.ip_network(network.subnet)
+    inside = any(_within(a, subnet) for interface in here.interfaces if interface.up for a in interface.parsed())
+    return {"PRTE_MCA_prte_if_include": network.subnet} if inside else {}

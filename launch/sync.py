@@ -1,0 +1,148 @@
+"""`--sync DIR`: bring a folder to the same path on every host, only what changed, with rsync over the launcher's ssh."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from distrib.errors import ConfigError, PreflightError
+
+EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
+AT_ONCE = 16
+SILENCE_SECONDS = 60
+
+
+class Synced(msgspec.Struct, frozen=True, kw_only=True):
+    """What was brought, over all hosts together."""
+
+    directory: str
+    hosts: tuple[str, ...]
+    files: int
+    bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.hosts:
+            return f"--sync {self.directory}: no other host to bring it to"
+        return (
+            f"--sync {self.directory}: {self.files} file(s), {self.bytes:,} bytes, to {len(self.hosts)} host(s) "
+            f"in {self.seconds:.1f} s"
+        )
+
+
+class _Refused(Exception):
+    """Why one host could not be given the folder."""
+
+
+def check_folder(given: str) -> Path:
+    """The absolute path of a folder that can be brought; `ConfigError` where it is none."""
+    folder = Path(given).absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"--sync {given}: {'is no folder' if folder.exists() else 'no such folder'}")
+    if folder == Path(folder.anchor):
+        raise ConfigError(f"--sync {given}: is the whole file system", hint="name the folder of the script")
+    return folder
+
+
+def sync(folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: Sequence[Path] = ()) -> Synced:
+    """Bring `folder` to each of `hosts` but this one. Nothing is deleted there.
+
+    `leave_out` are further paths that stay here, such as the run directory. Raises `ConfigError` without rsync here, and
+    `PreflightError` that names each host which could not be given the folder, and why.
+    """
+    began = time.monotonic()
+    others = [host for host in dict.fromkeys(hosts) if not is_here(host)]
+    if others and shutil.which("rsync") is None:
+        raise ConfigError("--sync needs rsync, which is not here", hint="install rsync, here and on every host")
+    excluded = [f"--exclude={pattern}" for pattern in EXCLUDED]
+    for path in leave_out:
+        if folder in path.parents:
+            excluded.append(f"--exclude=/{_literal(str(path.relative_to(folder)))}")
+
+    def bring(host: str) -> tuple[int, int] | _Refused:
+        try:
+            return _bring(folder, host, ssh, excluded)
+        except _Refused as why:
+            return why
+
+    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+        told = list(pool.map(bring, others))
+    if problems := [str(answer) for answer in told if isinstance(answer, _Refused)]:
+        raise PreflightError("\n".join(problems))
+    counts = [answer for answer in told if isinstance(answer, tuple)]
+    return Synced(
+        directory=str(folder),
+        hosts=tuple(others),
+        files=sum(files for files, _ in counts),
+        bytes=sum(size for _, size in counts),
+        seconds=time.monotonic() - began,
+    )
+
+
+def is_here(host: str) -> bool:
+    """Whether a host's name stands for an address of this machine: one that a socket can have."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _bring(folder: Path, host: str, ssh: Sequence[str], excluded: Sequence[str]) -> tuple[int, int]:
+    """Files and bytes that one host was sent."""
+    path = f"{folder}/"
+    target = f"[{host}]:{path}" if ":" in host else f"{host}:{path}"
+    command = [
+        "rsync", "--archive", "--compress", "--stats", "--protect-args", f"--timeout={SILENCE_SECONDS}", *excluded,
+        f"--rsh={_rsh(ssh)}", f"--rsync-path=mkdir -p {shlex.quote(str(folder))} && rsync", "--", path, target,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        env={**os.environ, "LC_ALL": "C"},
+    )  # fmt: skip
+    if done.returncode == 0:
+        return _stat(r"regular files transferred", done.stdout), _stat(r"Total transferred file size", done.stdout)
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    # rsync ends with words of its own about what it was told by others.
+    words = next((line for line in lines if not line.startswith("rsync error")), f"rsync exit code {done.returncode}")
+    hint = "see the message above" if not lines else _what_to_do(done.returncode, done.stderr, host, ssh)
+    raise _Refused(f"{host}: --sync {folder} failed: {words}; {hint}")
+
+
+def _what_to_do(code: int, words: str, host: str, ssh: Sequence[str]) -> str:
+    if code == 127 or re.search(r"rsync: (command )?not found", words):
+        return f"install rsync on {host}, or keep the folder on a file system that every host shares"
+    if code == 255 or "unexpectedly closed" in words:
+        return f"try: {shlex.join([*ssh, host, 'true'])}"
+    if "No space left" in words:
+        return f"make room on {host}"
+    if "Permission denied" in words or "Read-only" in words:
+        return f"choose a folder that your user may write to on {host}"
+    return f"rsync's exit code is {code}"
+
+
+def _stat(what: str, text: str) -> int:
+    found = re.search(rf"{what}: ([\d,]+)", text)
+    return int(found[1].replace(",", "")) if found else 0
+
+
+def _rsh(words: Sequence[str]) -> str:
+    """The words as rsync splits them: at blanks outside quotes, with a doubled quote for one inside."""
+    return " ".join("'" + word.replace("'", "''") + "'" if re.search(r"[\s'\"]", word) else word for word in words)
+
+
+def _literal(path: str) -> str:
+    """A path in which rsync's pattern takes nothing for a wildcard."""
+    return re.sub(r"([*?\[\\])", r"\\\1", path) if re.search(r"[*?\[]", path) else path

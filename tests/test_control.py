@@ -1,0 +1,261 @@
+"""The control channel: whoever lacks the token gets nothing in, and nothing stalls or crashes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import selectors
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from distrib_launch.control import GREETING, HEADER, NONCE_BYTES, Channel, Kind, ProtocolError, new_token
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import LAUNCH, MARK, SCRIPTS
+
+TOKEN = new_token()
+
+
+def pair(token: str = TOKEN) -> tuple[Channel, Channel]:
+    """A listener's and a caller's channel, with hands shaken."""
+    a, b = socket.socketpair()
+    listener, caller = Channel(a, TOKEN, listener=True), Channel(b, token, listener=False)
+    for _ in range(2):
+        for channel in (listener, caller):
+            channel.flush()
+        assert not list(caller.receive()) + list(listener.receive())
+    assert listener.ready and caller.ready
+    return listener, caller
+
+
+def exchange(sender: Channel, receiver: Channel) -> list[tuple[Kind, bytes]]:
+    got = []
+    while sender.waiting_bytes:
+        sender.flush()
+        got += receiver.receive()
+    return got + list(receiver.receive())
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Kind)), st.binary(max_size=3000)), max_size=20))
+@settings(deadline=None)
+def test_frames_arrive_whole_and_in_order(frames):
+    listener, caller = pair()
+    try:
+        for sender, receiver in ((caller, listener), (listener, caller)):
+            for kind, payload in frames:
+                sender.send(kind, payload)
+            assert exchange(sender, receiver) == frames
+    finally:
+        listener.close()
+        caller.close()
+
+
+def captured(frames: int) -> tuple[Channel, list[bytes]]:
+    """A listener, and frames for it as they stand on the wire, not yet delivered."""
+    listener, caller = pair()
+    wire = []
+    for number in range(frames):
+        caller.send(Kind.BEAT, f"frame {number}".encode())
+        wire.append(bytes(caller._out))
+        caller._out.clear()
+    caller.sock.setblocking(True)
+    listener.spare = caller  # type: ignore[attr-defined]
+    return listener, wire
+
+
+def deliver(listener: Channel, data: bytes) -> list[tuple[Kind, bytes]]:
+    listener.spare.sock.sendall(data)  # type: ignore[attr-defined]
+    return list(listener.receive())
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=200)
+def test_a_changed_frame_is_refused(data):
+    listener, (wire,) = captured(1)
+    position = data.draw(st.integers(0, len(wire) - 1))
+    changed = bytearray(wire)
+    changed[position] ^= data.draw(st.integers(1, 255))
+    try:
+        # A longer length makes the listener wait for more, which is no acceptance either.
+        assert deliver(listener, bytes(changed)) == []
+    except ProtocolError:
+        pass
+    finally:
+        listener.spare.close()
+        listener.close()
+
+
+@pytest.mark.parametrize("order", [(0, 0), (1,), (0, 2), (1, 0)])
+def test_replayed_left_out_and_reordered_frames_are_refused(order):
+    listener, wire = captured(3)
+    with pytest.raises(ProtocolError, match="not signed"):
+        for number in order:
+            deliver(listener, wire[number])
+    listener.spare.close()
+    listener.close()
+
+
+def test_frames_of_another_session_and_the_own_ones_sent_back_are_refused():
+    listener, wire = captured(1)
+    other, _ = captured(1)
+    with pytest.raises(ProtocolError, match="not signed"):
+        deliver(other, wire[0])
+    for channel in (listener, other):
+        channel.spare.close()
+        channel.close()
+    mirror_listener, mirror_caller = pair()
+    mirror_listener.send(Kind.PING, b"{}")
+    own = bytes(mirror_listener._out)
+    mirror_listener._out.clear()
+    mirror_caller.sock.setblocking(True)
+    mirror_caller.sock.sendall(own)
+    with pytest.raises(ProtocolError, match="not signed"):
+        list(mirror_listener.receive())
+    mirror_listener.close()
+    mirror_caller.close()
+
+
+def test_the_wrong_token_is_refused():
+    listener, caller = pair(token=new_token())
+    caller.send(Kind.HELLO, b"{}")
+    caller.flush()
+    with pytest.raises(ProtocolError, match="not signed"):
+        list(listener.receive())
+    listener.close()
+    caller.close()
+
+
+def test_a_huge_frame_is_refused_before_it_is_read():
+    listener, caller = pair()
+    caller.sock.setblocking(True)
+    caller.sock.sendall(HEADER.pack(1 << 31, Kind.HELLO))
+    with pytest.raises(ProtocolError, match="announced"):
+        list(listener.receive())
+    listener.close()
+    caller.close()
+
+
+def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tuple[int, int]:
+    """Send random and mutated frames, one connection each; count connections and answers beyond the greeting."""
+    rng = random.Random(seed)
+    stranger_token = new_token()
+    connections = answers = 0
+    for _ in range(frames):
+        with socket.create_connection(address, timeout=5) as sock:
+            connections += 1
+            greeting = b""
+            while len(greeting) < len(GREETING) + NONCE_BYTES:
+                part = sock.recv(64)
+                if not part:
+                    break
+                greeting += part
+            kind = rng.randrange(5)
+            if kind == 0:  # noise
+                data: bytes | bytearray = rng.randbytes(rng.randrange(1, 400))
+            elif kind == 1:  # a nonce, then a frame without a right signature
+                body = rng.randbytes(rng.randrange(0, 100))
+                data = rng.randbytes(16) + HEADER.pack(len(body), rng.randrange(256)) + body + rng.randbytes(16)
+            elif kind < 4:  # one that speaks the protocol and lacks the token; a true frame with one bit changed
+                a, b = socket.socketpair()
+                forger = Channel(a, stranger_token if kind == 2 else token.decode(), listener=False)
+                b.sendall(greeting)
+                list(forger.receive())
+                forger.send(Kind.HELLO, {"rank": rng.randrange(-2, 4), "world_size": 2, "local_rank": 0})
+                data = bytearray(forger._out)
+                if kind == 3:
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                a.close()
+                b.close()
+            else:  # a header that announces too much, or the greeting sent back
+                data = greeting + HEADER.pack(rng.randrange(1 << 32), rng.randrange(256))
+            sock.sendall(data)
+            if rng.random() < 0.5:
+                sock.shutdown(socket.SHUT_WR)
+                try:
+                    while answer := sock.recv(1024):
+                        answers += len(answer)
+                except OSError:
+                    pass
+    return connections, answers
+
+
+def listening_address(launcher: int) -> tuple[str, int]:
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{launcher}/fd").iterdir()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            host, port = fields[1].split(":")
+            assert host == "0100007F", "the control port of a job on this machine listens on loopback only"
+            return "127.0.0.1", int(port, 16)
+    raise AssertionError("the launcher does not listen")
+
+
+def test_ten_thousand_attacks_on_a_running_job(tmp_path):
+    process = subprocess.Popen(
+        [str(LAUNCH), "-np", "2", "--run-dir", str(tmp_path / "run"), str(SCRIPTS / "ticker.py")],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert process.stdout
+    first = process.stdout.readline()
+    assert "tick" in first
+    address = listening_address(process.pid)
+
+    token = token_of_own_job()
+    assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and token in read(f"/proc/{pid}/cmdline")]
+
+    lines: list[tuple[float, str]] = []
+    reader = threading.Thread(target=lambda: lines.extend((time.monotonic(), line) for line in process.stdout))
+    reader.start()
+    counts = [attack(address, token, seed=seed, frames=2500) for seed in range(4)]
+    assert sum(connections for connections, _ in counts) == 10_000
+    assert sum(answers for _, answers in counts) == 0
+    gaps = [b - a for (a, _), (b, _) in itertools.pairwise(lines)]
+    assert max(gaps) < 2, "the job's output stalled"
+    assert process.poll() is None, "the launcher fell over"
+    (tmp_path / "enough").touch()
+    process.wait(timeout=20)
+    reader.join()
+    assert process.returncode == 0, process.stderr.read()
+    process.stderr.close()
+    process.stdout.close()
+    for file in (tmp_path / "run").rglob("*"):
+        assert not file.is_file() or token not in file.read_bytes(), f"the token is in {file}"
+
+
+def token_of_own_job() -> bytes:
+    """The token, as it stands in the environment of a rank process that this test started."""
+    mark = f"{MARK}={os.getpid()}".encode()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        variables = read(f"/proc/{pid}/environ").split(b"\0")
+        if mark in variables and b"distrib_launch.rank" in read(f"/proc/{pid}/cmdline"):
+            for variable in variables:
+                if variable.startswith(b"DISTRIB_TOKEN="):
+                    return variable.partition(b"=")[2]
+    raise AssertionError("no rank process has a token")
+
+
+def read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_silent_stranger_is_dropped_and_keeps_nobody_out():
+    # The supervisor limits strangers by number and time; here: the channel alone never blocks on one.
+    a, b = socket.socketpair()
+    channel = Channel(a, TOKEN, listener=True)
+    channel.flush()
+    with selectors.DefaultSelector() as selector:
+        selector.register(a, selectors.EVENT_READ)
+        assert list(channel.receive()) == []
+    assert not channel.proven
+    a.close()
+    b.close()

@@ -1,0 +1,312 @@
+"""`--engine srun`: jobs under a real slurmctld and real slurmds, on hosts of the virtual cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from distrib_launch.engines import srun
+from distrib_launch.plan import LaunchPlan
+from distrib_launch.rank import identity
+
+from tests.cluster import slurm
+from tests.conftest import LAUNCH, ROOT, SCRIPTS
+
+JOB = SCRIPTS / "job.py"
+WHERE = SCRIPTS / "where.py"
+needs_slurm = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        bool(slurm.why_unavailable()) and os.environ.get("DISTRIB_TEST_CLUSTER") != "required",
+        reason=f"no Slurm: {slurm.why_unavailable()}",
+    ),
+]
+
+
+@pytest.fixture
+def make_slurm() -> Iterator[Callable[..., slurm.SlurmCluster]]:
+    """Builds virtual clusters with a Slurm of their own and takes them down when the test ends."""
+    clusters: list[slurm.SlurmCluster] = []
+
+    def build(hosts: int, *, slots: int = 2) -> slurm.SlurmCluster:
+        cluster = slurm.SlurmCluster(hosts, slots=slots)
+        clusters.append(cluster)
+        cluster.up()
+        return cluster
+
+    yield build
+    for cluster in clusters:
+        cluster.down()
+
+
+def batch(cluster, tmp_path, *arguments, allocation=()):
+    """Runs `distrib-launch` in a batch job without -H, as users of Slurm do; its output and run directory."""
+    command = [LAUNCH, "--run-dir", tmp_path / "run", *arguments]
+    script = tmp_path / "batch.sh"
+    script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n")
+    sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", *allocation, script]
+    job = cluster.run("n1", sbatch, check=True).stdout.strip()
+    told = wait_for(lambda: ended(cluster, job), 60)
+    return int(told), (tmp_path / "output").read_text()
+
+
+def ended(cluster, job):
+    """The exit code of a batch job that is over."""
+    told = cluster.run("n1", ["scontrol", "--oneliner", "show", "job", job], check=True).stdout
+    over = re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT)", told)
+    return over and re.search(r" ExitCode=(\d+)", told)[1]
+
+
+def wait_for(what, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def result_in(tmp_path):
+    return json.loads((tmp_path / "run/result.json").read_text())
+
+
+def nothing_left(cluster):
+    assert wait_for(lambda: not cluster.jobs())
+    assert cluster.left_over(within_seconds=5) == {}
+
+
+class TestInAnAllocation:
+    pytestmark = needs_slurm
+
+    def test_a_batch_job_needs_no_hosts(self, make_slurm, tmp_path):
+        cluster = make_slurm(3)
+        code, out = batch(
+            cluster, tmp_path, JOB, "--mpi", "*:environment", allocation=["--nodes=3", "--ntasks-per-node=2"]
+        )
+        assert code == 0, out + cluster.logs()
+        result = result_in(tmp_path)
+        assert result["hosts"] == ["n1", "n2", "n3"]
+        assert [(r["host"], r["local_rank"], r["exit_code"]) for r in result["ranks"]] == [
+            (host, local_rank, 0) for host in ("n1", "n2", "n3") for local_rank in (0, 1)
+        ]
+        assert re.search(r"started with srun inside Slurm job \d+", out)
+        told = json.loads((tmp_path / "run/ranks/5.out").read_text().splitlines()[0])["env"]
+        assert (told["RANK"], told["WORLD_SIZE"], told["LOCAL_RANK"], told["LOCAL_WORLD_SIZE"]) == ("5", "6", "1", "2")
+        assert told["DISTRIB_ADDRESS"] == "198.18.0.3"
+        nothing_left(cluster)
+
+    def test_the_first_failure_is_named_with_its_code(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        code, out = batch(cluster, tmp_path, JOB, "2:exit=7", "*:children", allocation=["-N2", "--ntasks-per-node=2"])
+        assert code == 7, out
+        failure = result_in(tmp_path)["first_failure"]
+        assert (failure["rank"], failure["host"], failure["exit_code"]) == (2, "n2", 7)
+        nothing_left(cluster)
+
+    def test_fewer_ranks_than_tasks(self, make_slurm, tmp_path):
+        cluster = make_slurm(3)
+        code, out = batch(cluster, tmp_path, "-np", "3", WHERE, allocation=["-N3", "--ntasks-per-node=2"])
+        assert code == 0, out
+        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
+        nothing_left(cluster)
+
+    def test_hosts_of_the_users_choice_within_it(self, make_slurm, tmp_path):
+        cluster = make_slurm(3)
+        code, out = batch(
+            cluster, tmp_path, "--engine", "srun", "-H", "n3:1,n1:2", WHERE, allocation=["-N3", "--ntasks-per-node=1"]
+        )
+        assert code == 0, out
+        assert [(tmp_path / f"run/ranks/{rank}.out").read_text().strip() for rank in range(3)] == ["n3", "n1", "n1"]
+        nothing_left(cluster)
+
+    @pytest.mark.parametrize("mpi", ["pmix", "none"])
+    def test_the_library_trains_with_and_without_mpi(self, make_slurm, tmp_path, mpi):
+        cluster = make_slurm(2, slots=1)
+        script = ROOT / "examples/train_cnn.py"
+        allocation = ["-N2", "--ntasks-per-node=1", f"--export=ALL,SLURM_MPI_TYPE={mpi}"]
+        code, out = batch(cluster, tmp_path, script, "--epochs", "1", allocation=allocation)
+        assert code == 0, out
+        assert "validation accuracy" in out
+        nothing_left(cluster)
+
+    def test_mpirun_is_still_there(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        code, out = batch(
+            cluster, tmp_path, "--engine", "mpirun", JOB, "--mpi", allocation=["-N2", "--ntasks-per-node=2"]
+        )
+        assert code == 0, out
+        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
+        nothing_left(cluster)
+
+    def test_scancel_stops_the_job(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        script = tmp_path / "batch.sh"
+        command = [LAUNCH, "--run-dir", tmp_path / "run", JOB, "*:sleep=60"]
+        script.write_text(f"#!/bin/sh\nexec {shlex.join(map(str, command))}\n")
+        sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", "-N2", "--ntasks-per-node=1", script]
+        job = cluster.run("n1", sbatch, check=True).stdout.strip()
+        wait_for(lambda: (tmp_path / "output").exists() and (tmp_path / "output").read_text().count("sleeps") == 2)
+        cluster.run("n1", ["scancel", job], check=True)
+        nothing_left(cluster)
+        result = result_in(tmp_path)
+        assert (result["status"], result["exit_code"]) == ("stopped", 128 + signal.SIGTERM)
+
+
+class TestOutside:
+    pytestmark = needs_slurm
+
+    def test_srun_asks_for_the_hosts(self, make_slurm, launch):
+        cluster = make_slurm(3, slots=4)
+        run = launch("--engine", "srun", "-H", "n3:1,n1:3,n2:2", JOB, "--mpi", "*:environment", cluster=cluster)
+        assert run.code == 0, run
+        assert [r["host"] for r in run.result["ranks"]] == ["n3", "n1", "n1", "n1", "n2", "n2"]
+        for rank, host in enumerate(["n3", "n1", "n1", "n1", "n2", "n2"]):
+            env = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])["env"]
+            assert (env["DISTRIB_ADDRESS"], env["SLURMD_NODENAME"]) == (cluster.address(host), host)
+            assert "DISTRIB_TOKEN" not in env
+        nothing_left(cluster)
+
+    def test_the_first_failure_is_named_with_its_code(self, make_slurm, launch):
+        cluster = make_slurm(2)
+        run = launch("--engine", "srun", "-H", "n1:1,n2:2", JOB, "--mpi", "1:raise", "*:children", cluster=cluster)
+        assert run.code == 1, run
+        assert "rank 1 on n2 failed first: RuntimeError: boom in rank 1" in run.err
+        nothing_left(cluster)
+
+    def test_scancel_stops_the_job(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        process = cluster.popen(
+            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", JOB, "*:sleep=60"]
+        )
+        for line in process.stdout:
+            if "sleeps" in line:
+                break
+        cluster.run("n1", ["scancel", cluster.jobs()[0].split()[0]], check=True)
+        _, err = process.communicate(timeout=30)
+        result = result_in(tmp_path)
+        assert (result["status"], result["exit_code"]) == ("stopped", 128 + signal.SIGTERM), err
+        assert "Slurm ended the job" in err
+        nothing_left(cluster)
+
+    @pytest.mark.parametrize("victim", ["distrib-launch", "srun"])
+    def test_nothing_is_left_when_launcher_or_srun_is_killed(self, make_slurm, tmp_path, victim):
+        cluster = make_slurm(2)
+        process = cluster.popen(
+            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", JOB, "*:children"]
+        )
+        for line in process.stdout:
+            if "has children" in line:
+                break
+        token = next(iter(re.findall(rb"DISTRIB_TOKEN=(\w+)", environ_of(cluster, "n1", "srun"))))
+        for host in cluster.hosts:
+            assert not [c for c in cluster.processes(host).values() if token.decode() in c]
+        pids = [pid for pid, command in cluster.processes("n1").items() if re.search(rf"/{victim}( |$)", command[:200])]
+        assert pids
+        for pid in pids[:1] if victim == "distrib-launch" else pids:
+            os.kill(pid, signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode != 0, err
+        nothing_left(cluster)
+
+    def test_hosts_that_slurm_does_not_know(self, make_slurm, launch):
+        cluster = make_slurm(2)
+        (Path("/etc/netns") / cluster.namespace("n1") / "hosts").open("a").write("198.18.0.9 other\n")
+        run = launch("--engine", "srun", "-H", "n1:1,other:1", JOB, cluster=cluster)
+        assert run.code == 1, run
+        assert "distrib-launch: error: Slurm does not know every host of the plan" in run.err
+        nothing_left(cluster)
+
+    def test_busy_hosts_are_waited_for(self, make_slurm, launch):
+        cluster = make_slurm(2)
+        holder = cluster.popen("n1", ["srun", "--exclusive", "-N2", "-n2", "sleep", "4"])
+        wait_for(lambda: any("RUNNING" in job for job in cluster.jobs()))
+        run = launch("--engine", "srun", "-H", "n1:2,n2:2", WHERE, cluster=cluster)
+        holder.communicate()
+        assert run.code == 0, run
+        assert "srun waits for the hosts to be free" in run.err
+        nothing_left(cluster)
+
+
+def environ_of(cluster, host, name):
+    pid = next(
+        pid for pid, command in cluster.processes(host).items() if command.partition(" ")[0].endswith(f"/{name}")
+    )
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+# -- without Slurm -----------------------------------------------------------------------------------------------------
+
+
+def test_identity_of_a_slurm_task():
+    told = {
+        "SLURM_PROCID": "2", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1", "SLURM_GTIDS": "1,2,3",
+    }  # fmt: skip
+    assert identity(told) == (2, 6, 1, 3)
+    assert identity({**told, "SLURM_GTIDS": "2"}) == (2, 6, 1, 1)
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    assert identity({**told, **mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (0, 2, 0, 2)
+
+
+def test_no_srun_here(launch, tmp_path):
+    run = launch("--engine", "srun", "-H", "a:1", JOB, env={"PATH": str(tmp_path)})
+    assert run.code == 2, run
+    assert (
+        run.err == "distrib-launch: error: --engine srun: no srun here; run it where Slurm is, or use --engine mpirun\n"
+    )
+
+
+@pytest.mark.parametrize(("words", "kind"), [("", "pmix"), ("srun: error: Invalid MPI type 'pmix'", "none")])
+def test_pmix_is_used_where_it_works(launch, tmp_path, words, kind):
+    (tmp_path / "srun").write_text(f"#!/bin/sh\necho {shlex.quote(words)} >&2\n")
+    (tmp_path / "srun").chmod(0o755)
+    run = launch(
+        "--engine", "srun", "-H", "a:2,b:1", "--dry-run", JOB, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    )
+    assert run.code == 0, run
+    assert f"--mpi={kind} " in run.out
+    assert ("this Slurm has no PMIx" in run.out) == (kind == "none")
+
+
+def test_hosts_with_interpreters_of_their_own(launch, tmp_path):
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "hosts.txt").write_text("a slots=2\nb slots=1 python=/opt/b/bin/python\n")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = launch("--engine", "srun", "-H", tmp_path / "hosts.txt", "--dry-run", "--json", JOB, env=env)
+    plan = msgspec.json.decode(run.out, type=LaunchPlan)
+    srun.write_files(tmp_path, plan)
+    assert plan.command[-2:] == ("--multi-prog", f"{plan.run_dir}/srun-programs.txt")
+    here = plan.script[0]
+    assert (tmp_path / "srun-programs.txt").read_text().splitlines() == [
+        f"0 {here} -m distrib_launch.rank", f"1 {here} -m distrib_launch.rank", "2 /opt/b/bin/python -m distrib_launch.rank",
+    ]  # fmt: skip
+    assert (tmp_path / "srun-hosts.txt").read_text() == "a\na\nb\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("srun: error: Unable to allocate resources: Invalid node name specified\n", "does not know every host"),
+        ("srun: error: Unable to create step for job 3: Job/step already completing or completed\n", "job is over"),
+        ("srun: job 4 queued and waiting for resources\n", None),
+        ("", None),
+    ],
+)
+def test_what_srun_says_is_explained(words, what):
+    explained = srun.explain(words)
+    assert (explained is None) if what is None else (explained is not None and what in explained[0])
+
+
+def test_a_job_in_the_queue(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("srun: job 4 queued and waiting for resources\n")
+    assert srun.queued(log)
+    log.write_text(log.read_text() + "srun: job 4 has been allocated resources\n")
+    assert not srun.queued(log)

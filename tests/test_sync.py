@@ -1,0 +1,193 @@
+"""`--sync`, interpreters of their own for some hosts, and a home directory that cannot be written to."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from distrib_launch import agent
+from distrib_launch.sync import check_folder, is_here, sync
+
+from distrib.errors import ConfigError, PreflightError
+from tests.conftest import LAUNCH, SCRIPTS
+
+JOB = SCRIPTS / "job.py"
+VENV = Path(sys.prefix)
+
+
+def test_which_hosts_are_this_machine():
+    assert is_here("localhost")
+    assert is_here("127.0.0.1")
+    assert is_here(socket.gethostname())
+    assert not is_here("198.51.100.1")
+    assert not is_here("no-such-host.invalid")
+
+
+def test_folders_that_cannot_be_brought(tmp_path):
+    (tmp_path / "file").touch()
+    for given, words in (("nowhere", "no such folder"), (str(tmp_path / "file"), "is no folder"), ("/", "whole file")):
+        with pytest.raises(ConfigError, match=words):
+            check_folder(given)
+
+
+def test_without_other_hosts_there_is_nothing_to_bring(tmp_path):
+    assert str(sync(tmp_path, ["localhost"], ["ssh"])) == f"--sync {tmp_path}: no other host to bring it to"
+
+
+def test_without_rsync_here_a_line_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="install rsync, here and on every host"):
+        sync(tmp_path, ["198.51.100.1"], ["ssh"])
+
+
+def test_an_ssh_that_fails_is_named_with_what_to_try(tmp_path):
+    ssh = tmp_path / "my ssh"
+    ssh.write_text('#!/bin/sh\necho "$1 says no" >&2\nexit 255\n')
+    ssh.chmod(0o755)
+    with pytest.raises(PreflightError) as caught:
+        sync(tmp_path, ["198.51.100.1", "198.51.100.2"], [str(ssh), "it's me"])
+    first, second = str(caught.value).splitlines()
+    assert first.startswith(f"198.51.100.1: --sync {tmp_path} failed: it's me says no; try: '{ssh}' ")
+    assert second.startswith("198.51.100.2: ")
+
+
+SETTINGS = {"ssh": ["ssh", "-F", "/a b/config"], "prefix": "/v", "prefixes": {"n2": "/w w"}}
+
+
+def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
+    remote = "PRTE_PREFIX=/v;export PRTE_PREFIX;LD_LIBRARY_PATH=/v/lib:$LD_LIBRARY_PATH;/v/bin/prted"
+    *ssh, host, command = agent.rewrite(["n2", remote, "--uri", '"x"'], SETTINGS)
+    assert (ssh, host) == (["ssh", "-F", "/a b/config"], "n2")
+    assert command.startswith("exec /bin/sh -c ")
+    assert "/w w" in command and f'else {remote} --uri "x"; fi' in command
+    assert agent.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
+
+
+# -- on the virtual cluster -------------------------------------------------------------------------------------------
+
+
+def hide(cluster, host: str, folder: Path) -> None:
+    """Put an empty folder in the place of one, on one host alone."""
+    cluster.run(host, ["mount", "-t", "tmpfs", "tmpfs", folder], check=True)
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    folder = tmp_path / "my project, $HOME's – ü"
+    for name in (".git", "__pycache__", ".venv-old", "distrib-runs", "package", "runs"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "inside").write_text(name)
+    (folder / "train.py").write_text(
+        "import os, socket\nprint(socket.gethostname(), *sorted(os.listdir(os.path.dirname(__file__))), sep='|')\n"
+    )
+    return folder
+
+
+@pytest.mark.cluster
+def test_a_folder_is_brought_to_hosts_without_it(make_cluster, launch, project):
+    cluster = make_cluster(3)
+    script = project / "train.py"
+    for host in ("n2", "n3"):
+        hide(cluster, host, project)
+    options = [
+        "-H",
+        "root@n1:1,root@n2:1,n3:1",
+        "--run-dir",
+        project / "runs/one two",
+        "--no-fold",
+    ]  # -F of ssh has blanks
+    run = launch(*options, script, cluster=cluster, cwd=project.parent)
+    assert run.code != 0, run  # nobody has brought it yet
+    run = launch(*options, "--sync", project, script, cluster=cluster, cwd=project.parent)
+    assert run.code == 0, run
+    assert f"--sync {project}: " in run.err
+    assert "to 2 host(s) in " in run.err
+    outputs = [(project / f"runs/one two/ranks/{rank}.out").read_text().strip() for rank in range(3)]
+    assert outputs[0].startswith("n1|.git|")
+    assert outputs[1:] == ["n2|package|runs|train.py", "n3|package|runs|train.py"]
+
+    # The second time nothing has changed; what is gone here stays there.
+    (project / "package/inside").unlink()
+    run = launch(*options, "--sync", project, script, cluster=cluster, cwd=project.parent)
+    assert run.code == 0, run
+    assert "0 file(s), 0 bytes, to 2 host(s)" in run.err
+    assert cluster.run("n2", ["cat", project / "package/inside"]).stdout == "package"
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_a_host_without_rsync_is_named(make_cluster, launch, project, tmp_path):
+    cluster = make_cluster(3)
+    missing = tmp_path / "rsync"
+    missing.write_text("#!/bin/sh\necho 'bash: line 1: rsync: command not found' >&2\nexit 127\n")
+    missing.chmod(0o755)
+    cluster.run("n2", ["mount", "--bind", missing, "/usr/bin/rsync"], check=True)
+    run = launch("-H", cluster.hostfile, "--sync", project, project / "train.py", cluster=cluster)
+    assert run.code == 3, run
+    last = run.err.strip().splitlines()[-1]
+    assert last.startswith(f"distrib-launch: error: n2: --sync {project} failed: ")
+    assert "install rsync on n2, or keep the folder on a file system that every host shares" in last
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_hosts_run_their_own_interpreters(make_cluster, launch, tmp_path):
+    cluster = make_cluster(3, slots=2)
+    other = tmp_path / "other place"
+    other.mkdir()
+    # n2 has everything elsewhere and nothing where the launcher has it; n3 has both.
+    for host in ("n2", "n3"):
+        cluster.run(host, ["mount", "--bind", VENV, other], check=True)
+    hide(cluster, "n2", VENV)
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text(f'n3 slots=1 python="{other}/bin/python"\nn1 slots=2\nn2 slots=2 python="{other}/bin/python"\n')
+    script = tmp_path / "who.py"
+    script.write_text(
+        "from mpi4py import MPI\nimport os, socket, sys\n"
+        "comm = MPI.COMM_WORLD\nassert comm.rank == int(os.environ['RANK']) and comm.allreduce(1) == 5\n"
+        "maps = {line.split(None, 5)[-1].strip() for line in open('/proc/self/maps') if 'libmpi.so' in line}\n"
+        "print(socket.gethostname(), os.environ['LOCAL_RANK'], sys.prefix, *maps, sep='|')\n"
+    )
+    run = launch("-H", hostfile, "--no-fold", script, cluster=cluster)
+    assert run.code == 0, run
+    told = [(run.run_dir / f"ranks/{rank}.out").read_text().strip().split("|")[:3] for rank in range(5)]
+    assert told == [["n3", "0", str(other)], ["n1", "0", str(VENV)], ["n1", "1", str(VENV)],
+                    ["n2", "0", str(other)], ["n2", "1", str(other)]]  # fmt: skip
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [host["python"] for host in plan["hosts"]] == [f"{other}/bin/python", None, f"{other}/bin/python"]
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_an_interpreter_that_is_not_there_is_named_with_its_host(make_cluster, launch, tmp_path):
+    cluster = make_cluster(2)
+    hostfile = tmp_path / "hosts.txt"
+    hostfile.write_text("n1\nn2 python=/no/such/python\n")
+    run = launch("-H", hostfile, JOB, cluster=cluster)
+    assert run.code == 3, run
+    assert "n2" in run.err and "/no/such/python" in run.err
+    assert cluster.left_over(within_seconds=2) == {}
+
+
+@pytest.mark.cluster
+def test_nothing_is_written_at_home_or_in_the_working_directory(make_cluster, launch, tmp_path):
+    cluster = make_cluster(2)
+    cwd = tmp_path / "read only"
+    cwd.mkdir()
+    home = Path.home() / ".ssh"
+    for folder in (home, cwd):
+        cluster.run("n1", ["mount", "--bind", folder, folder], check=True)
+        cluster.run("n1", ["mount", "-o", "remount,ro,bind", folder], check=True)
+    assert cluster.run("n1", ["touch", home / "x"]).returncode != 0
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster, env={"HOME": "/nonexistent"}, cwd=cwd)
+    assert run.code == 0, run
+    assert not Path("/nonexistent").exists()
+    # Where even the run directory cannot be made, the error says what to do.
+    command = [LAUNCH, "-H", cluster.hostfile, JOB]
+    done = cluster.run("n1", command, env={"HOME": "/nonexistent"}, cwd=cwd)
+    assert done.returncode == 2, done
+    assert "cannot make the run directory" in done.stderr and "--run-dir" in done.stderr
+    assert cluster.left_over(within_seconds=2) == {}
