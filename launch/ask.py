@@ -52,8 +52,9 @@ def ask_all(
     """
 
     def ask(target: Target) -> Answer:
-        if not target.is_here and is_here(target.name):
-            target = msgspec.structs.replace(target, is_here=True)
+        if target.is_here or is_here(target.name):  # and needs no daemon of the engine's
+            alone = msgspec.structs.replace(target.question, programs=())
+            target = msgspec.structs.replace(target, is_here=True, question=alone)
         if target.is_here and target.python == own_python:
             now = time.time()
             return Answer(inventory=own_inventory(target.question), asked=now, answered=time.time())

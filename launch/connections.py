@@ -46,8 +46,7 @@ class Connections:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._closed = False
-        if folder:
-            folder.mkdir(mode=0o700)
+        self._has_folder = False
 
     def __enter__(self) -> Connections:
         return self
@@ -57,7 +56,13 @@ class Connections:
 
     def shared(self, ssh: Sequence[str]) -> list[str]:
         """The words of an ssh whose connection others may use: the first setting of an option is the one that counts."""
-        return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]] if self.folder and ssh else list(ssh)
+        if self.folder is None:
+            return list(ssh)
+        with self._lock:
+            if not self._has_folder:
+                self.folder.mkdir(mode=0o700)
+                self._has_folder = True
+        return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]]
 
     def ask(self, command: Sequence[str], program: str, seconds: float) -> Conversation:
         """Run `program` in the Python that `command` starts with `LOADER`, until it has answered. Raises OSError."""
@@ -117,7 +122,7 @@ class Connections:
             for stream in (process.stdout, process.stderr):
                 if stream:
                     stream.close()
-        if self.folder:
+        if self.folder and self._has_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 

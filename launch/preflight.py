@@ -109,9 +109,9 @@ def _is(answer: Answer, here: Inventory) -> bool:
 
 def _programs(host: HostPlan, python: str, mpirun: str | None) -> tuple[str, ...]:
     """PRRTE's daemon where mpirun will look for it: its own path, or, if it came with the interpreter, beside that."""
-    if mpirun is None:
+    folder = Path(mpirun).parent if mpirun else None
+    if folder is None or not (folder / "prted").exists():  # a site's own may keep it elsewhere
         return ()
-    folder = Path(mpirun).parent
     if host.python and folder == Path(python).parent:
         folder = Path(host.python).parent
     return (str(folder / "prted"),)

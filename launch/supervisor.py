@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from typing import IO, Any, Literal
 from distrib_launch import engines, failures, guard, hangs, preflight, results
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
+from distrib_launch.engines import mpirun
 from distrib_launch.liveness import Liveness
 from distrib_launch.plan import LaunchPlan, RankPlan
 
@@ -174,6 +176,8 @@ class Supervisor:
             def end_engine() -> None:
                 _end_group(engine_pid, self.runtime.PATIENCE_SECONDS)
                 self._give_up()
+                if sockets := mpirun.sockets(self.plan):
+                    shutil.rmtree(sockets, ignore_errors=True)
 
             engine_guard = guard.Guard(end_engine)
             self._watch()
@@ -683,7 +687,8 @@ class Supervisor:
         elif self.hang:
             failure = self.hang
         elif first and status == "failed":
-            failure = failures.describe(first, endings, self.ranks[first.rank].error_log, self.plan.script[0])
+            interpreter = next(self.plan.script_on(host)[0] for host in self.plan.hosts if host.name == first.host)
+            failure = failures.describe(first, endings, self.ranks[first.rank].error_log, interpreter)
         return results.Result(
             status=status,
             exit_code=code,

@@ -58,6 +58,22 @@ def test_a_script_runs_as_from_the_command(tmp_path):
     assert told["argv"] == [str(JOB), "1:environment"]
 
 
+def test_a_module_runs_as_with_python_m(launch, tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").touch()
+    (tmp_path / "package/train.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+    run = launch("-np", "2", "-m", "package.train", "--epochs", "3", cwd=tmp_path)
+    assert run.code == 0, run
+    assert (run.run_dir / "ranks/1.out").read_text() == "__main__ package ['--epochs', '3']\n"
+
+
+def test_more_arguments_than_fit_one_packet_arrive(tmp_path):
+    long = "x:" + "y" * 100_000
+    result = distrib_launch.run(JOB, "*:environment", long, np=1, quiet=True)
+    told = json.loads(Path(result.run_dir, "ranks/0.out").read_text().splitlines()[0])
+    assert told["argv"][2] == long
+
+
 def test_closures_and_lambdas_travel():
     offset = 5
     values = distrib_launch.run(lambda: int(os.environ["RANK"]) + offset, np=2, quiet=True).return_values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -64,6 +65,22 @@ def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
     assert command.startswith("exec /bin/sh -c ")
     assert "/w w" in command and f'else {remote} --uri "x"; fi' in command
     assert agent.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
+
+
+def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
+    (tmp_path / "hosts.txt").write_text('a slots=2\nb slots=2 python="/opt/my env/bin/python"\nc slots=1\n')
+    command = [str(LAUNCH), "--dry-run", "--json", "-H", "hosts.txt", str(JOB)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    plan = json.loads(done.stdout)
+    shell, option, script = plan["command"][-3:]
+    assert (shell, option) == ("/bin/sh", "-c")
+    rank = "-m distrib_launch.rank"
+    own = f"{plan['script'][0]} {rank}"
+    assert (
+        script
+        == f"""case "$OMPI_COMM_WORLD_RANK" in 2|3) exec '/opt/my env/bin/python' {rank};; *) exec {own};; esac"""
+    )
+    assert plan["hosts"][1]["python"] == "/opt/my env/bin/python"
 
 
 # -- on the virtual cluster -------------------------------------------------------------------------------------------

@@ -161,13 +161,12 @@ def _find_gpu(kind: str) -> GpuSpec | None:
     if not wanted:
         return None
     known = [(gpu, [_words(name) for name in (gpu.name, *gpu.names)]) for gpu in catalog().gpus]
-    for fits in (
-        lambda words: "".join(words) == "".join(wanted),
-        lambda words: set(wanted) <= set(words),
-    ):
-        for gpu, names in known:
-            if any(fits(words) for words in names):
-                return gpu
+    for gpu, names in known:
+        if any("".join(words) == "".join(wanted) for words in names):
+            return gpu
+    for gpu, names in known:
+        if any(set(wanted) <= set(words) for words in names):
+            return gpu
     return None
 
 

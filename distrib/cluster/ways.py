@@ -78,18 +78,21 @@ def link_between(topology: Topology, source: str, target: str) -> Way | None:
         return None
     rate = min(_total(nics), _total(other)) if nics else None
     usable = min(_usable(nics), _usable(other)) if nics else 0.0
+    # RoCE talks to plain Ethernet as plain Ethernet does.
+    plain = [end for end in (nics, other) if end and end[0].link.kind == "ethernet"]
+    slower = min(plain or [nics, other], key=_total)
     latencies = [pair.latency_seconds for pair in measured if pair.latency_seconds is not None]
     said = [nic.gpudirect for nic in (*nics, *other)]
     return Way(
         source=source,
         target=target,
-        kind=nics[0].link.kind if nics else None,
-        text=nics_text(nics),
+        kind=slower[0].link.kind if slower else None,
+        text=nics_text(slower),
         nics=tuple(nic.name for nic in nics),
         gpudirect=None if not said or None in said else all(said),
         rate_bytes_per_second=rate,
         bandwidth_bytes_per_second=sum(pair.bandwidth_bytes_per_second for pair in measured) if measured else usable,
-        latency_seconds=min(latencies) if latencies else nics[0].link.latency_seconds if nics else None,
+        latency_seconds=min(latencies) if latencies else slower[0].link.latency_seconds if slower else None,
         oversubscription=_oversubscription(topology, source, target),
         switches=tuple(switch.name for switch in switches_between(topology, source, target)),
         origin="measured" if measured else "catalogued",
@@ -182,6 +185,8 @@ def _catalogued_inside(
     group: NodeGroup, source: str, target: str
 ) -> tuple[str, float | None, float | None, float | None]:
     first, second = _GPU.fullmatch(source), _GPU.fullmatch(target)
+    if any(gpu and int(gpu[1]) >= (group.gpus.count if group.gpus else 0) for gpu in (first, second)):
+        return "", None, None, None
     links = group.links
     if first and second and links and links.nvlink and group.gpus:
         count = links.links_of_pair(int(first[1]), int(second[1]), group.gpus.count)

@@ -271,9 +271,9 @@ def _explain(error: msgspec.ValidationError, document: Document, kind: Any) -> T
         return document.error(f"{path}.{unknown[1]}", "is not known here", hint)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         return document.error(path, f"`{missing[1]}` is missing", "see hostfiles/ for commented examples")
-    value = document.data
+    value: Any = document.data
     for part in split_path(path):
-        value = value[part] if isinstance(value, (dict, list)) else value
+        value = value[part]
     got = re.fullmatch(r"Expected `(.*)`, got `(\w+)`", what)
     if got:
         wanted = " or ".join(f"`{word}`" for word in got[1].split(" | ") if word != "null")

@@ -1,0 +1,108 @@
+"""`python -m distrib.probe SPEC`: a rank of the probe, one to a host; `distrib-topo probe` starts them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from typing import Any
+
+import msgspec
+
+from distrib.probe import facts, tcp
+from distrib.probe.deadline import wait
+from distrib.probe.leader import Leader
+from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
+from distrib.probe.records import Record, encode
+from distrib.probe.settings import MODES
+from distrib.probe.worker import Worker
+
+START_SECONDS = 120.0
+IDLE_SECONDS = 3600.0
+"""A rank that hears nothing for so long ends; the launcher ends it sooner when rank 0 is gone."""
+
+
+def main() -> int:
+    """Take part in the probe to its end."""
+    spec = msgspec.json.decode(sys.argv[1], type=Spec)
+    comm = _start_mpi()
+    host = spec.present[comm.rank]
+    os.environ["DISTRIB_PROBE_HOST"] = host
+    address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
+    listener = tcp.Listener(address)
+    hello = Hello(facts=facts.own_facts(host, address), port=listener.port)
+    worker = Worker(comm, host, listener)
+    if comm.rank == 0:
+        hellos = _meet(comm, hello)
+        places = tuple((each.facts.address, each.port) for each in hellos)
+        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), places=places, streams=MODES[spec.mode].streams)
+        for rank in range(1, comm.size):
+            comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
+        worker.setup = setup
+        Leader(comm, worker, spec, hellos, _print).run()
+    else:
+        comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
+        _await(comm, SETUP, START_SECONDS)
+        worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP), type=Setup)
+        _serve(comm, worker)
+    _leave()
+    return 0
+
+
+def _start_mpi() -> Any:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    MPI.Init_thread(MPI.THREAD_SERIALIZED)
+    return MPI.COMM_WORLD
+
+
+def _meet(comm: Any, own: Hello) -> list[Hello]:
+    """What every rank says of itself, by rank."""
+    found: dict[int, Hello] = {0: own}
+    while len(found) < comm.size:
+        wait(lambda: bool(comm.iprobe(tag=HELLO)), time.monotonic() + START_SECONDS, "every rank", idle=True)
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        words = comm.recv(tag=HELLO, status=status)
+        found[status.Get_source()] = msgspec.msgpack.decode(words, type=Hello)
+    return [found[rank] for rank in range(comm.size)]
+
+
+def _serve(comm: Any, worker: Worker) -> None:
+    """Do what rank 0 says until it says that this was all."""
+    decoder = msgspec.msgpack.Decoder(Task)
+    while True:
+        _await(comm, TASK, IDLE_SECONDS)
+        task = decoder.decode(comm.recv(source=0, tag=TASK))
+        if isinstance(task, Leave):
+            return
+        comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY)
+
+
+def _await(comm: Any, tag: int, seconds: float) -> None:
+    wait(lambda: bool(comm.iprobe(source=0, tag=tag)), time.monotonic() + seconds, "rank 0", idle=True)
+
+
+def _print(record: Record) -> None:
+    print(encode(record), flush=True)
+
+
+def _leave() -> None:
+    """End at once: messages that were given up are still posted, and MPI and Gloo would wait for them."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "torch" in sys.modules:
+        os._exit(0)
+    from mpi4py import MPI
+
+    MPI.Finalize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

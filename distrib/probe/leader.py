@@ -1,0 +1,289 @@
+"""Rank 0: leads everyone through the steps, writes down what was found, and looks again where something seems wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+
+from distrib.probe import schedule, sharing, suspects
+from distrib.probe.deadline import ProbeTimeout, wait
+from distrib.probe.messages import REPLY, TASK, AllReduce, Hello, Inside, Leave, Reply, Spec, Task, Transfer
+from distrib.probe.records import (
+    CollectiveSeen,
+    Ended,
+    GroupsSeen,
+    InsideSeen,
+    PairSeen,
+    Record,
+    Started,
+    StepDone,
+)
+from distrib.probe.schedule import Pair, Round
+from distrib.probe.settings import MODES, Way
+from distrib.probe.steps import COLLECTIVE_START_SECONDS, Step, alone_share, steps
+from distrib.probe.worker import Worker
+
+STREAM_SIZE = 8 << 20
+"""What is streamed over MPI where no curve is asked for, in bytes."""
+
+PATIENCE_SECONDS = 6.0
+"""How much longer than planned a measurement may take before it counts as failed."""
+
+ANSWER_SECONDS = 2.0
+
+
+class Leader:
+    """Runs the whole probe; `emit` takes each record as it is made."""
+
+    def __init__(
+        self, comm: Any, worker: Worker, spec: Spec, hellos: Sequence[Hello], emit: Callable[[Record], None]
+    ) -> None:
+        self.comm, self.worker, self.spec, self.emit_record = comm, worker, spec, emit
+        self.settings = MODES[spec.mode]
+        self.facts = tuple(hello.facts for hello in hellos)
+        rdma = all(facts.rdma_bytes_per_second for facts in self.facts)
+        self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
+        self.ranks = {spec.hosts.index(host): rank for rank, host in enumerate(spec.present)}
+        self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]
+        self.seen: list[PairSeen] = []
+        self.sick: dict[int, int] = {}
+        """Ranks that did not answer, by how often; after the second time they are asked no more."""
+        self._number = 0
+        self._begun = time.monotonic()
+
+    def emit(self, record: Record) -> None:
+        if isinstance(record, PairSeen):
+            self.seen.append(record)
+        self.emit_record(record)
+
+    def run(self) -> None:
+        """All steps that are not done already, then a second look at what seems wrong."""
+        self.emit(
+            Started(
+                when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                mode=self.spec.mode,
+                hosts=self.spec.hosts,
+                primary=self.primary,
+                facts=self.facts,
+            )
+        )
+        todo = [s for s in steps(len(self.spec.hosts), self.settings, self.primary) if s.key not in self.spec.done]
+        left = sum(step.estimate_seconds for step in todo)
+        before_collectives = [step for step in todo if step.kind != "all_reduce"]
+        for step in before_collectives:
+            left -= step.estimate_seconds
+            self._step(step, left)
+        notes = self._look_again()
+        for step in todo[len(before_collectives) :]:
+            left -= step.estimate_seconds
+            self._step(step, left)
+        for rank in range(1, self.comm.size):
+            self._send(rank, Leave())
+        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=notes))
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _step(self, step: Step, left_seconds: float) -> None:
+        whole = True
+        if step.kind == "inside":
+            whole = self._inside(step)
+        elif step.kind == "all_reduce":
+            whole = self._all_reduce(step)
+        for phase in step.phases:
+            whole &= all(record.failed is None for record in self._transfer(step, phase))
+        self.emit(
+            StepDone(
+                step=step.key, what=step.what, done_seconds=time.monotonic() - self._begun, left_seconds=left_seconds, whole=whole
+            )
+        )
+
+    def _inside(self, step: Step) -> bool:
+        self._number += 1
+        task = Inside(number=self._number, step=step.key, patience_seconds=60.0)
+        replies = self._together({rank: task for rank in range(self.comm.size)}, task.patience_seconds)
+        for reply in replies.values():
+            for link in reply.inside:
+                self.emit(InsideSeen(step=step.key, link=link))
+        return len(replies) == self.comm.size
+
+    def _all_reduce(self, step: Step) -> bool:
+        if self.comm.size < 2 or self.sick:
+            return self.comm.size < 2
+        self._number += 1
+        task = AllReduce(
+            number=self._number,
+            step=step.key,
+            counts=schedule.counts(self.comm.size),
+            sizes=self.settings.collective_sizes,
+            seconds=self.settings.collective_seconds,
+            patience_seconds=60.0 + 3 * (COLLECTIVE_START_SECONDS + self.settings.collective_seconds),
+        )
+        replies = self._together({rank: task for rank in range(self.comm.size)}, task.patience_seconds)
+        for collective in replies[0].collectives if 0 in replies else ():
+            self.emit(CollectiveSeen(step=step.key, collective=collective))
+        return len(replies) == self.comm.size and not any(reply.failed for reply in replies.values())
+
+    def _transfer(self, step: Step, phase: Round) -> list[PairSeen]:
+        """Measure the pairs of a phase at once, those whose hosts are there."""
+        pairs = [p for p in schedule.without(phase, self.missing) if not any(self._is_sick(h) for h in p)]
+        tasks: dict[int, Task] = {}
+        transfers: dict[Pair, Transfer] = {}
+        sizes = step.sizes or ((STREAM_SIZE,) if step.way == "mpi" else ())
+        alone = step.load == "alone" and not step.both_ways
+        for source, target in pairs:
+            self._number += 1
+            share = step.seconds
+            transfers[source, target] = Transfer(
+                number=self._number,
+                step=step.key,
+                source=self.ranks[source],
+                target=self.ranks[target],
+                way=step.way,
+                load=step.load,
+                both_ways=step.both_ways,
+                # Over MPI the curve takes one part of the time and the largest messages another.
+                seconds=share / 2 if step.way == "mpi" and len(sizes) > 1 else share,
+                longest=(share / 2 if len(sizes) > 1 else share) if step.way == "mpi" else (2 * share if alone else share),
+                variation=self.settings.variation if alone else None,
+                streams=self.settings.streams,
+                pings=self.settings.pings,
+                sizes=sizes,
+                patience_seconds=8 * step.seconds + PATIENCE_SECONDS,
+            )
+            tasks[self.ranks[source]] = tasks[self.ranks[target]] = transfers[source, target]
+        replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
+        found = []
+        for (source, target), transfer in transfers.items():
+            found += self._records(transfer, source, target, replies)
+        for record in found:
+            self.emit(record)
+        return found
+
+    def _records(self, transfer: Transfer, source: int, target: int, replies: dict[int, Reply]) -> list[PairSeen]:
+        ends = [replies.get(transfer.source), replies.get(transfer.target)]
+        names = self.spec.hosts
+        failures = [
+            f"{names[host]}: {reply.failed}" if reply else f"{names[host]} did not answer"
+            for host, reply in zip((source, target), ends, strict=True)
+            if reply is None or reply.failed
+        ]
+        directions = [(source, target, ends[0], ends[1])]
+        if transfer.both_ways:
+            directions.append((target, source, ends[1], ends[0]))
+        found = []
+        for sender, receiver, out, came in directions:
+            seen = came.arrived if came else None
+            record = PairSeen(
+                step=transfer.step,
+                source=names[sender],
+                target=names[receiver],
+                way=transfer.way,
+                load=transfer.load,
+                both_ways=transfer.both_ways,
+                streams=transfer.streams if transfer.way == "tcp" else 1,
+                busy=max((reply.busy for reply in ends if reply), default=0.0),
+                seconds=max((reply.seconds for reply in ends if reply), default=0.0),
+                retransmits=out.retransmits if out else 0,
+                path_mtu=out.path_mtu if out else None,
+                failed="; ".join(failures) or None,
+            )
+            if seen and not failures:
+                record = msgspec.structs.replace(
+                    record,
+                    latency_seconds=seen.latency_seconds,
+                    bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
+                    variation=seen.variation,
+                    repetitions=seen.repetitions,
+                    outliers=seen.outliers,
+                    curve=seen.curve,
+                )
+            found.append(record)
+        return found
+
+    # -- looking again ------------------------------------------------------------------------------------------------
+
+    def _look_again(self) -> tuple[str, ...]:
+        """Measure again, alone, what looked slow; find who shares a link with whom."""
+        numbers = {host: number for number, host in enumerate(self.spec.hosts)}
+        again = suspects.directions(self.seen, self.spec.hosts, self.primary, self.settings.suspects)
+        if again:
+            seconds = max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1])
+            phases = tuple(((numbers[a], numbers[b]),) for a, b in again)
+            self._step(
+                Step(key="again", what="a second look", way=self.primary, load="alone", phases=phases, seconds=seconds), 0.0
+            )
+        baseline = suspects.Baseline(self.seen, self.primary)
+        worst: Round = ()
+        for phase in suspects.slowed_phases(self.seen, baseline, self.primary):
+            worst = tuple((numbers[a], numbers[b]) for a, b in phase)
+            break
+        if not worst:
+            return ()
+
+        def run(key: str, phase: Round) -> dict[Pair, float]:
+            step = Step(
+                key=f"sharing/{key}", what="who shares", way=self.primary, load="bisection", phases=(phase,),
+                seconds=self.settings.stream_seconds,
+            )  # fmt: skip
+            parts = {}
+            for record in self._transfer(step, phase):
+                if record.failed is None:
+                    own = baseline.of(record.source, record.target)
+                    pair = numbers[record.source], numbers[record.target]
+                    parts[pair] = record.bandwidth_bytes_per_second / own if own else 1.0
+            if len(parts) < len(phase):
+                raise ProbeTimeout("a host did not answer")
+            return parts
+
+        try:
+            load = sharing.slowed(run("once more", worst))
+            if not load:
+                return ()
+            paired = {host for pair in load for host in pair}
+            others = tuple(n for n in self.ranks if n not in paired and not self._is_sick(n))
+            found = sharing.find_sides(tuple(load), run, others)
+        except ProbeTimeout as problem:
+            return (f"who shares a link could not be found: {problem}",)
+        if found is None:
+            return ("pairs slow each other down, but not as hosts on two sides of one link would",)
+        names = self.spec.hosts
+        self.emit(GroupsSeen(sides=(tuple(names[n] for n in found.left), tuple(names[n] for n in found.right))))
+        return ()
+
+    # -- orders and answers -------------------------------------------------------------------------------------------
+
+    def _is_sick(self, host: int) -> bool:
+        return self.sick.get(self.ranks.get(host, -1), 0) > 1
+
+    def _send(self, rank: int, task: Task) -> None:
+        self.comm.send(msgspec.msgpack.encode(task), rank, TASK)
+
+    def _together(self, tasks: dict[int, Task], patience_seconds: float) -> dict[int, Reply]:
+        """Have each rank do its task, all at once; the answers of those that answered in time."""
+        for rank in sorted(tasks):
+            if rank:
+                self._send(rank, tasks[rank])
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + patience_seconds + ANSWER_SECONDS
+        if 0 in tasks:
+            replies[0] = self.worker.perform(tasks[0])
+
+        def all_here() -> bool:
+            while self.comm.iprobe(tag=REPLY):
+                reply = msgspec.msgpack.decode(self.comm.recv(tag=REPLY), type=Reply)
+                task = tasks.get(reply.rank)
+                if task is not None and getattr(task, "number", None) == reply.number:
+                    replies[reply.rank] = reply
+            return len(replies) == len(tasks)
+
+        try:
+            wait(all_here, deadline, "answers", idle=True)
+        except ProbeTimeout:
+            for rank in tasks:
+                if rank not in replies:
+                    self.sick[rank] = self.sick.get(rank, 0) + 1
+        return replies

@@ -1,0 +1,99 @@
+"""Which measurements look bad enough to be made again before anything is said about them. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+
+from distrib.probe.records import PairSeen
+from distrib.probe.settings import Way
+from distrib.probe.sharing import SLOWED
+
+SLOW = 0.95
+"""A host or link that reaches less of what is usual is looked at again, and if it stays so, told of."""
+
+BUSY = 0.98
+"""Processors busier than this may themselves have been what slowed a stream that ran beside others."""
+
+PEERS = 3
+
+
+class Baseline:
+    """What each pair reaches alone: as measured, else as its hosts do with others, else as is usual."""
+
+    def __init__(self, seen: Iterable[PairSeen], way: Way) -> None:
+        self._pairs: dict[tuple[str, str], float] = {}
+        for record in one_way(seen, way, "alone"):
+            pair = record.source, record.target
+            self._pairs[pair] = max(self._pairs.get(pair, 0.0), record.bandwidth_bytes_per_second)
+        self.usual = statistics.median(self._pairs.values()) if self._pairs else 0.0
+        hosts: dict[str, list[float]] = {}
+        for (source, target), rate in self._pairs.items():
+            hosts.setdefault(source, []).append(rate)
+            hosts.setdefault(target, []).append(rate)
+        # A host is as fast as it was with the fastest other: the others may have been the slow ones.
+        self._hosts = {host: max(rates) for host, rates in hosts.items()}
+
+    def of(self, source: str, target: str) -> float:
+        """Bytes per second; 0 where nothing was measured alone."""
+        known = self._pairs.get((source, target)) or self._pairs.get((target, source))
+        return known or min(self._hosts.get(source, self.usual), self._hosts.get(target, self.usual))
+
+
+def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:
+    """The measurements of one way and load that gave a rate."""
+    for record in seen:
+        if record.way == way and record.load == load and not record.both_ways and record.failed is None:
+            yield record
+
+
+def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int) -> list[tuple[str, str]]:
+    """Directions to measure again alone, worst first, at most so many.
+
+    Those that were slow alone; for a host that was slow with most others when all sent at once, some of its pairs, as it
+    may have been alone in nothing yet.
+    """
+    alone = {(r.source, r.target): r.bandwidth_bytes_per_second for r in one_way(seen, way, "alone")}
+    together: dict[str, list[float]] = {}
+    for record in one_way(seen, way, "together"):
+        for host in (record.source, record.target):
+            together.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+    if not alone:
+        return []
+    usual = statistics.median(alone.values())
+    wanted: dict[tuple[str, str], float] = {pair: rate / usual for pair, rate in alone.items() if rate < SLOW * usual}
+    middles = {host: statistics.median(rates) for host, rates in together.items()}
+    if middles:
+        middle = statistics.median(middles.values())
+        good = [host for host in hosts if middles.get(host, 0.0) >= SLOW * middle]
+        for host, rate in sorted(middles.items(), key=lambda item: item[1]):
+            if rate < SLOW * middle:
+                for peer in [other for other in good if other != host][:PEERS]:
+                    wanted.setdefault((host, peer), rate / middle)
+                    wanted.setdefault((peer, host), rate / middle)
+    for pair in list(wanted):
+        wanted.setdefault(pair[::-1], wanted[pair])
+    return sorted(wanted, key=lambda pair: wanted[pair])[:most]
+
+
+def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> list[tuple[tuple[str, str], ...]]:
+    """Pairs that ran at once and slowed each other down, the phase that lost most first.
+
+    A phase whose hosts' processors were busy throughout is left out: they are what all share.
+    """
+    phases: dict[tuple[str, bool], list[PairSeen]] = {}
+    for load in ("together", "bisection"):
+        for record in one_way(seen, way, load):
+            if not record.step.startswith("sharing"):
+                phases.setdefault((record.step, record.source < record.target), []).append(record)
+    found = []
+    for records in phases.values():
+        slow = []
+        for record in records:
+            own = baseline.of(record.source, record.target)
+            if own and record.bandwidth_bytes_per_second < SLOWED * own and record.busy < BUSY:
+                slow.append((1 - record.bandwidth_bytes_per_second / own, (record.source, record.target)))
+        if len(slow) > 1:
+            slow.sort(reverse=True)
+            found.append((sum(loss for loss, _ in slow), tuple(pair for _, pair in slow)))
+    return [pairs for _, pairs in sorted(found, reverse=True)]
