@@ -139,12 +139,12 @@ def _unknown(unit: str, units: dict[str, Fraction], what: str, example: str) -> 
         return f"unknown unit {_shown(unit)}; write it in plain letters, {example}"
     if unit in ("GT/s", "MT/s"):
         return "transfers are no bytes; write the link, such as PCIe4 x16"
-    if what == "a size" and unit in RATES:
-        return f"{unit} is a rate; write {example}"
     if what == "a rate" and (unit in SIZES or re.fullmatch(r"([kKMGTP]i?)?b", unit)):
         return f"{unit} is an amount; did you mean {unit}/s?"
     if what == "a size" and re.fullmatch(r"([kKMGTP]i?)?(b|bits?)", unit):
         return f"{unit} counts bits; did you mean {re.sub('b(its?)?$', 'B', unit)}?"
+    if what == "a size" and unit in RATES:
+        return f"{unit} is a rate; write {example}"
     same = sorted({known for known in units if known.lower() == unit.lower() and len(known) == len(unit)})
     if len({units[known] for known in same}) > 1:
         known = [

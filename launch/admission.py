@@ -32,6 +32,12 @@ def admit(
     it has said already. Raises PreflightError when the job may not start.
     """
     if options.no_check or plan.engine != "mpirun":
+        if options.interface:
+            why = "--no-check asks no host what it has" if options.no_check else f"{plan.engine} hosts are not asked"
+            raise ConfigError(
+                f"--interface {options.interface}: {why}",
+                hint="set the libraries' own variables, such as -x GLOO_SOCKET_IFNAME=NAME -x NCCL_SOCKET_IFNAME==NAME",
+            )
         return plan, []
     question = preflight.question_of(plan)
     answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections)

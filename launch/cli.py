@@ -202,6 +202,8 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     print(f"each rank runs: {shlex.join(plan.script)}")
     print(f"in: {plan.directory}")
     print(f"run directory: {plan.run_dir}")
+    if len(plan.hosts) > 1:
+        print(f"network: {plan.network or 'interfaces are chosen at launch, from what the hosts have'}")
     if plan.sync:
         print(f"brought to every host first: {plan.sync}")
     print(f"command: {shlex.join(plan.command)}")

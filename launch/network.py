@@ -259,6 +259,12 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
 # -- variables --------------------------------------------------------------------------------------------------------
 
 
+def variables(interface: str | None) -> dict[str, str]:
+    """What keeps Gloo and NCCL to an interface."""
+    # Without the `=`, NCCL takes a name for a prefix: eth1 would be eth10 as well.
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+
+
 def _environment(
     choice: _Candidate,
     subnet: Network | None,
@@ -270,9 +276,7 @@ def _environment(
     name = choice.interface.name
     ports = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
     chosen = {
-        "GLOO_SOCKET_IFNAME": name,
-        # Without the `=`, NCCL takes a name for a prefix: eth1 would be eth10 as well.
-        "NCCL_SOCKET_IFNAME": f"={name}",
+        **variables(name),
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet else name,
         "UCX_NET_DEVICES": ",".join([*ports, name]),

@@ -25,6 +25,7 @@ from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_sile
 
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
+SIOCGIFADDR = 0x8915
 CALL_BACK_SECONDS = 20.0
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
@@ -77,6 +78,19 @@ def call_back(addresses: str, token: str) -> Channel:
         f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
         "is a firewall between them? --interface chooses another network"
     )
+
+
+def interface_with(address: str) -> str | None:
+    """The network interface that has an IPv4 address, as its primary one."""
+    if ":" in address:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                told = fcntl.ioctl(sock, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
+                if told[20:24] == socket.inet_aton(address):
+                    return name
+    return None
 
 
 def visible_gpus(environ: dict[str, str]) -> int:
@@ -194,6 +208,7 @@ class Rank:
             "host": socket.gethostname(), "pid": os.getpid(), "python": sys.version.split()[0],
             "port": self.port.getsockname()[1] if self.port else None,
             "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
+            "interface": interface_with(self.channel.sock.getsockname()[0]),
         }  # fmt: skip
 
     def _cpu_seconds(self) -> float:

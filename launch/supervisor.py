@@ -9,42 +9,32 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-from distrib_launch import engines, failures, guard, hangs, preflight, results
+from distrib_launch import door, engines, failures, hangs, network, preflight, results, standstill
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
-from distrib_launch.engines import mpirun
+from distrib_launch.engine_process import EngineProcess
 from distrib_launch.liveness import Liveness
-from distrib_launch.plan import LaunchPlan, RankPlan
+from distrib_launch.plan import LaunchPlan
+from distrib_launch.rankstate import RankState
 
 from distrib.errors import DistribError, LaunchError
 
 START_SECONDS = 120.0
 """How long hosts may take to call back; a cold Python on a network file system is slow."""
 
-ENGINE_GRACE_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 """After the first failure, how long to wait for an earlier one that is still on the wire."""
 
 CAUSE_SECONDS = 2.5
 """The same when all that failed so far only lost their connection to another rank: it may have been a host that vanished."""
-
-STARTUP_SECONDS = 120.0
-COMPUTING_SECONDS = 0.1
-"""While a script starts (imports, reads data) and says nothing yet, using the processor this much in a beat is progress."""
-
-STACKS_SECONDS = 4.0
-NO_PROGRESS_NOTICE_SECONDS = 600.0
-"""Without --hang-timeout, when to say once who waits for whom; the job goes on."""
 
 STOP_GRACE_SECONDS = 5.0
 PING_SECONDS = 0.4
@@ -52,49 +42,6 @@ HOST_SILENCE_SECONDS = 1.8
 DEAD_CONNECTION_SECONDS = 30.0
 """After which the kernel gives up a connection whose bytes nobody acknowledges; a host that vanished is known before."""
 INPUT_PIECE_BYTES = 1 << 20
-STRANGER_SECONDS = 5.0
-STRANGERS_LIMIT = 256
-
-
-class RankState:
-    """What the supervisor knows of one rank."""
-
-    def __init__(self, plan: RankPlan, logs: Path) -> None:
-        self.plan = plan
-        self.channel: Channel | None = None
-        self.hello: dict[str, Any] = {}
-        self.address = ""
-        self.ending: failures.Ending | None = None
-        self.device = plan.device
-        self.placed: dict[str, Any] = {}
-        self.step = -1
-        self.cpu_seconds = 0.0
-        self.clock_offset = 0.0
-        self.best_round_trip = float("inf")
-        self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}
-        self._files: dict[int, IO[bytes]] = {}
-
-    @property
-    def error_log(self) -> Path:
-        return self._logs[2]
-
-    def write(self, descriptor: int, data: bytes) -> None:
-        if descriptor not in self._files:
-            self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
-        self._files[descriptor].write(data)
-
-    def close_files(self) -> None:
-        for descriptor, path in self._logs.items():
-            if descriptor in self._files:
-                self._files.pop(descriptor).close()
-            elif not path.exists():
-                path.touch()
-
-    def learn_clock(self, sent: float, theirs: float, now: float) -> None:
-        """Estimate how far the host's clock is ahead, from the exchange with the shortest round trip (as NTP does)."""
-        if now - sent < self.best_round_trip:
-            self.best_round_trip = now - sent
-            self.clock_offset = theirs - (sent + now) / 2
 
 
 class Supervisor:
@@ -114,6 +61,7 @@ class Supervisor:
         self.plan = plan
         self.console = console
         self.run_dir = Path(plan.run_dir)
+        self.hosts = {host.name: host for host in plan.hosts}
         self.runtime = engines.get(plan.engine)
         self.timeout_seconds = timeout_seconds
         self.hang_timeout_seconds = hang_timeout_seconds
@@ -123,8 +71,8 @@ class Supervisor:
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
         self.selector = selectors.DefaultSelector()
-        self.strangers: dict[Channel, float] = {}
-        self.engine: subprocess.Popen[bytes] | None = None
+        self.missing = len(self.ranks)  # that have not called back
+        self.engine: EngineProcess | None = None
         self.assigned = False
         self.first_bad = 0.0  # when the first bad ending came in, monotonic
         self.stopping = False
@@ -133,12 +81,8 @@ class Supervisor:
         self.verdict: tuple[results.Status, int] | None = (
             None  # status and exit code that were decided from outside the ranks
         )
-        self.engine_failure = ""
-        self.last_progress = self.assigned_at = time.monotonic()
-        self.quiet_so_far = True  # no rank has printed or reported anything
-        self.stacks: dict[int, hangs.Stack] | None = None  # while and after they are taken
-        self.stacks_deadline = 0.0
-        self.hang: results.Failure | None = None
+        self.failure: results.Failure | None = None  # what was found from outside the ranks
+        self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
         self.warnings: list[str] = []
         self.started = time.time()
 
@@ -166,33 +110,19 @@ class Supervisor:
         ):
             handlers[number] = signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
-        listeners = self._listen()
-        engine_guard: guard.Guard | None = None
+        entrance = self._listen()
         try:
-            self._start_engine(listeners)
-            assert self.engine
-            engine_pid = self.engine.pid
-
-            def end_engine() -> None:
-                _end_group(engine_pid, self.runtime.PATIENCE_SECONDS)
-                self._give_up()
-                if sockets := mpirun.sockets(self.plan):
-                    shutil.rmtree(sockets, ignore_errors=True)
-
-            engine_guard = guard.Guard(end_engine)
-            self._watch()
+            self.engine = EngineProcess(
+                self.plan, self.run_dir / "engine.log", token=self.token, addresses=entrance.addresses
+            )
+            self._watch(self.engine, entrance)
         finally:
-            self._end_engine()
-            if engine_guard:
-                engine_guard.dismiss()
-            for listener in listeners:
-                listener.close()
+            self._say_goodbye()
+            entrance.close()
             for state in self.ranks:
                 state.close_files()
                 if state.channel:
                     state.channel.close()
-            for stranger in self.strangers:
-                stranger.close()
             self.selector.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -202,37 +132,14 @@ class Supervisor:
             os.close(wake_write)
         return self._result()
 
-    def _listen(self) -> list[socket.socket]:
+    def _listen(self) -> door.Door:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
         addresses = set(self.plan.listen)
         if not addresses:
             addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
-        listeners = []
-        for address in sorted(addresses):
-            listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            listener.bind((address, 0))
-            listener.listen(512)
-            listener.setblocking(False)
-            self.selector.register(listener, selectors.EVENT_READ, self._accept)
-            listeners.append(listener)
-        return listeners
+        return door.Door(self.selector, self.token, addresses, self._welcome)
 
-    def _start_engine(self, listeners: list[socket.socket]) -> None:
-        self.runtime.write_files(self.run_dir, self.plan)
-        addresses = []
-        for listener in listeners:
-            host, port = listener.getsockname()[:2]
-            addresses.append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        environ = {
-            **os.environ, **self.plan.engine_environment, "DISTRIB_TOKEN": self.token,
-            "DISTRIB_CONTROL": ",".join(addresses), "DISTRIB_RUN_DIR": self.plan.run_dir,
-        }  # fmt: skip
-        with (self.run_dir / "engine.log").open("wb") as log:
-            self.engine = subprocess.Popen(
-                self.plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-
-    def _watch(self) -> None:
+    def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:
         next_ping = 0.0
         begun = start = time.monotonic()
         while not all(state.ending for state in self.ranks):
@@ -245,14 +152,12 @@ class Supervisor:
             if now >= next_ping:
                 self._ping()
                 next_ping = now + PING_SECONDS
-            for stranger, since in list(self.strangers.items()):
-                if now - since > STRANGER_SECONDS:
-                    self._drop_stranger(stranger)
-            assert self.engine
-            if self.engine.poll() is not None and not self.stopping:
+            entrance.turn_out(now)
+            engine_code = engine.exit_code()
+            if engine_code is not None and not self.stopping:
                 if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
-                self._engine_lost()
+                self._engine_lost(engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
             if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
@@ -268,7 +173,7 @@ class Supervisor:
                 for state in self.ranks:
                     if not state.ending:
                         self._lost(state, "did not end when it was told to")
-            elif self.stopping and self.engine.poll() is not None and not self.assigned:
+            elif self.stopping and engine_code is not None and not self.assigned:
                 break
 
     def _settle_seconds(self) -> float:
@@ -278,47 +183,24 @@ class Supervisor:
     # -- hangs ----------------------------------------------------------------------------------------------------
 
     def _watch_progress(self, now: float) -> None:
-        """When nobody has got on for too long: take every rank's stack, say who waits for whom, and end the job."""
-        if not self.assigned or self.stopping or self.hang:
+        """When nobody has got on for too long, say who waits for whom, and end the job if that was asked for."""
+        if not self.assigned or self.stopping:
             return
-        limit = self.hang_timeout_seconds or NO_PROGRESS_NOTICE_SECONDS
-        silent = now - self.last_progress
-        if self.stacks is None:
-            if silent > limit:
-                self.stacks = {}
-                self.stacks_deadline = now + STACKS_SECONDS
-                for state in self.ranks:
-                    if not state.ending:
-                        self._send(state, Kind.TAKE_STACKS, {})
-        elif silent < limit:
-            self.stacks = None  # it got on meanwhile
-        elif self.stacks_deadline and (
-            now > self.stacks_deadline or all(s.ending or s.plan.rank in self.stacks for s in self.ranks)
-        ):
-            self._tell_hang(limit)
-
-    def _progress(self) -> None:
-        self.last_progress = time.monotonic()
-        self.quiet_so_far = False
-
-    def _tell_hang(self, limit: float) -> None:
-        stacks = [
-            (self.stacks or {}).get(
-                state.plan.rank,
-                hangs.Stack(rank=state.plan.rank, host=state.plan.host, step=state.step, problem="no stack came"),
-            )
-            for state in self.ranks
-            if not state.ending
-        ]
-        lines = hangs.report(stacks, limit)
+        there = [state for state in self.ranks if not state.ending]
+        if self.standstill.begins(now):
+            for state in there:
+                self._send(state, Kind.TAKE_STACKS, {})
+        stacks = self.standstill.stacks(now, [(s.plan.rank, s.plan.host, s.step) for s in there])
+        if not stacks:
+            return
+        lines = hangs.report(stacks, self.standstill.limit_seconds)
         self.console.say("\n".join(lines))
-        self.stacks_deadline = 0.0
         if not self.hang_timeout_seconds:
             self.warnings.append(lines[0])
             self.console.say("the job goes on; --hang-timeout TIME would end it")
             return
         guilty = (hangs.culprits(stacks) or stacks)[0]
-        self.hang = results.Failure(
+        self.failure = results.Failure(
             rank=guilty.rank,
             host=guilty.host,
             time=time.time(),
@@ -339,66 +221,29 @@ class Supervisor:
 
     # -- who calls --------------------------------------------------------------------------------------------------
 
-    def _accept(self, listener: socket.socket, _: int) -> None:
-        with contextlib.suppress(OSError):
-            sock, _peer = listener.accept()
-            if len(self.strangers) >= STRANGERS_LIMIT:
-                sock.close()
-                return
-            channel = Channel(sock, self.token, listener=True)
-            self.strangers[channel] = time.monotonic()
-            self.selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._meet(channel))
-            try:
-                channel.flush()
-            except OSError:
-                self._drop_stranger(channel)
-
-    def _drop_stranger(self, channel: Channel) -> None:
-        del self.strangers[channel]
-        self.selector.unregister(channel.sock)
-        channel.close()
-
-    def _meet(self, channel: Channel) -> None:
-        """A caller that has not yet shown that it knows the token."""
-        state: RankState | None = None
-        try:
-            for kind, payload in channel.receive():
-                if state is not None:
-                    self._hear(state, kind, payload)
-                    continue
-                hello = json.loads(payload)
-                if kind is not Kind.HELLO:
-                    raise ProtocolError("the first frame is no hello")
-                state = self._welcome(channel, hello)
-        except (OSError, ProtocolError, ValueError, KeyError, IndexError):
-            channel.closed = True
-        if channel.closed and channel in self.strangers:
-            self._drop_stranger(channel)
-
-    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> RankState:
+    def _welcome(self, channel: Channel, hello: dict[str, Any]) -> door.Hear:
         state: RankState | None = self.ranks[hello["rank"]] if 0 <= hello["rank"] < len(self.ranks) else None
         if hello["world_size"] != self.plan.world_size or state is None:
             raise self._refuse_world(f"the engine started {hello['world_size']} ranks")
         if state.channel is not None:
             raise ProtocolError(f"rank {hello['rank']} has called already")
-        local = [rank for rank in self.plan.ranks if rank.host == state.plan.host]
-        if (hello["local_rank"], hello["local_world_size"]) != (state.plan.local_rank, len(local)):
+        host = self.hosts[state.plan.host]
+        if (hello["local_rank"], hello["local_world_size"]) != (state.plan.local_rank, host.ranks):
             raise self._refuse_world(
                 f"rank {hello['rank']} is local rank {hello['local_rank']} of {hello['local_world_size']} on "
-                f"{hello['host']}, not {state.plan.local_rank} of {len(local)} on {state.plan.host}"
+                f"{hello['host']}, not {state.plan.local_rank} of {host.ranks} on {state.plan.host}"
             )
-        del self.strangers[channel]
         state.channel = channel
         state.hello = hello
         state.address = channel.sock.getpeername()[0]
         give_up_on_silence(channel.sock, DEAD_CONNECTION_SECONDS)
         if not self.is_local:
-            port = next(host.port for host in self.plan.hosts if host.name == state.plan.host)
-            self.liveness.watch(state.plan.host, state.address, port)
+            self.liveness.watch(host.name, state.address, host.port)
         self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
-        if all(other.channel for other in self.ranks) and not self.stopping:
+        self.missing -= 1
+        if not self.missing and not self.stopping:
             self._assign()
-        return state
+        return lambda kind, payload: self._hear(state, kind, payload)
 
     def _refuse_world(self, what: str) -> LaunchError:
         return LaunchError(
@@ -409,15 +254,16 @@ class Supervisor:
     def _assign(self) -> None:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
-        self.last_progress = self.assigned_at = time.monotonic()
+        self.standstill.start()
         main = self.ranks[0]
-        hosts = {host.name: host for host in self.plan.hosts}
-        master = hosts[main.plan.host].address or main.address
+        master = self.hosts[main.plan.host].address or main.address
         shared = {"MASTER_ADDR": master, "MASTER_PORT": str(main.hello["port"])}
         for state in self.ranks:
-            host = hosts[state.plan.host]
+            host = self.hosts[state.plan.host]
             environment = {**state.plan.environment, **shared}
             if len(self.plan.hosts) > 1:
+                if not host.interface:  # nobody asked the hosts; but this one leads here
+                    environment = {**network.variables(state.hello.get("interface")), **environment}
                 environment["DISTRIB_ADDRESS"] = host.address or state.address
             for start in range(0, len(self.script_input), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, self.script_input[start : start + INPUT_PIECE_BYTES])
@@ -456,21 +302,19 @@ class Supervisor:
         if kind in (Kind.OUT, Kind.ERR):
             descriptor = 1 if kind is Kind.OUT else 2
             state.write(descriptor, payload)
-            self._progress()
+            self.standstill.progress()
             self.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.BEAT:
             beat = json.loads(payload)
             if "ping" in beat:
                 state.learn_clock(beat["ping"], beat["time"], time.time())
-            elif beat["cpu_seconds"] > state.cpu_seconds + COMPUTING_SECONDS:
+            elif beat["cpu_seconds"] > state.cpu_seconds + standstill.COMPUTING_SECONDS:
                 state.cpu_seconds = beat["cpu_seconds"]
-                if self.quiet_so_far and time.monotonic() - self.assigned_at < STARTUP_SECONDS:
-                    self.last_progress = time.monotonic()
+                self.standstill.computing()
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
-        elif kind is Kind.STACKS and self.stacks is not None:
-            rank = state.plan.rank
-            self.stacks[rank] = hangs.parse_stack(rank, state.plan.host, state.step, payload)
+        elif kind is Kind.STACKS:
+            self.standstill.add(hangs.parse_stack(state.plan.rank, state.plan.host, state.step, payload))
         elif kind is Kind.VALUE:
             with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
                 file.write(payload)
@@ -482,7 +326,7 @@ class Supervisor:
             with contextlib.suppress(ValueError, TypeError):  # a script may write anything into its pipe
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
-                self._progress()
+                self.standstill.progress()
                 if "metrics" in status and state.plan.rank == 0:
                     with (self.run_dir / "metrics.jsonl").open("ab") as file:
                         file.write(line + b"\n")
@@ -636,36 +480,26 @@ class Supervisor:
             hint=f"the engine's own words are in {log}",
         )
 
-    def _engine_lost(self) -> None:
+    def _engine_lost(self, code: int) -> None:
         """The engine ended under its ranks; without it MPI is broken, so the job ends too."""
-        assert self.engine
-        code = self.engine.returncode
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         self.verdict = ("failed", 1)
-        self.engine_failure = f"{self.plan.engine} {how} while its ranks were running"
+        self.failure = results.Failure(
+            rank=None, host=socket.gethostname(), time=time.time(), exit_code=None, signal=None, traceback="",
+            message=f"{self.plan.engine} {how} while its ranks were running", log=str(self.run_dir / "engine.log"),
+        )  # fmt: skip
         self._stop(self.grace_seconds)
 
-    def _end_engine(self) -> None:
-        """Say goodbye to the ranks and see the engine go, by force if it must."""
+    def _say_goodbye(self) -> None:
+        """Tell the ranks that nothing more is wanted, and see the engine go, by force if it must."""
         for state in self.ranks:
             self._send(state, Kind.END, {})
-        if self.engine is None:
-            return
-        deadline = time.monotonic() + ENGINE_GRACE_SECONDS
-        while self.engine.poll() is None and time.monotonic() < deadline:
-            with contextlib.suppress(OSError, DistribError):
-                self._turn(0.01)
-        if self.engine.poll() is None:
-            _end_group(self.engine.pid)
-            self.engine.wait()
-        if self.engine.returncode < 0:
-            self._give_up()
+        if self.engine:
+            self.engine.end(self._turn_once)
 
-    def _give_up(self) -> None:
-        """The engine was killed: have what it may have left ended."""
-        if command := self.runtime.give_up(self.plan):
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
+    def _turn_once(self) -> None:
+        with contextlib.suppress(OSError, DistribError):
+            self._turn(0.01)
 
     def _result(self) -> results.Result:
         endings = self.endings
@@ -678,16 +512,9 @@ class Supervisor:
                 self.warnings.append(why)
                 self.console.say(why)
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
-        failure = None
-        if self.engine_failure:
-            failure = results.Failure(
-                rank=None, host=socket.gethostname(), time=time.time(), exit_code=None, signal=None,
-                message=self.engine_failure, traceback="", log=str(self.run_dir / "engine.log"),
-            )  # fmt: skip
-        elif self.hang:
-            failure = self.hang
-        elif first and status == "failed":
-            interpreter = next(self.plan.script_on(host)[0] for host in self.plan.hosts if host.name == first.host)
+        failure = self.failure
+        if first and status == "failed" and not failure:
+            interpreter = self.plan.script_on(self.hosts[first.host])[0]
             failure = failures.describe(first, endings, self.ranks[first.rank].error_log, interpreter)
         return results.Result(
             status=status,
@@ -709,15 +536,3 @@ class Supervisor:
             first_failure=failure,
             warnings=tuple(self.warnings),
         )  # fmt: skip
-
-
-def _end_group(leader: int, patience_seconds: float = 0.0) -> None:
-    """End a session's processes: those that do not end by themselves get SIGTERM and, a second later, SIGKILL."""
-    deadline = time.monotonic() + patience_seconds
-    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    guard.send(members, signal.SIGTERM)
-    deadline = time.monotonic() + ENGINE_GRACE_SECONDS
-    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    guard.send(members, signal.SIGKILL)

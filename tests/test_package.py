@@ -34,7 +34,7 @@ def modules_on_disk() -> set[str]:
         str(Path(package, path.relative_to(ROOT / folder)))
         for package, folder in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".yaml") or path.name == "py.typed"
     }
 
 

@@ -36,7 +36,9 @@ def _memory(group: NodeGroup) -> Rule | None:
         f"memory {_size(group.memory_bytes)} is {group.memory_bytes / together:.1f} times "
         f"the GPUs' {format_size(together, digits=3, binary=False)}"
     )
-    return Rule(rule="memory", kept=kept, text=text + ("" if kept else "; give the host at least twice as much as its GPUs"))
+    return Rule(
+        rule="memory", kept=kept, text=text + ("" if kept else "; give the host at least twice as much as its GPUs")
+    )
 
 
 def _cores(group: NodeGroup) -> Rule | None:
@@ -44,7 +46,9 @@ def _cores(group: NodeGroup) -> Rule | None:
         return None
     kept = group.cores >= group.gpus.count
     text = f"{group.cores} cores for {group.gpus.count} GPU(s)"
-    return Rule(rule="cores", kept=kept, text=text + ("" if kept else "; each GPU's rank and its data loaders want one or more"))
+    return Rule(
+        rule="cores", kept=kept, text=text + ("" if kept else "; each GPU's rank and its data loaders want one or more")
+    )
 
 
 def _pcie(group: NodeGroup) -> Rule | None:
@@ -58,7 +62,9 @@ def _pcie(group: NodeGroup) -> Rule | None:
     text = f"GPUs at {slot.spec.name} x{slot.lanes}, {_rate(slot.rate_bytes_per_second)}"
     if not kept:
         wanted = f"{best.spec.name} x{best.lanes}" if best else f"{slot.spec.name} x16"
-        text += f", though they could do {wanted}, {_rate(full)}; use other slots, or look for the board's lane settings"
+        text += (
+            f", though they could do {wanted}, {_rate(full)}; use other slots, or look for the board's lane settings"
+        )
     return Rule(rule="PCIe", kept=kept, text=text)
 
 

@@ -193,18 +193,21 @@ def parse_topology(text: str, source: str) -> Topology:
     # What probe wrote is much longer than what people write; where it stands as it was written, it need not be read as YAML.
     before, part, after = split_measured(text)
     measured = decode_measured(part)
-    if measured is None or (wrong := _described(before + after, source, measured)) is None:
-        document = parse(text, source)
-        _require_mapping(document)
-        return _finish(typed(document, Description), source)
-    return wrong
+    if measured is not None:
+        # An empty part in its place shows whether the file is YAML around it.
+        topology = _described(f"{before}measured:\n{after}", source, measured)
+        if topology is not None:
+            return topology
+    document = parse(text, source)
+    _require_mapping(document)
+    return _finish(typed(document, Description), source)
 
 
 def _described(text: str, source: str, measured: Measured) -> Topology | None:
-    """The topology without its measured part, and that; None where something is wrong, so that the whole is read for the error."""
+    """The topology that `text` describes, with its measured part; None where something is wrong and the whole must be read."""
     try:
         document = parse(text, source)
-        if not isinstance(document.data, dict) or "measured" in document.data:
+        if not isinstance(document.data, dict) or document.data.get("measured", 0) is not None:
             return None
         description = typed(document, Description)
     except TopologyError:

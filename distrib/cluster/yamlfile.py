@@ -19,8 +19,8 @@ import yaml
 from distrib.errors import TopologyError
 
 MAX_BYTES = 64 * 2**20
-MAX_VALUES = 5_000_000
-"""More values than this come from aliases of aliases, not from a person or from probe."""
+MAX_REPEATED = 100_000
+"""More values than this behind aliases come from aliases of aliases, not from a person."""
 MAX_DEPTH = 40
 
 T = TypeVar("T")
@@ -106,6 +106,7 @@ def read_text(path: str | Path) -> str:
 def parse(text: str, source: str) -> Document:
     """The one document in `text`. Raises TopologyError where it is no YAML that can be trusted."""
     try:
+        _check_depth(text, source)
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
@@ -113,8 +114,6 @@ def parse(text: str, source: str) -> Document:
             loader.dispose()
     except yaml.YAMLError as error:
         raise _no_yaml(error, text, source) from None
-    except RecursionError:
-        raise TopologyError("is nested too deeply", source=source) from None
     return Document(source, root, _Builder(source).build(root, 0) if root is not None else None)
 
 
@@ -136,18 +135,38 @@ def split_path(path: str) -> list[PathPart]:
     return parts
 
 
+def _check_depth(text: str, source: str) -> None:
+    """Refuse what is nested so deeply that composing it, which libyaml's binding does on the C stack, would crash."""
+    loader, depth = _Loader(text), 0
+    try:
+        while loader.check_event():
+            event = loader.get_event()
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > MAX_DEPTH:
+                raise TopologyError("is nested too deeply", source=source, line=event.start_mark.line + 1)
+    finally:
+        loader.dispose()
+
+
 class _Builder:
     """From nodes to plain values. Aliases are followed, and what they stand for is counted each time."""
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._count = 0
+        self._seen: set[int] = set()
+        self._repeated = 0
 
-    def build(self, node: yaml.Node, depth: int) -> Any:
-        self._count += 1
-        if self._count > MAX_VALUES:
+    def build(self, node: yaml.Node, depth: int, *, repeated: bool = False) -> Any:
+        if isinstance(node, yaml.CollectionNode):
+            repeated = repeated or id(node) in self._seen
+            self._seen.add(id(node))
+        self._repeated += repeated
+        if self._repeated > MAX_REPEATED:
             raise self._error(
-                node, f"more than {MAX_VALUES:,} values", "its aliases multiply each other; write them out"
+                node, f"aliases stand for more than {MAX_REPEATED:,} values", "they multiply each other; write them out"
             )
         if depth > MAX_DEPTH:
             raise self._error(node, "is nested too deeply", "an alias may not hold itself")
@@ -156,7 +175,7 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return node.value if node.style else _plain(node.value)
         if isinstance(node, yaml.SequenceNode):
-            return [self.build(item, depth + 1) for item in node.value]
+            return [self.build(item, depth + 1, repeated=repeated) for item in node.value]
         found: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -164,7 +183,7 @@ class _Builder:
             if not isinstance(key, yaml.ScalarNode):
                 raise self._error(key, "a key must be a word")
             if key.value == "<<" and not key.style:
-                self._merge(merged, value, depth)
+                self._merge(merged, value, depth, repeated)
                 continue
             if key.value in found:
                 raise self._error(
@@ -173,13 +192,13 @@ class _Builder:
                     "drop one of them",
                 )
             lines[key.value] = key.start_mark.line + 1
-            found[key.value] = self.build(value, depth + 1)
+            found[key.value] = self.build(value, depth + 1, repeated=repeated)
         return {**merged, **found}
 
-    def _merge(self, merged: dict[str, Any], node: yaml.Node, depth: int) -> None:
+    def _merge(self, merged: dict[str, Any], node: yaml.Node, depth: int, repeated: bool) -> None:
         """`<<: *other`: the other's keys, where there are no own ones."""
         for item in node.value if isinstance(node, yaml.SequenceNode) else [node]:
-            value = self.build(item, depth + 1)
+            value = self.build(item, depth + 1, repeated=repeated)
             if not isinstance(value, dict):
                 raise self._error(item, "`<<` must name a mapping")
             for key, inner in value.items():

@@ -21,7 +21,7 @@ from distrib.probe.messages import AllReduce
 from distrib.training import rendezvous
 from distrib.training.world import World, find_device
 
-REPETITIONS = 8
+REPETITIONS = 20
 FEW = 2
 ENOUGH_SECONDS = 0.25
 """Repetitions of a size may take this long; at least `FEW` are made."""

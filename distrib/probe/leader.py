@@ -34,6 +34,7 @@ PATIENCE_SECONDS = 6.0
 """How much longer than planned a measurement may take before it counts as failed."""
 
 ANSWER_SECONDS = 2.0
+CROSSING_SECONDS = 0.6
 
 
 class Leader:
@@ -227,7 +228,8 @@ class Leader:
         def run(key: str, phase: Round) -> dict[Pair, float]:
             step = Step(
                 key=f"sharing/{key}", what="who shares", way=self.primary, load="bisection", phases=(phase,),
-                seconds=self.settings.stream_seconds,
+                # The last phase gives the ratio: long, so that it matters little that not all begin and end at once.
+                seconds=CROSSING_SECONDS if key == "crossing" else self.settings.stream_seconds,
             )  # fmt: skip
             parts = {}
             for record in self._transfer(step, phase):
@@ -249,7 +251,9 @@ class Leader:
         except ProbeTimeout as problem:
             return (f"who shares a link could not be found: {problem}",)
         if found is None:
-            return ("pairs slow each other down, but not as hosts on two sides of one link would",)
+            busy = max(record.busy for record in self.seen if record.step.startswith("sharing")) > suspects.BUSY
+            why = "; the processors were busy throughout" if busy else ""
+            return (f"pairs slow each other down, but not as hosts on two sides of one link would{why}",)
         names = self.spec.hosts
         self.emit(GroupsSeen(sides=(tuple(names[n] for n in found.left), tuple(names[n] for n in found.right))))
         return ()

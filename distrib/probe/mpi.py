@@ -1,7 +1,6 @@
 """Time against size between two ranks over MPI point to point: what its transport gets through the wire.
 
-The receiver leads and takes the times. It orders messages of a size, keeps enough orders under way that the wire never
-falls idle, and stamps their arrival. The sender only obeys. As in the OSU benchmarks (osu_bw.c) all messages of a size land
+The receiver leads and takes the times: it orders messages of a size and stamps their arrival. The sender only obeys. As in the OSU benchmarks (osu_bw.c) all messages of a size land
 in one buffer; nobody reads them.
 """
 
@@ -19,24 +18,24 @@ from distrib.cluster.measured import Point
 from distrib.probe import samples
 from distrib.probe.deadline import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeout, wait
 
-ORDER, DATA, PING = 11, 12, 13
+FIRST_TAG = 16
+"""Each exchange has three tags of its own, so that what is left of one that was given up meets no other."""
+
 SMALL_BYTES = 1024
 """Up to this size half a round trip is the time of a message; beyond it, half a round trip and the message's time on the wire."""
 
-BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 64
+BLOCK_BYTES, BLOCK_MESSAGES = 512 << 10, 256
 WARM_BYTES = 512 << 10
-WINDOW = 4
-MIN_BLOCKS, MAX_BLOCKS = 3, 200
-FIRST_RATE = 100e6
-"""Bytes per second assumed before the first size is measured."""
+MAX_BLOCKS = 1000
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receiver saw: half a round trip, a point for each size, and the rate of the largest messages."""
+    """What the receiver saw: half a round trip, and a point for each size."""
 
     latency_seconds: float
     points: tuple[Point, ...]
-    rate: samples.Summary | None
+    large: samples.Summary | None
+    """Seconds of the largest messages, without the latency."""
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
@@ -50,12 +49,13 @@ class Order(msgspec.Struct, frozen=True, array_like=True):
 class Sender:
     """Obeys orders of the rank `peer` until it says that it is done; call `step` until it returns True."""
 
-    def __init__(self, comm: Any, peer: int, buffer: memoryview) -> None:
+    def __init__(self, comm: Any, peer: int, exchange: int, buffer: memoryview) -> None:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
+        self._tags = tags(exchange)
         self._slot = bytearray(64)
-        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, ORDER)
+        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags[0])
         self._under_way: deque[Any] = deque()
         self._echo: Order | None = None
         self._left = 0
@@ -77,18 +77,18 @@ class Sender:
             if not order.count:
                 self._ended = True
             else:
-                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, ORDER)
+                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags[0])
                 part = [self._buffer[: order.size], self._mpi.BYTE]
                 if order.echo:
                     self._echo, self._left = order, order.count
                     self._expect()
                 else:
-                    self._under_way += [self._comm.Isend(part, self._peer, DATA) for _ in range(order.count)]
+                    self._under_way += [self._comm.Isend(part, self._peer, self._tags[1]) for _ in range(order.count)]
         return self._ended and not self._under_way
 
     def _expect(self) -> None:
         assert self._echo
-        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, PING)
+        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags[2])
 
     def _answer(self) -> None:
         assert self._echo
@@ -99,25 +99,29 @@ class Sender:
         if self._left:
             # Ready for the next before this one is answered.
             answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
-            self._under_way.append(self._comm.Isend(answer, self._peer, PING))
+            self._under_way.append(self._comm.Isend(answer, self._peer, self._tags[2]))
             self._expect()
         else:
             self._under_way.append(
-                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, PING)
+                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags[2])
             )
 
 
 class Receiver:
     """Leads the rank `peer`, which runs a `Sender`. `sender`: what this rank sends meanwhile, for both ways at once."""
 
-    def __init__(self, comm: Any, peer: int, buffer: memoryview, deadline: float, sender: Sender | None = None) -> None:
+    def __init__(
+        self, comm: Any, peer: int, exchange: int, buffer: memoryview, deadline: float, sender: Sender | None = None
+    ) -> None:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
         self._deadline = deadline
         self._sender = sender
+        self._tags = tags(exchange)
         self._orders: deque[tuple[Any, bytearray]] = deque()
-        self.rate = FIRST_RATE
+        self._block: list[Any] = []
+        self.round_trip = 0.0
 
     def half_round_trip(self, size: int, repetitions: int) -> samples.Summary:
         """Seconds for half a round trip of `size` bytes, after a few trips that do not count."""
@@ -126,50 +130,35 @@ class Receiver:
         part = [self._buffer[:size], self._mpi.BYTE]
         trips = []
         for _ in range(repetitions + warm):
-            back = self._comm.Irecv(part, self._peer, PING)
+            back = self._comm.Irecv(part, self._peer, self._tags[2])
             begun = time.perf_counter()
-            out = self._comm.Isend(part, self._peer, PING)
+            out = self._comm.Isend(part, self._peer, self._tags[2])
             self._spin(back, "no answer to a ping")
             trips.append((time.perf_counter() - begun) / 2)
             out.Wait()  # it has been answered, so it has gone
         return samples.summarise(trips[warm:])
 
-    def stream(self, size: int, seconds: float, *, at_most: int = MAX_BLOCKS, fixed: bool = False) -> samples.Summary:
-        """Bytes per second of messages of `size` bytes that follow each other for about `seconds`.
+    def stream(self, size: int, seconds: float) -> samples.Summary:
+        """Seconds that a message of `size` bytes adds to those before it, from blocks of messages for about `seconds`.
 
-        At least one message is timed, however long it takes, and at most `at_most` blocks of messages. `fixed`: go on
-        until the time is over, whatever the rate turns out to be.
+        Small messages come in blocks; a block is ordered when the one before has arrived, and the round trip that this
+        costs is taken off. More than one large message at a time would share the wire, and arrive together.
+        At least one block is timed, however long it takes, and at most `MAX_BLOCKS`.
         """
         each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
-        wanted = max(1, min(at_most, round(seconds * self.rate / (size * each))))
-        waiting: deque[list[Any]] = deque()
-        # A block that is not timed: bursts pass, windows open.
+        # Not timed: bursts pass, windows open.
         warm = min(size, WARM_BYTES)
-        warm_each = max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm))
-        waiting.append(self._block(warm, warm_each))
-        ordered = 0
-        stamps: list[float] = []
-        ends = float("inf")
-        while True:
-            while len(waiting) < WINDOW and (time.perf_counter() < ends if fixed else ordered < wanted):
-                waiting.append(self._block(size, each))
-                ordered += 1
-            if not waiting:
-                break
-            block = waiting.popleft()
-            self._spin_all(block, "the stream stands still")
-            stamps.append(time.perf_counter())
-            if fixed and len(stamps) == 1:
-                ends = stamps[0] + seconds
-        spans = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
-        if len(spans) > 2 * MIN_BLOCKS:  # the end of a stream is no longer filled
-            spans = spans[1:]
-        # Arrivals come in bunches; few and longer spans tell the rate better than many short ones.
-        bunch = max(1, len(spans) // 12)
-        joined = [sum(spans[i : i + bunch]) for i in range(0, len(spans) - bunch + 1, bunch)]
-        summary = samples.summarise([size * each * bunch / max(span, 1e-9) for span in joined])
-        self.rate = summary.median
-        return summary
+        self._take(warm, max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm)))
+        spans: list[float] = []
+        begun = before = time.perf_counter()
+        while not spans or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS):
+            self._take(size, each)
+            now = time.perf_counter()
+            spans.append(now - before)
+            before = now
+        bunch = max(1, len(spans) // 10)
+        joined = [sum(spans[i : i + bunch]) / bunch for i in range(0, len(spans) - bunch + 1, bunch)]
+        return samples.summarise([max(span - self.round_trip, span / 10) / each for span in joined])
 
     def finish(self) -> None:
         """Tell the sender that this is all; see this rank's own sending to its end."""
@@ -184,15 +173,16 @@ class Receiver:
 
     def _order(self, order: Order) -> None:
         slot = bytearray(msgspec.msgpack.encode(order).ljust(64, b"\0"))
-        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, ORDER), slot))
-        while len(self._orders) > WINDOW and self._orders[0][0].Test():
+        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags[0]), slot))
+        while self._orders[0][0].Test() and len(self._orders) > 1:
             self._orders.popleft()
 
-    def _block(self, size: int, count: int) -> list[Any]:
+    def _take(self, size: int, count: int) -> None:
+        """Order a block of messages and wait for it."""
         part = [self._buffer[:size], self._mpi.BYTE]
-        block = [self._comm.Irecv(part, self._peer, DATA) for _ in range(count)]
+        self._block = [self._comm.Irecv(part, self._peer, self._tags[1]) for _ in range(count)]
         self._order(Order(size, count))
-        return block
+        self._spin_all(self._block, "the stream stands still")
 
     def _spin(self, request: Any, what: str) -> None:
         if self._sender:
@@ -221,9 +211,14 @@ class Receiver:
         wait(step, self._deadline, what)
 
 
-def obey(comm: Any, peer: int, buffer: memoryview, deadline: float) -> None:
-    """Send to `peer` what its `Receiver` asks for, to the end."""
-    sender = Sender(comm, peer, buffer)
+def tags(exchange: int) -> tuple[int, int, int]:
+    """The tags of an exchange for orders, messages and pings."""
+    first = FIRST_TAG + 3 * exchange
+    return first, first + 1, first + 2
+
+
+def obey(sender: Sender, deadline: float) -> None:
+    """Send what the `Receiver` at the other end asks for, to the end."""
     while not sender.step():
         now = time.monotonic()
         if now > deadline:
@@ -235,22 +230,21 @@ def obey(comm: Any, peer: int, buffer: memoryview, deadline: float) -> None:
 
 
 def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, stream_seconds: float) -> Curve:
-    """A curve over `sizes`, and the rate of large messages over about `stream_seconds`.
+    """A curve over `sizes`.
 
     `seconds` are shared evenly by the sizes that are streamed; the largest gets `stream_seconds`.
     """
     latency = receiver.half_round_trip(8, pings)
+    receiver.round_trip = 2 * latency.median
     points = []
-    rates: dict[int, samples.Summary] = {}
+    last: samples.Summary | None = None
     streamed = [size for size in sizes if size > SMALL_BYTES]
     for size in sizes:
         if size <= SMALL_BYTES:
             trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
             points.append(Point(size, trip.median, trip.variation))
             continue
-        share = stream_seconds if size == streamed[-1] and stream_seconds else seconds / len(streamed)
-        summary = receiver.stream(size, share)
-        rates[size] = summary
-        points.append(Point(size, latency.median + size / summary.median, summary.variation))
-    best = rates[streamed[-1]] if streamed else None  # the largest: it was streamed for longest
-    return Curve(latency_seconds=latency.median, points=tuple(points), rate=best)
+        share = stream_seconds if size == streamed[-1] else seconds / len(streamed)
+        last = receiver.stream(size, share)
+        points.append(Point(size, latency.median + last.median, last.variation))
+    return Curve(latency_seconds=latency.median, points=tuple(points), large=last)

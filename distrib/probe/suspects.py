@@ -19,25 +19,25 @@ PEERS = 3
 
 
 class Baseline:
-    """What each pair reaches alone: as measured, else as its hosts do with others, else as is usual."""
+    """What each pair reaches alone: as measured, else what both its hosts have shown that they can do."""
 
     def __init__(self, seen: Iterable[PairSeen], way: Way) -> None:
         self._pairs: dict[tuple[str, str], float] = {}
-        for record in one_way(seen, way, "alone"):
-            pair = record.source, record.target
-            self._pairs[pair] = max(self._pairs.get(pair, 0.0), record.bandwidth_bytes_per_second)
-        self.usual = statistics.median(self._pairs.values()) if self._pairs else 0.0
-        hosts: dict[str, list[float]] = {}
-        for (source, target), rate in self._pairs.items():
-            hosts.setdefault(source, []).append(rate)
-            hosts.setdefault(target, []).append(rate)
-        # A host is as fast as it was with the fastest other: the others may have been the slow ones.
-        self._hosts = {host: max(rates) for host, rates in hosts.items()}
+        self._hosts: dict[str, float] = {}
+        for load in ("alone", "together", "bisection"):
+            for record in one_way(seen, way, load):
+                rate = record.bandwidth_bytes_per_second
+                pair = record.source, record.target
+                if load == "alone":
+                    self._pairs[pair] = max(self._pairs.get(pair, 0.0), rate)
+                # A host is as fast as it was with the fastest other: the others may have been the slow ones.
+                for host in pair:
+                    self._hosts[host] = max(self._hosts.get(host, 0.0), rate)
 
     def of(self, source: str, target: str) -> float:
-        """Bytes per second; 0 where nothing was measured alone."""
+        """Bytes per second; 0 where nothing is known of one of them."""
         known = self._pairs.get((source, target)) or self._pairs.get((target, source))
-        return known or min(self._hosts.get(source, self.usual), self._hosts.get(target, self.usual))
+        return known or min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
 
 
 def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:
@@ -77,10 +77,7 @@ def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: i
 
 
 def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> list[tuple[tuple[str, str], ...]]:
-    """Pairs that ran at once and slowed each other down, the phase that lost most first.
-
-    A phase whose hosts' processors were busy throughout is left out: they are what all share.
-    """
+    """Pairs that ran at once and slowed each other down, the phase that lost most first."""
     phases: dict[tuple[str, bool], list[PairSeen]] = {}
     for load in ("together", "bisection"):
         for record in one_way(seen, way, load):
@@ -91,7 +88,7 @@ def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> lis
         slow = []
         for record in records:
             own = baseline.of(record.source, record.target)
-            if own and record.bandwidth_bytes_per_second < SLOWED * own and record.busy < BUSY:
+            if own and record.bandwidth_bytes_per_second < SLOWED * own:
                 slow.append((1 - record.bandwidth_bytes_per_second / own, (record.source, record.target)))
         if len(slow) > 1:
             slow.sort(reverse=True)

@@ -184,7 +184,7 @@ def _drain(
     with selectors.DefaultSelector() as selector:
         for sock in sockets:
             sock.setblocking(False)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LOW_WATER_BYTES // len(sockets))
             selector.register(sock, selectors.EVENT_READ)
         total = 0
         stamps: list[tuple[float, int]] = []

@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Any
 
+import msgspec
+
 from distrib.probe import inside, mpi, samples, tcp
 from distrib.probe.deadline import ProbeTimeout
 from distrib.probe.facts import Load
@@ -27,6 +29,8 @@ class Worker:
         self.setup = Setup(token=b"", places=(), streams=1)
         self._buffers: dict[str, memoryview] = {}
         self._collective: Any = None
+        self._abandoned: list[Any] = []
+        """Exchanges that were given up: MPI may still write into their memory."""
 
     def perform(self, task: Task) -> Reply:
         """Do this rank's part of a task. What goes wrong is in the answer."""
@@ -39,7 +43,7 @@ class Worker:
         except FAILURES as error:
             words = str(error).strip().splitlines()
             reply = Reply(number=task.number, rank=self.rank, failed=words[0] if words else type(error).__name__)
-        return _timed(reply, time.monotonic() - begun, load.busy())
+        return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=load.busy())
 
     def _do(self, task: Task, deadline: float) -> Reply:
         if isinstance(task, Inside):
@@ -68,17 +72,25 @@ class Worker:
     def _mpi(self, task: Transfer, deadline: float) -> Reply:
         largest = max(task.sizes)
         peer = task.source if task.target == self.rank else task.target
-        if task.both_ways:
-            sender = mpi.Sender(self.comm, peer, self._buffer("out", largest))
-        elif task.source == self.rank:
-            mpi.obey(self.comm, peer, self._buffer("out", largest), deadline)
-            return Reply(number=task.number, rank=self.rank)
-        else:
-            sender = None
-        receiver = mpi.Receiver(self.comm, peer, self._buffer("in", largest), deadline, sender)
-        curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest)
-        receiver.finish()
-        return Reply(number=task.number, rank=self.rank, arrived=arrived(curve))
+        sender = receiver = None
+        try:
+            if task.both_ways or task.source == self.rank:
+                sender = mpi.Sender(self.comm, peer, task.number, self._buffer("out", largest))
+            if sender and not task.both_ways:
+                mpi.obey(sender, deadline)
+                return Reply(number=task.number, rank=self.rank)
+            receiver = mpi.Receiver(self.comm, peer, task.number, self._buffer("in", largest), deadline, sender)
+            curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest)
+            receiver.finish()
+        except BaseException:
+            self._abandoned.append((sender, receiver))
+            raise
+        assert curve.large is not None
+        rate = msgspec.structs.replace(curve.large, median=largest / curve.large.median)
+        reached = _arrived(curve.latency_seconds, rate)
+        return Reply(
+            number=task.number, rank=self.rank, arrived=msgspec.structs.replace(reached, curve=curve.points)
+        )
 
     # -- TCP ----------------------------------------------------------------------------------------------------------
 
@@ -121,21 +133,8 @@ class Worker:
         )  # fmt: skip
 
 
-def arrived(curve: mpi.Curve) -> Arrived:
-    """What a curve comes to; its rate is that of the largest messages."""
-    if curve.rate is None:
-        raise ValueError("no size was streamed")
-    reached = _arrived(curve.latency_seconds, curve.rate)
-    return Arrived(**{**{name: getattr(reached, name) for name in reached.__struct_fields__}, "curve": curve.points})
-
-
 def _arrived(latency_seconds: float | None, rate: samples.Summary) -> Arrived:
     return Arrived(
         latency_seconds=latency_seconds, bandwidth_bytes_per_second=rate.median, variation=rate.variation,
         repetitions=rate.repetitions, outliers=rate.outliers,
     )  # fmt: skip
-
-
-def _timed(reply: Reply, seconds: float, busy: float) -> Reply:
-    fields = {name: getattr(reply, name) for name in reply.__struct_fields__}
-    return Reply(**{**fields, "seconds": seconds, "busy": busy})

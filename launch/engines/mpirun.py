@@ -59,8 +59,8 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["-np", str(sum(host.ranks for host in hosts))]
     if any(host.name != "localhost" for host in hosts):
         words += ["--prtemca", "plm_ssh_agent", _agent(plan)]
-        # This machine alone calls on the others: its keys and its connections are those that were checked.
-        words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
+        if _needs_agent(plan):  # only this machine has what the agent needs, so it alone calls on the others
+            words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
     for name in PASSED_BY_NAME:
         words += ["-x", name]
     return (*words, *_rank_command(plan))

@@ -65,6 +65,7 @@ class Cluster:
     """`hosts` virtual hosts named n1, n2, ... with `slots` slots each.
 
     `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s); `rates` overrides it by host.
+    `racks` are hosts that share a bridge of their own, joined to the others by an uplink of `trunk_rate`.
     Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts and `directory` is a
     scratch folder that every host sees.
     """
@@ -76,12 +77,16 @@ class Cluster:
         slots: int = 1,
         rate: str | None = None,
         rates: Mapping[str, str] | None = None,
+        racks: Sequence[Sequence[str]] = (),
+        trunk_rate: str | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name or OWN_NAMES + secrets.token_hex(3)
         self.hosts = [f"n{i}" for i in range(1, hosts + 1)]
         self.slots = slots
         self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
+        self.racks = [list(rack) for rack in racks]
+        self.trunk_rate = trunk_rate
         self.directory = STATE_ROOT / self.name
         self._lost: set[str] = set()
         self._sshds: dict[str, subprocess.Popen[bytes]] = {}
@@ -112,12 +117,21 @@ class Cluster:
         self.hostfile.write_text("".join(f"{host} slots={self.slots}\n" for host in self.hosts))
         _sh("ip", "netns", "add", self._net)
         commands = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
+        for number in range(1, len(self.racks) + 1):
+            commands += [
+                f"link add br{number} type bridge", f"link set br{number} up",
+                f"link add up{number} type veth peer name down{number}",
+                f"link set up{number} master br{number} up", f"link set down{number} master br0 up",
+            ]  # fmt: skip
         _sh("ip", "-n", self._net, "-batch", "-", text="\n".join(commands))
+        for number in range(1, len(self.racks) + 1):
+            for device in (f"up{number}", f"down{number}"):
+                self._limit(self._net, device, self.trunk_rate)
         for index, host in enumerate(self.hosts, start=1):
             _sh("ip", "netns", "add", self.namespace(host))
             _sh("ip", "link", "add", "eth0", "netns", self.namespace(host), "type", "veth",
                 "peer", "name", f"p{index}", "netns", self._net)  # fmt: skip
-            _sh("ip", "-n", self._net, "link", "set", f"p{index}", "master", "br0", "up")
+            _sh("ip", "-n", self._net, "link", "set", f"p{index}", "master", self._bridge(host), "up")
             lines = ["link set lo up", f"address add {self.address(host)}/16 dev eth0", "link set eth0 up"]
             _sh("ip", "-n", self.namespace(host), "-batch", "-", text="\n".join(lines))
             self.shape(host, self.rates[host])
@@ -236,12 +250,7 @@ class Cluster:
         self.rates[host] = rate
         port = f"p{self.hosts.index(host) + 1}"
         for namespace, device in ((self.namespace(host), "eth0"), (self._net, port)):
-            _sh("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root", check=False)
-            if rate is not None:
-                # A millisecond's worth of bytes, and never less than two of the 64 KiB packets that veth passes whole.
-                burst = max(128 * 1024, parse_rate(rate) // 8 // 1000)
-                _sh("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
-                    "rate", rate, "burst", str(burst), "latency", "50ms")  # fmt: skip
+            self._limit(namespace, device, rate)
 
     def cut(self, host: str) -> None:
         """Take a host's link down; its processes run on."""
@@ -274,6 +283,19 @@ class Cluster:
     @property
     def _net(self) -> str:
         return f"{self.name}-net"
+
+    def _bridge(self, host: str) -> str:
+        return next((f"br{number}" for number, rack in enumerate(self.racks, 1) if host in rack), "br0")
+
+    @staticmethod
+    def _limit(namespace: str, device: str, rate: str | None) -> None:
+        """Shape what leaves by a device."""
+        _sh("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root", check=False)
+        if rate is not None:
+            # A millisecond's worth of bytes, and never less than two of the 64 KiB packets that veth passes whole.
+            burst = max(128 * 1024, parse_rate(rate) // 8 // 1000)
+            _sh("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf",
+                "rate", rate, "burst", str(burst), "latency", "50ms")  # fmt: skip
 
     def _write_state(self) -> None:
         (self.directory / "state.json").write_text(json.dumps({"slots": self.slots, "rates": self.rates}))

@@ -299,7 +299,12 @@ def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]]) -> LinkView:
     measured = [(way, name) for way, name in ways if way.origin == "measured"]
     chosen = measured or list(ways)
     slowest, name = min(chosen, key=lambda item: item[0].bandwidth_bytes_per_second)
-    latencies = [way.latency_seconds for way, _ in chosen if way.latency_seconds is not None]
+    # Inside a host probe measures bandwidth alone; the catalogue's latency would pass for measured.
+    latencies = [
+        way.latency_seconds
+        for way, _ in chosen
+        if way.latency_seconds is not None and not (measured and isinstance(way, InsideWay))
+    ]
     first = chosen[0][0]
     return LinkView(
         name=label,

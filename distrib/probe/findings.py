@@ -1,0 +1,463 @@
+"""What is wrong with the wire, worst first: each finding with its evidence and what to do about it. Pure.
+
+Links are judged against the others of their class in this cluster, not against a catalogue: the median is what is usual
+here, and a link or host that stays clearly below it, measured twice, is told of.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from distrib.probe.records import Facts, GroupsSeen, PairSeen, Record, Started, best
+from distrib.probe.settings import Way
+from distrib.probe.suspects import BUSY, PEERS, SLOW, Baseline, one_way
+from distrib.units import format_rate
+
+Kind = Literal[
+    "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "half_duplex", "mtu",
+    "noisy_link", "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline",
+]  # fmt: skip
+Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
+
+BAD = 0.75
+"""Below this part of what is usual a link is an error, above it a warning."""
+
+DEVIATIONS = 6.0
+"""How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
+
+OF_NOMINAL = 0.7
+"""TCP reaches 90 to 95 % of a card's rate; below this something is wrong."""
+
+HALF_DUPLEX = 0.65
+NOISY = 0.15
+LOSS_FACTOR = 0.002
+"""Segments sent again, as a part of all, from which a way loses packets."""
+
+SEGMENT_BYTES = 1448
+WORSE = 0.9
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that is wrong. `ratio` is found over expected (for an uplink: wanted over had); `loss` ranks findings."""
+
+    kind: Kind
+    severity: Severity
+    what: str
+    evidence: str
+    advice: str
+    hosts: tuple[str, ...]
+    source: str | None = None
+    target: str | None = None
+    ratio: float | None = None
+    loss: float = 0.0
+
+
+def find(records: Sequence[Record]) -> tuple[Finding, ...]:
+    """All findings of a probe, errors first and what costs most first among equals."""
+    start = next((record for record in records if isinstance(record, Started)), None)
+    if start is None:
+        return ()
+    seen = [record for record in records if isinstance(record, PairSeen)]
+    facts = {each.host: each for record in records if isinstance(record, Started) for each in record.facts}
+    groups = [record for record in records if isinstance(record, GroupsSeen)]
+    slow = slow_hosts(seen, start.primary)
+    found = [*slow, *_failed(seen, start.hosts)]
+    found += slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts})
+    found += oversubscribed(seen, groups, start.primary)
+    found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
+    found += of_facts(facts, seen, start.primary)
+    return ranked(found)
+
+
+def lost_host(host: str) -> Finding:
+    """A host that went away during the probe; its pairs are missing."""
+    return Finding(
+        kind="host_lost", severity="error", what=f"{host} was lost during the probe",
+        evidence="its rank ended, or nothing was heard of it any more; the probe went on without it",
+        advice=f"see whether {host} is up (distrib-topo check), then probe again", hosts=(host,), ratio=0.0, loss=1.0,
+    )  # fmt: skip
+
+
+def ranked(found: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Errors first, and what costs most first among equals."""
+    return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
+
+
+# -- slow hosts and links -------------------------------------------------------------------------------------------------
+
+
+def slow_hosts(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """Hosts that are slower than the others with every other host, outwards or inwards."""
+    outwards, inwards = _shown(seen, way, "source"), _shown(seen, way, "target")
+    rates = {host: (outwards.get(host, 0.0), inwards.get(host, 0.0)) for host in {*outwards, *inwards}}
+    if len(rates) < 3:
+        return []  # of two hosts nobody can say which is slow
+    found = []
+    known = [rate for pair in rates.values() for rate in pair if rate]
+    limit, usual = _limit(known)
+    for host, (out, into) in rates.items():
+        low = [(rate, where) for rate, where in ((out, "sends"), (into, "receives")) if rate and rate < limit]
+        if not low:
+            continue
+        ratio = min(rate for rate, _ in low) / usual
+        how = " and ".join(where for _, where in low)
+        pairs = sum(host in (record.source, record.target) for record in one_way(seen, way, "alone"))
+        found.append(
+            Finding(
+                kind="slow_host",
+                severity="error" if ratio < BAD else "warning",
+                what=f"{host}: its link is slow: it {how} at {ratio:.0%} of what is usual here",
+                evidence=f"{rate_text(min(rate for rate, _ in low))} with most other hosts, of {rate_text(usual)} usual "
+                f"({pairs} measurements alone)",
+                advice=f"look at the cable, switch port and negotiated rate of {host}'s card (ethtool), at its PCIe slot, "
+                "and at what else uses it; leave the host out with --exclude until then",
+                hosts=(host,),
+                ratio=ratio,
+                loss=1 - ratio,
+            )
+        )
+    return found
+
+
+def _shown(seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"]) -> dict[str, float]:
+    """By host, the rate that it has shown at one end of its links: the upper quartile over its peers.
+
+    Not the median: the peers may be the slow ones. What was measured while others sent too counts only where there is
+    little else.
+    """
+    alone: dict[str, list[float]] = {}
+    for record in best(one_way(seen, way, "alone")).values():
+        alone.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
+    every = {host: list(rates) for host, rates in alone.items()}
+    for record in best(one_way(seen, way, "together")).values():
+        every.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
+    return {
+        host: upper_quartile(alone[host] if len(alone.get(host, ())) >= PEERS else rates) for host, rates in every.items()
+    }
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """The value that a quarter of the others exceed; the largest of three or fewer."""
+    return sorted(values)[-1 - len(values) // 4]
+
+
+def slow_links(seen: Sequence[PairSeen], way: Way, slow: set[str]) -> list[Finding]:
+    """Pairs of good hosts that are slower than the other pairs, both ways or one way only."""
+    alone = {(r.source, r.target): r for r in best(one_way(seen, way, "alone")).values()}
+    good = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items() if not slow & set(pair)}
+    if len(good) < 3:
+        return _asymmetric({pair: record.bandwidth_bytes_per_second for pair, record in alone.items()}, 0.0)
+    limit, usual = _limit(list(good.values()))
+    found = _asymmetric(good, limit)
+    told = {frozenset(finding.hosts) for finding in found}
+    for pair in sorted({tuple(sorted(pair)) for pair in good}):
+        rates = [good[way_] for way_ in (pair, pair[::-1]) if way_ in good]
+        if max(rates) >= limit or frozenset(pair) in told:
+            continue
+        ratio = max(rates) / usual
+        found.append(
+            Finding(
+                kind="slow_link",
+                severity="error" if ratio < BAD else "warning",
+                what=f"{pair[0]} and {pair[1]}: the way between them is slow: {ratio:.0%} of what is usual here",
+                evidence=f"{rate_text(max(rates))} alone, of {rate_text(usual)} usual; both are faster with other hosts",
+                advice="look at the switches and uplinks on this way",
+                hosts=(pair[0], pair[1]),
+                source=pair[0],
+                target=pair[1],
+                ratio=ratio,
+                loss=(1 - ratio) / 2,
+            )
+        )
+    return found
+
+
+def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Finding]:
+    """Pairs of which one direction is slow and the other is not. A `limit` of 0 compares the two only."""
+    found = []
+    for (source, target), rate in rates.items():
+        back = rates.get((target, source), 0.0)
+        if rate < 0.9 * back and (not limit or rate < limit <= back):
+            ratio = rate / back
+            found.append(
+                Finding(
+                    kind="asymmetric_link",
+                    severity="error" if ratio < BAD else "warning",
+                    what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
+                    evidence=f"{rate_text(rate)} from {source} to {target}, {rate_text(back)} back",
+                    advice=f"look for errors on {source}'s sending and {target}'s receiving side (ethtool -S), flow control, "
+                    "and routes that differ by direction",
+                    hosts=(source, target),
+                    source=source,
+                    target=target,
+                    ratio=ratio,
+                    loss=(1 - ratio) / 2,
+                )
+            )
+    return found
+
+
+def _limit(rates: Sequence[float]) -> tuple[float, float]:
+    """Below what a rate is slow, and what is usual: the median of the class.
+
+    The spread is taken from the upper half: slow members must not hide themselves.
+    """
+    usual = statistics.median(rates)
+    upper = [rate - usual for rate in rates if rate >= usual]
+    spread = 1.4826 * statistics.median(upper) if upper else 0.0
+    return min(SLOW * usual, usual - DEVIATIONS * spread), usual
+
+
+# -- sharing, duplex, noise -------------------------------------------------------------------------------------------------
+
+
+def oversubscribed(seen: Sequence[PairSeen], groups: Sequence[GroupsSeen], way: Way) -> list[Finding]:
+    """A link that two sides share and that is too narrow for them."""
+    baseline = Baseline(seen, way)
+    found = []
+    for group in groups[-1:]:
+        left, right = (set(side) for side in group.sides)
+        crossing = {
+            (r.source, r.target): r
+            for r in seen
+            if r.step == "sharing/crossing" and not r.failed and r.source in left and r.target in right
+        }
+        if not crossing:
+            continue
+        wanted = sum(baseline.of(*pair) for pair in crossing)
+        had = sum(record.bandwidth_bytes_per_second for record in crossing.values())
+        ratio = wanted / had
+        sides = [", ".join(side) for side in group.sides]
+        found.append(
+            Finding(
+                kind="oversubscribed_uplink",
+                severity="warning",
+                what=f"the uplink between {sides[0]} and {sides[1]} is oversubscribed {ratio:.1f}:1",
+                evidence=f"{len(crossing)} pairs across it at once reach {rate_text(had)} together, of {rate_text(wanted)} alone",
+                advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
+                "neighbouring ranks on the same side; or widen the uplink",
+                hosts=(*group.sides[0], *group.sides[1]),
+                ratio=ratio,
+                loss=1 - 1 / ratio,
+            )
+        )
+    return found
+
+
+def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """Pairs that, sending both ways at once, share one rate: a half-duplex port, or one that was set by hand."""
+    baseline = Baseline(seen, way)
+    both = {(r.source, r.target): r for r in best(s for s in seen if s.way == way and s.both_ways).values()}
+    found = []
+    for (source, target), record in both.items():
+        back = both.get((target, source))
+        own = baseline.of(source, target)
+        if back is None or source > target or not own or max(record.busy, back.busy) >= BUSY:
+            continue
+        ratio = (record.bandwidth_bytes_per_second + back.bandwidth_bytes_per_second) / 2 / own
+        alone = [r.bandwidth_bytes_per_second for r in one_way(seen, way, "together") if {r.source, r.target} == {source, target}]
+        if ratio < HALF_DUPLEX and alone and min(alone) > 0.9 * own:
+            found.append(
+                Finding(
+                    kind="half_duplex",
+                    severity="error",
+                    what=f"{source} and {target}: both ways at once each way gets {ratio:.0%}: half duplex?",
+                    evidence=f"{rate_text(own)} one way; {rate_text(record.bandwidth_bytes_per_second)} and "
+                    f"{rate_text(back.bandwidth_bytes_per_second)} both ways",
+                    advice="compare duplex and autonegotiation of both cards with their switch ports (ethtool)",
+                    hosts=(source, target),
+                    source=source,
+                    target=target,
+                    ratio=ratio,
+                    loss=1 - ratio,
+                )
+            )
+    return found
+
+
+def noisy(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """Links whose rate varies much more than that of the others, though nothing else was measured."""
+    calm: dict[tuple[str, str], PairSeen] = {}
+    for record in one_way(seen, way, "alone"):
+        pair = record.source, record.target
+        if pair not in calm or record.variation < calm[pair].variation:
+            calm[pair] = record
+    if len(calm) < 4:
+        return []
+    usual = statistics.median(record.variation for record in calm.values())
+    return [
+        Finding(
+            kind="noisy_link",
+            severity="note",
+            what=f"{source} to {target}: its rate varies by {record.variation:.0%}",
+            evidence=f"coefficient of variation of {record.repetitions} repetitions; {usual:.1%} is usual here",
+            advice="look for other traffic on this way, and for errors and drops of both cards (ethtool -S)",
+            hosts=(source, target),
+            source=source,
+            target=target,
+            loss=record.variation / 10,
+        )
+        for (source, target), record in calm.items()
+        if record.variation > max(NOISY, 5 * usual) and record.busy < 0.9
+    ]
+
+
+def _lossy(seen: Sequence[PairSeen]) -> list[Finding]:
+    """Ways on which TCP must send again though they were used alone."""
+    parts: dict[tuple[str, str], list[float]] = {}
+    for record in seen:
+        if record.way == "tcp" and record.load == "alone" and not record.failed:
+            segments = record.bandwidth_bytes_per_second * record.seconds / SEGMENT_BYTES
+            parts.setdefault((record.source, record.target), []).append(record.retransmits / max(segments, 1.0))
+    if len(parts) < 4:
+        return []
+    usual = statistics.median(min(values) for values in parts.values())
+    return [
+        Finding(
+            kind="noisy_link",
+            severity="note",
+            what=f"{source} to {target}: {min(values):.1%} of all segments were sent again",
+            evidence=f"TCP's own count while the way was used alone; {usual:.2%} is usual here",
+            advice="look for errors and drops on this way (ethtool -S), a bad cable, or a duplex mismatch",
+            hosts=(source, target),
+            source=source,
+            target=target,
+            loss=min(values) / 10,
+        )
+        for (source, target), values in parts.items()
+        if min(values) > max(10 * LOSS_FACTOR, 10 * usual)
+    ]
+
+
+# -- what failed, and what the hosts say of themselves -----------------------------------------------------------------------
+
+
+def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
+    """Pairs that could not be measured; where small messages pass and large ones do not, it is the MTU."""
+    good = {(r.source, r.target) for r in seen if not r.failed}
+    bad: dict[tuple[str, str], str] = {}
+    for record in seen:
+        if record.failed and (record.source, record.target) not in good:
+            bad.setdefault((record.source, record.target), record.failed)
+    by_host = {host: sum(host in pair for pair in bad) for host in hosts}
+    found = []
+    for host, count in by_host.items():
+        if count >= max(2, 2 * (len(hosts) - 1) * 0.8):
+            found.append(
+                Finding(
+                    kind="host_lost", severity="error", what=f"{host} could not be measured with any other host",
+                    evidence=next(why for pair, why in bad.items() if host in pair),
+                    advice=f"see whether {host} is up and reaches the others", hosts=(host,), ratio=0.0, loss=1.0,
+                )
+            )  # fmt: skip
+    lost = {host for finding in found for host in finding.hosts}
+    for (source, target), why in bad.items():
+        if not lost & {source, target}:
+            stalls = "nearly nothing arrived" in why or "stands still" in why
+            found.append(
+                Finding(
+                    kind="mtu" if stalls else "not_measured", severity="error",
+                    what=f"{source} to {target}: " + ("small messages pass, large ones do not: MTU mismatch?" if stalls else "could not be measured"),
+                    evidence=why,
+                    advice="set the same MTU on both hosts and on every switch between them" if stalls
+                    else "see whether a firewall is between them", hosts=(source, target), source=source, target=target,
+                    ratio=0.0, loss=0.5,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:
+    """Hosts whose interface has another MTU than most."""
+    mtus: dict[str, int] = {}
+    for host, each in facts.items():
+        mtu = next((i.mtu for i in each.interfaces if i.name == each.interface), None)
+        if mtu:
+            mtus[host] = mtu
+    if len(set(mtus.values())) < 2:
+        return []
+    usual = statistics.mode(mtus.values())
+    return [
+        Finding(
+            kind="mtu",
+            severity="warning",
+            what=f"{host}: MTU {mtu}, where {usual} is usual here",
+            evidence=f"interface {facts[host].interface}; {sum(value == usual for value in mtus.values())} hosts have {usual}",
+            advice=f"ip link set {facts[host].interface} mtu {usual}, and see that the switch port allows it",
+            hosts=(host,),
+            loss=0.05,
+        )
+        for host, mtu in mtus.items()
+        if mtu != usual
+    ]
+
+
+def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """What the hosts' own descriptions show: wrong interface, rate below the card's, GPUDirect off, narrow PCIe."""
+    found: list[Finding] = []
+    reached: dict[str, float] = {}
+    for record in one_way(seen, way, "alone"):
+        for host in (record.source, record.target):
+            reached[host] = max(reached.get(host, 0.0), record.bandwidth_bytes_per_second)
+    for host, each in facts.items():
+        own = next((i for i in each.interfaces if i.name == each.interface), None)
+        nominal = own.speed_bytes_per_second if own and own.physical and way == "tcp" else None
+        nominal = each.rdma_bytes_per_second if way == "mpi" else nominal
+        rate = reached.get(host)
+        if nominal and rate and rate < OF_NOMINAL * nominal:
+            found.append(
+                Finding(
+                    kind="below_nominal", severity="warning",
+                    what=f"{host}: reaches {rate / nominal:.0%} of what its card is rated for",
+                    evidence=f"{rate_text(rate)} at best, of {rate_text(nominal)}",
+                    advice="see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
+                    "or the switch is slower than the card", hosts=(host,), ratio=rate / nominal, loss=0.3 * (1 - rate / nominal),
+                )
+            )  # fmt: skip
+        faster = max(
+            (i for i in each.interfaces if i.physical and i.up and own and i is not own),
+            key=lambda i: i.speed_bytes_per_second or 0.0,
+            default=None,
+        )
+        if own and faster and (faster.speed_bytes_per_second or 0.0) > 1.5 * (own.speed_bytes_per_second or float("inf")):
+            found.append(
+                Finding(
+                    kind="wrong_interface", severity="warning",
+                    what=f"{host}: {own.name} is used, but {faster.name} is faster",
+                    evidence=f"{own.name} is rated {rate_text(own.speed_bytes_per_second or 0)}, {faster.name} "
+                    f"{rate_text(faster.speed_bytes_per_second or 0)}",
+                    advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(host,), loss=0.4,
+                )
+            )  # fmt: skip
+        if each.gpus and each.rdma_bytes_per_second and not each.peermem:
+            found.append(
+                Finding(
+                    kind="gpudirect_off", severity="warning",
+                    what=f"{host}: GPUDirect RDMA is off: gradients pass through host memory on their way to the card",
+                    evidence="GPUs and an RDMA port are there, the kernel module nvidia_peermem is not",
+                    advice="modprobe nvidia_peermem (or use a driver with dma-buf), and see NCCL_DEBUG=INFO for GDRDMA",
+                    hosts=(host,), loss=0.3,
+                )
+            )  # fmt: skip
+        for gpu in each.gpus:
+            width, possible = gpu.pcie_width, gpu.pcie_width_possible
+            if width and possible and width < possible:
+                found.append(
+                    Finding(
+                        kind="narrow_pcie", severity="warning",
+                        what=f"{host}: GPU {gpu.index} has a PCIe x{width} link where x{possible} is possible",
+                        evidence=f"NVML, {gpu.name}", advice="reseat the card, or put it into a wider slot",
+                        hosts=(host,), ratio=width / possible, loss=0.3 * (1 - width / possible),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """A rate as people say it of networks: in bits."""
+    return format_rate(bytes_per_second, digits=3, bits=True)

@@ -1,0 +1,126 @@
+"""A probe as a picture: heat map of the links, times against size, and bus bandwidth of all-reduce."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from typing import Any
+
+from distrib.cluster.measured import Measured
+from distrib.errors import ConfigError
+from distrib.probe.report import bus_bandwidth, matrix
+
+LABELS_UP_TO = 40
+KINDS = (".png", ".svg", ".pdf")
+
+
+def check_name(name: str) -> None:
+    """ConfigError for a file whose ending is of no kind of picture that can be drawn."""
+    if not name.lower().endswith(KINDS):
+        raise ConfigError(f"--plot {name}: not a kind of picture that can be drawn", hint=f"end it in {', '.join(KINDS)}")
+
+
+def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
+    """Draw `measured` into a file whose ending tells its kind. Raises ConfigError where that cannot be written."""
+    name = os.fspath(path)
+    check_name(name)
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f"--plot needs matplotlib: {error}", hint="pip install matplotlib") from None
+    curves = [pair for pair in measured.pairs if pair.way == "mpi" and pair.curve]
+    panels = 1 + bool(curves) + bool(measured.collectives)
+    figure = Figure(figsize=(6.4 * panels, 5.4), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    _heat_map(figure, axes[0], measured, way)
+    if curves:
+        _curves(axes[1], measured)
+    if measured.collectives:
+        _collectives(axes[-1], measured)
+    figure.suptitle(f"{len(measured.hosts)} hosts, probed {measured.when}", fontsize=11)
+    try:
+        figure.savefig(name, dpi=130)
+    except OSError as error:
+        raise ConfigError(f"--plot {name}: {error.strerror or error}") from None
+
+
+def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
+    rates = matrix(measured, way)
+    hosts = list(measured.hosts)
+    top = max(rates.values(), default=1.0)
+    unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
+    nothing = float("nan")
+    cells = [[rates[a, b] * 8 / unit if (a, b) in rates else nothing for b in hosts] for a in hosts]
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"].copy()
+    colours.set_bad("0.9")
+    highest = top * 8 / unit
+    image = axes.imshow(cells, cmap=colours, vmin=0, vmax=highest)
+    figure.colorbar(image, ax=axes, shrink=0.8, label=name)
+    axes.set_title(f"bandwidth over {way}")
+    axes.set_xlabel("to")
+    axes.set_ylabel("from")
+    if len(hosts) <= LABELS_UP_TO:
+        size = 9 if len(hosts) <= 16 else 6
+        axes.set_xticks(range(len(hosts)), hosts, rotation=90, fontsize=size)
+        axes.set_yticks(range(len(hosts)), hosts, fontsize=size)
+    if len(hosts) <= 12:
+        for row, source in enumerate(hosts):
+            for column, target in enumerate(hosts):
+                if (source, target) in rates:
+                    value = cells[row][column]
+                    colour = "black" if value > 0.6 * highest else "white"
+                    axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=8)
+
+
+def _curves(axes: Any, measured: Measured) -> None:
+    """Median of all links over a band from the fastest to the slowest."""
+    kinds = (("alone", False, "alone"), ("together", False, "together"), ("together", True, "together, both ways"))
+    for load, both, label in kinds:
+        by_size: dict[int, list[float]] = {}
+        for pair in measured.pairs:
+            if pair.way == "mpi" and pair.load == load and pair.both_ways == both:
+                for point in pair.curve:
+                    by_size.setdefault(point.size_bytes, []).append(point.seconds)
+        if by_size:
+            sizes = sorted(by_size)
+            (line,) = axes.plot(sizes, [statistics.median(by_size[s]) for s in sizes], marker=".", label=label)
+            axes.fill_between(
+                sizes, [min(by_size[s]) for s in sizes], [max(by_size[s]) for s in sizes], color=line.get_color(), alpha=0.2
+            )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    _sizes(axes)
+    axes.set_ylabel("seconds")
+    axes.set_title("a message over MPI: median link, fastest to slowest")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _collectives(axes: Any, measured: Measured) -> None:
+    for collective in measured.collectives:
+        sizes = [point.size_bytes for point in collective.curve]
+        rates = [bus_bandwidth(p.size_bytes, p.seconds, collective.ranks) * 8 / 1e9 for p in collective.curve]
+        axes.plot(sizes, rates, marker=".", label=f"{collective.ranks} hosts")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    _sizes(axes)
+    axes.set_ylabel("bus bandwidth, Gb/s")
+    axes.set_title(f"all-reduce over {measured.collectives[0].backend}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _sizes(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    def shown(size: float, _: int) -> str:
+        for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+            if size >= factor:
+                return f"{size / factor:g} {unit}"
+        return f"{size:g} B"
+
+    axes.xaxis.set_major_formatter(FuncFormatter(shown))
+    axes.tick_params(axis="x", labelrotation=45)
+    axes.set_xlabel("size")

@@ -1,0 +1,181 @@
+"""A probe for people: what was found, a heat map of the links, times against size, and the findings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distrib.cluster.measured import Measured
+from distrib.probe.findings import Finding
+from distrib.probe.records import PairSeen, Record, Started
+from distrib.units import format_duration, format_rate, format_size
+
+NUMBERS_UP_TO = 16
+"""So many hosts get numbers in the heat map; more get colours only."""
+
+CELL = 6
+SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+
+
+def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str, str], float]:
+    """Bytes per second by source and target; where a pair was not measured so, as it was together with others."""
+    found: dict[tuple[str, str], float] = {}
+    for wanted in (load, "together"):
+        for pair in measured.pairs:
+            if pair.way == way and pair.load == wanted and not pair.both_ways:
+                found.setdefault((pair.source, pair.target), pair.bandwidth_bytes_per_second)
+    return found
+
+
+def show(console: Console, measured: Measured, records: Sequence[Record], findings: Sequence[Finding]) -> None:
+    """Print everything."""
+    start = next(record for record in records if isinstance(record, Started))
+    parts: list[RenderableType] = [heat_map(measured, start.primary), links_table(measured, records)]
+    if curves := curve_table(measured):
+        parts.append(curves)
+    if measured.collectives:
+        parts.append(collective_table(measured))
+    if measured.inside:
+        parts.append(inside_table(measured))
+    parts.append(findings_text(findings))
+    console.print(Group(*parts))
+
+
+def heat_map(measured: Measured, way: str) -> RenderableType:
+    """Rates from each host (rows) to each other (columns), alone where that was measured."""
+    rates = matrix(measured, way)
+    hosts = measured.hosts
+    if not rates:
+        return Text("no link was measured")
+    top = max(rates.values())
+    unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
+    wide = len(hosts) <= NUMBERS_UP_TO
+    label = max(map(len, hosts))
+    text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
+    if wide:
+        text.append(" " * label + "".join(f"{host[-CELL + 1:]:>{CELL}}" for host in hosts) + "\n", style="dim")
+    for source in hosts:
+        text.append(f"{source:>{label}}", style="dim")
+        for target in hosts:
+            rate = rates.get((source, target))
+            if source == target:
+                text.append(f"{'-':>{CELL}}" if wide else " -", style="dim")
+            elif rate is None:
+                text.append(f"{'?':>{CELL}}" if wide else " ?", style="red")
+            else:
+                shown = f"{rate * 8 / unit:.3g}"
+                text.append(f"{shown:>{CELL}}" if wide else "  ", style=_heat(rate / top))
+        text.append("\n")
+    return text
+
+
+def _heat(part: float) -> str:
+    """Green for the fastest, over yellow to red at half of it."""
+    worse = min(1.0, max(0.0, (1.0 - part) * 2))
+    red, green = (int(190 * min(1.0, 2 * worse)), int(150 * min(1.0, 2 - 2 * worse)))
+    return f"white on rgb({red},{green},40)"
+
+
+def links_table(measured: Measured, records: Sequence[Record]) -> Table:
+    """A line for each way, load and direction: what is usual, the slowest, and how sure that is."""
+    table = Table(title="links", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("way", "load", "links", "median", "slowest", "latency", "variation", "repetitions", "outliers"):
+        table.add_column(column, justify="left" if column in ("way", "load") else "right")
+    raw = [record for record in records if isinstance(record, PairSeen) and not record.failed]
+    for way, load, both in sorted({(p.way, p.load, p.both_ways) for p in measured.pairs}):
+        pairs = [p for p in measured.pairs if (p.way, p.load, p.both_ways) == (way, load, both)]
+        seen = [r for r in raw if (r.way, r.load, r.both_ways) == (way, load, both)]
+        slowest = min(pairs, key=lambda pair: pair.bandwidth_bytes_per_second)
+        latencies = [p.latency_seconds for p in pairs if p.latency_seconds is not None]
+        rates = [p.bandwidth_bytes_per_second for p in pairs]
+        table.add_row(
+            way,
+            f"{load}, both ways" if both else load,
+            str(len(pairs)),
+            format_rate(statistics.median(rates), digits=4, bits=True),
+            f"{format_rate(min(rates), digits=4, bits=True)} {slowest.source} to {slowest.target}",
+            format_duration(statistics.median(latencies), digits=2) if latencies else "",
+            f"{statistics.median(p.variation for p in pairs):.1%}",
+            str(sum(r.repetitions for r in seen)),
+            str(sum(r.outliers for r in seen)),
+        )
+    return table
+
+
+def curve_table(measured: Measured) -> Table | None:
+    """Times against size over MPI, alone: median of all links, fastest and slowest."""
+    by_size: dict[int, list[float]] = {}
+    for pair in measured.pairs:
+        if pair.way == "mpi" and not (pair.load == "together" and not pair.both_ways):
+            for point in pair.curve:
+                by_size.setdefault(point.size_bytes, []).append(point.seconds)
+    if not by_size:
+        return None
+    table = Table(title="a message over MPI", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("size", "median", "fastest link", "slowest link", "rate"):
+        table.add_column(column, justify="right")
+    for size, seconds in sorted(by_size.items()):
+        middle = statistics.median(seconds)
+        table.add_row(
+            format_size(size, binary=True), *(format_duration(s, digits=3) for s in (middle, min(seconds), max(seconds))),
+            format_rate(size / middle, digits=3, bits=True),
+        )  # fmt: skip
+    return table
+
+
+def collective_table(measured: Measured) -> Table:
+    """Bus bandwidth of all-reduce by size and count of hosts (nccl-tests: size / seconds x 2 (n - 1) / n)."""
+    backend = measured.collectives[0].backend
+    table = Table(
+        title=f"all-reduce over {backend}, bus bandwidth", title_justify="left", title_style="bold", box=None, pad_edge=False
+    )
+    table.add_column("size", justify="right")
+    for collective in measured.collectives:
+        table.add_column(f"{collective.ranks} hosts", justify="right")
+    sizes = sorted({point.size_bytes for collective in measured.collectives for point in collective.curve})
+    for size in sizes:
+        cells = []
+        for collective in measured.collectives:
+            seconds = {point.size_bytes: point.seconds for point in collective.curve}.get(size)
+            cells.append(
+                format_rate(bus_bandwidth(size, seconds, collective.ranks), digits=3, bits=True) if seconds else "-"
+            )
+        table.add_row(format_size(size, binary=True), *cells)
+    return table
+
+
+def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
+    """Bytes per second of an all-reduce that each link would have to carry (nccl-tests, doc/PERFORMANCE.md)."""
+    return size_bytes / seconds * 2 * (ranks - 1) / ranks
+
+
+def inside_table(measured: Measured) -> Table:
+    """Ways inside hosts: what is usual, and the slowest host."""
+    table = Table(title="inside hosts", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("from", "to", "path", "median", "slowest"):
+        table.add_column(column)
+    for key in sorted({(link.source, link.target, link.path or "") for link in measured.inside}):
+        links = [link for link in measured.inside if (link.source, link.target, link.path or "") == key]
+        slowest = min(links, key=lambda link: link.bandwidth_bytes_per_second)
+        table.add_row(
+            *key, format_rate(statistics.median(link.bandwidth_bytes_per_second for link in links), digits=3),
+            f"{format_rate(slowest.bandwidth_bytes_per_second, digits=3)} {slowest.host}",
+        )  # fmt: skip
+    return table
+
+
+def findings_text(findings: Sequence[Finding]) -> Text:
+    """The findings, each with its evidence and what to do."""
+    if not findings:
+        return Text("no findings: all links do what the others of their class do", style="green")
+    text = Text(f"{len(findings)} finding(s)\n", style="bold")
+    for finding in findings:
+        text.append(f"{finding.severity}: ", style=SEVERITY_STYLE[finding.severity])
+        text.append(f"{finding.what}\n")
+        text.append(f"  seen: {finding.evidence}\n  do:   {finding.advice}\n", style="dim")
+    text.rstrip()
+    return text

@@ -1,0 +1,81 @@
+"""The engine's own process on this machine, from its start to its end, which comes even when the launcher is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from distrib_launch import engines, guard
+from distrib_launch.engines import mpirun
+from distrib_launch.plan import LaunchPlan
+
+GRACE_SECONDS = 1.0
+"""How long the engine may take to end once its ranks have, and then after SIGTERM; it was seen to hang for ever."""
+
+
+class EngineProcess:
+    """Starts the engine of a plan in a session of its own; what it prints goes to `log`.
+
+    `token` and `addresses` of the control channel travel in its environment, never in its arguments.
+    """
+
+    def __init__(self, plan: LaunchPlan, log: Path, *, token: str, addresses: str) -> None:
+        self._plan = plan
+        self._runtime = engines.get(plan.engine)
+        self._runtime.write_files(Path(plan.run_dir), plan)
+        environ = {
+            **os.environ, **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
+            "DISTRIB_RUN_DIR": plan.run_dir,
+        }  # fmt: skip
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+        self._guard = guard.Guard(self._end_after_launcher)
+
+    def exit_code(self) -> int | None:
+        """How it ended, as `subprocess` counts; None while it runs."""
+        return self._process.poll()
+
+    def end(self, wait: Callable[[], None]) -> None:
+        """See it go, by force if it must; `wait` is called meanwhile."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            wait()
+        if self._process.poll() is None:
+            _end_session(self._process.pid)
+            self._process.wait()
+        if self._process.returncode < 0:
+            self._give_up()
+        self._guard.dismiss()
+
+    def _end_after_launcher(self) -> None:
+        """What the guard does when the launcher was killed."""
+        _end_session(self._process.pid, self._runtime.PATIENCE_SECONDS)
+        self._give_up()
+        if sockets := mpirun.sockets(self._plan):
+            shutil.rmtree(sockets, ignore_errors=True)
+
+    def _give_up(self) -> None:
+        """It was killed: have what it may have left ended."""
+        if command := self._runtime.give_up(self._plan):
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
+
+
+def _end_session(leader: int, patience_seconds: float = 0.0) -> None:
+    """End a session's processes: those that do not end by themselves get SIGTERM and, a second later, SIGKILL."""
+    deadline = time.monotonic() + patience_seconds
+    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    guard.send(members, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (members := guard.in_session(leader)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    guard.send(members, signal.SIGKILL)

@@ -1,0 +1,311 @@
+"""`distrib-topo probe`: measure the cluster's links, say what is wrong with them, and write them into the topology.
+
+The measuring is a job like any other, with `distrib.probe` as its script and one rank on each host. Its lines are kept as
+they come; a probe that was cut short goes on where it stopped, and one that loses a host goes on without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from distrib.cluster.measured import Measured
+from distrib.errors import ConfigError, DistribError, LaunchError
+
+if TYPE_CHECKING:
+    from distrib_launch.results import Result
+
+    from distrib.probe.findings import Finding
+    from distrib.probe.records import Record
+    from distrib.probe.settings import Mode
+
+RELAUNCHES = 3
+"""After the loss of so many hosts, one after another, the probe gives up."""
+
+FRESH_SECONDS = 3600.0
+"""An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints. `outliers` counts repetitions that were left out of the coefficients of variation."""
+
+    mode: str
+    seconds: float
+    whole: bool
+    hosts: tuple[str, ...]
+    lost_hosts: tuple[str, ...]
+    repetitions: int
+    outliers: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    measured: Measured
+    run_dir: str
+
+
+def add_options(probe: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    probe.add_argument("-H", "--hosts", metavar="FILE|LIST", help="a hostfile, or hosts such as a,b (default: Slurm's)")
+    probe.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
+                       "the hostfile with its stem)")  # fmt: skip
+    probe.add_argument("-o", "--output", metavar="FILE", help="write what was measured into this topology file; what "
+                       "people wrote there stays")  # fmt: skip
+    probe.add_argument("--plot", metavar="FILE", help="draw heat map and curves (.png, .svg, .pdf)")
+    probe.add_argument("--json", action="store_true", help="print everything as JSON")
+    much = probe.add_mutually_exclusive_group()
+    much.add_argument("--quick", dest="mode", action="store_const", const="quick", default="default",
+                      help="links only, seconds")  # fmt: skip
+    much.add_argument("--full", dest="mode", action="store_const", const="full",
+                      help="every size by factors of 2, up to 64 MiB (all-reduce: 256 MiB)")  # fmt: skip
+    probe.add_argument("--baseline", metavar="FILE", help="an earlier probe's topology: say what became worse")
+    probe.add_argument("--strict", action="store_true", help="exit with 1 if a finding is an error")
+    probe.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None, help="go on with a probe that was "
+                       "interrupted (default: if it was within the hour)")  # fmt: skip
+    probe.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
+    probe.add_argument("--way", choices=["tcp", "mpi"], help="by which the links are judged (default: mpi where every "
+                       "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
+    probe.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
+    probe.add_argument("--engine", choices=["mpirun", "srun"], help="as for distrib-launch")
+    probe.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")
+    probe.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    probe.add_argument("--run-dir", metavar="DIR", help="where logs go (default: distrib-runs/<time>-probe)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Probe the hosts and tell; 0, with `--strict` 1 where a finding is an error, 130 when interrupted."""
+    from distrib_launch import results
+    from distrib_launch.job import read_hosts
+
+    listed = read_hosts(options.hosts)
+    if listed is None:
+        raise ConfigError("which hosts?", hint="name them with -H")
+    hosts = tuple(host.name for host in listed.hosts if host.role == "worker")
+    if len(hosts) < 2:
+        raise ConfigError(f"{listed.source}: one host has no links to measure", hint="name two hosts or more")
+    if options.plot:
+        from distrib.probe.plot import check_name
+
+        check_name(options.plot)
+    before = _baseline(options.baseline) if options.baseline else None
+    run_dir = results.choose_run_dir(options.run_dir, "probe")
+    results.make_run_dir(run_dir)
+    journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume)
+    began = time.monotonic()
+    lost, result = _measure(options, hosts, journal, run_dir)
+    records = journal.read()
+    output = _output(options, hosts, lost, records, before, time.monotonic() - began, run_dir)
+    if result and result.exit_code == 130 and not output.whole:
+        print(f"distrib-topo: interrupted; the same command goes on where it stopped ({journal.path})", file=sys.stderr)
+        return 130
+    _tell(options, output, records)
+    if output.whole and options.output:
+        journal.done()
+    return 1 if options.strict and any(finding.severity == "error" for finding in output.findings) else 0
+
+
+def _baseline(path: str) -> Measured:
+    from distrib.cluster.topology import read_topology
+
+    measured: Measured | None = read_topology(path).measured
+    if measured is None:
+        raise ConfigError(f"--baseline {path}: nothing is measured in it", hint="name a file that probe -o has written")
+    return measured
+
+
+def _journal_path(options: argparse.Namespace, run_dir: Path) -> Path:
+    return Path(f"{options.output}.partial.jsonl") if options.output else run_dir / "records.jsonl"
+
+
+class Journal:
+    """The lines of a probe on the disk, as they come; what an interrupted one has left is taken over if it fits."""
+
+    def __init__(self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None) -> None:
+        from distrib.probe.records import Ended, Started, StepDone, decode
+
+        self.path = path
+        self.done_steps: tuple[str, ...] = ()
+        try:
+            old = path.read_bytes().splitlines() if resume is not False else []
+            fresh = time.time() - path.stat().st_mtime < FRESH_SECONDS if old else False
+        except FileNotFoundError:
+            old, fresh = [], False
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        records = [record for line in old if (record := decode(line))]
+        start = next((record for record in records if isinstance(record, Started)), None)
+        ended = any(isinstance(record, Ended) for record in records)
+        if start and (start.hosts, start.mode) == (hosts, mode) and not ended and (fresh or resume):
+            self.done_steps = tuple(dict.fromkeys(r.step for r in records if isinstance(r, StepDone) and r.whole))
+        elif resume:
+            raise ConfigError(f"{path}: no probe of these hosts to go on with", hint="leave out --resume")
+        try:
+            self._file = path.open("ab" if self.done_steps else "wb", buffering=0)
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        if self.done_steps and old and not path.read_bytes().endswith(b"\n"):
+            self._file.write(b"\n")
+
+    def write(self, line: str) -> None:
+        self._file.write(line.encode() + b"\n")
+
+    def read(self) -> list[Record]:
+        """All records so far, those of the interrupted probe first."""
+        from distrib.probe.records import decode
+
+        return [record for line in self.path.read_bytes().splitlines() if (record := decode(line))]
+
+    def done(self) -> None:
+        """The probe is whole and kept elsewhere."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _measure(
+    options: argparse.Namespace, hosts: tuple[str, ...], journal: Journal, run_dir: Path
+) -> tuple[list[str], Result | None]:
+    """Run the job, and again without the host that it lost; returns the lost hosts and the last result."""
+    from distrib.probe.records import Ended, StepDone
+
+    lost: list[str] = []
+    result = None
+    for attempt in range(RELAUNCHES + 1):
+        present = tuple(host for host in hosts if host not in lost)
+        if len(present) < 2:
+            break
+        folder = run_dir / f"attempt{attempt}" if attempt else run_dir
+        try:
+            result = _launch(options, hosts, present, journal, folder)
+        except DistribError:
+            if not attempt:
+                raise
+            break
+        if result.status == "succeeded" or result.exit_code == 130:
+            break
+        if any(isinstance(record, Ended) for record in journal.read()):
+            break
+        failure = result.first_failure
+        if failure is None or failure.host not in present:
+            break
+        print(f"distrib-topo: {failure.host} was lost: {failure.message}; going on without it", file=sys.stderr)
+        lost.append(failure.host)
+        journal.done_steps = tuple(dict.fromkeys(r.step for r in journal.read() if isinstance(r, StepDone) and r.whole))
+    if result and result.status != "succeeded" and not any(_is_pair(record) for record in journal.read()):
+        failure = result.first_failure
+        raise LaunchError(
+            f"the probe failed: {failure.message if failure else result.status}", hint=f"see {run_dir}/ranks"
+        )
+    return lost, result
+
+
+def _is_pair(record: Record) -> bool:
+    from distrib.probe.records import PairSeen
+
+    return isinstance(record, PairSeen) and not record.failed
+
+
+def _launch(
+    options: argparse.Namespace, hosts: tuple[str, ...], present: tuple[str, ...], journal: Journal, folder: Path
+) -> Result:
+    from distrib_launch import cli, job
+    from distrib_launch.probeview import View
+
+    from distrib.probe.messages import Spec
+
+    spec = Spec(hosts=hosts, present=present, mode=options.mode, done=journal.done_steps, primary=options.way)
+    words = ["--run-dir", str(folder), "-np", str(len(present)), "--spread", "--bind", "none", "--only-rank", "0"]
+    for name in ("hosts", "topology", "interface", "engine", "mpirun", "ssh_command"):
+        if (value := getattr(options, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    if options.no_check:
+        words.append("--no-check")
+    if len(present) < len(hosts):
+        words.append(f"--exclude={'@'.join(host for host in hosts if host not in present)}")
+    wanted = cli.parser().parse_args([*words, "--module", "distrib.probe", msgspec.json.encode(spec).decode()])
+    plan = job.make_plan(wanted)
+    planned = tuple(rank.host for rank in plan.ranks)
+    if planned != present:
+        raise LaunchError(f"ranks are planned on {', '.join(planned)}, one on each of {', '.join(present)} was wanted")
+    with View(journal.write, bar=not options.json) as view:
+        return job.launch(plan, wanted, streams=view.streams)
+
+
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _output(
+    options: argparse.Namespace,
+    hosts: tuple[str, ...],
+    lost: Sequence[str],
+    records: Sequence[Record],
+    before: Measured | None,
+    seconds: float,
+    run_dir: Path,
+) -> Output:
+    from distrib.probe import baseline, findings
+    from distrib.probe.records import Ended, PairSeen, measured
+
+    found = findings.find(records)
+    told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
+    gone = [findings.lost_host(host) for host in lost if host not in told]
+    now = measured(records) or Measured(when="", software={}, hosts=hosts)
+    worse = baseline.worse(before, now) if before else ()
+    seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
+    return Output(
+        mode=options.mode,
+        seconds=seconds,
+        whole=any(isinstance(record, Ended) for record in records),
+        hosts=hosts,
+        lost_hosts=tuple(lost),
+        repetitions=sum(record.repetitions for record in seen),
+        outliers=sum(record.outliers for record in seen),
+        findings=findings.ranked([*found, *gone, *worse]),
+        notes=tuple(note for record in records if isinstance(record, Ended) for note in record.notes),
+        measured=now,
+        run_dir=str(run_dir),
+    )
+
+
+def _tell(options: argparse.Namespace, output: Output, records: Sequence[Record]) -> None:
+    from distrib.probe.records import Started
+
+    start = next((record for record in records if isinstance(record, Started)), None)
+    if options.output and output.measured.pairs:
+        from distrib.cluster.measured_part import write_measured
+
+        write_measured(options.output, output.measured)
+    if options.plot and start:
+        from distrib.probe.plot import draw
+
+        draw(options.plot, output.measured, start.primary)
+    if options.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(output), indent=2).decode() + "\n")
+        return
+    if start:
+        from rich.console import Console
+
+        from distrib.probe.report import show
+
+        width = None if sys.stdout.isatty() else max(160, 7 * len(output.hosts) + 20)
+        show(
+            Console(width=width, highlight=False, no_color="NO_COLOR" in os.environ),
+            output.measured,
+            records,
+            output.findings,
+        )
+    for note in output.notes:
+        print(f"note: {note}")
+    written = "".join(
+        f", {what} in {path}" for what, path in (("written", options.output), ("drawn", options.plot)) if path
+    )
+    print(
+        f"{len(output.hosts)} hosts probed in {output.seconds:.1f} s ({output.mode}{written}; logs in {output.run_dir})"
+    )

@@ -1,0 +1,51 @@
+"""What the supervisor knows of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import IO, Any
+
+from distrib_launch import failures
+from distrib_launch.control import Channel
+from distrib_launch.plan import RankPlan
+
+
+class RankState:
+    """What the supervisor knows of one rank."""
+
+    def __init__(self, plan: RankPlan, logs: Path) -> None:
+        self.plan = plan
+        self.channel: Channel | None = None
+        self.hello: dict[str, Any] = {}
+        self.address = ""
+        self.ending: failures.Ending | None = None
+        self.device = plan.device
+        self.placed: dict[str, Any] = {}
+        self.step = -1
+        self.cpu_seconds = 0.0
+        self.clock_offset = 0.0
+        self.best_round_trip = float("inf")
+        self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}
+        self._files: dict[int, IO[bytes]] = {}
+
+    @property
+    def error_log(self) -> Path:
+        return self._logs[2]
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        if descriptor not in self._files:
+            self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
+        self._files[descriptor].write(data)
+
+    def close_files(self) -> None:
+        for descriptor, path in self._logs.items():
+            if descriptor in self._files:
+                self._files.pop(descriptor).close()
+            elif not path.exists():
+                path.touch()
+
+    def learn_clock(self, sent: float, theirs: float, now: float) -> None:
+        """Estimate how far the host's clock is ahead, from the exchange with the shortest round trip (as NTP does)."""
+        if now - sent < self.best_round_trip:
+            self.best_round_trip = now - sent
+            self.clock_offset = theirs - (sent + now) / 2

@@ -1,0 +1,190 @@
+"""`distrib-topo show` as its users see it: the tree, JSON, the picture, and what it says to bad files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from distrib.cluster.measured import InsideLink, Measured, PairLink
+from distrib.cluster.measured_part import write_measured
+from tests.conftest import ROOT, TOPO
+
+EXAMPLES = ROOT / "hostfiles"
+
+
+def show(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    words = [str(TOPO), "show", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "80", **environ}
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment)
+
+
+def shown(*arguments: str | Path, cwd: Path | None = None) -> str:
+    done = show(*arguments, cwd=cwd)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout
+
+
+def as_json(*arguments: str | Path, cwd: Path | None = None) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(shown(*arguments, "--json", cwd=cwd))
+    return loaded
+
+
+def test_the_tree_of_a_dgx_pod():
+    text = shown("-H", EXAMPLES / "dgx-a100-hdr.txt")
+    for line in (
+        "dgx[01-16], 16 hosts, 8 slots each",
+        "8 x A100-SXM4-80GB, 80 GB at 2.04 TB/s, 312 TFLOPS bf16 dense",
+        "GPU to GPU: NVLink3 x12 through NVSwitch, 300 GB/s, 276 GB/s usable, 600 ns  catalogued",
+        "NUMA node 3, CPUs 48-63, GPU 0-1",
+        "mlx5_[0-1]: 2 x HDR InfiniBand, 25 GB/s each, GPUDirect RDMA, near GPU 0-1, PCIe4 x16",
+        "rack1: dgx[01-08], 2:1 oversubscribed",
+        "2:1 oversubscribed: 95 GB/s a host when all send",
+        "ok   memory 2 TiB is 3.4 times the GPUs' 640 GB",
+    ):
+        assert line in text
+    assert "\x1b" not in text
+
+
+def test_the_tree_of_a_host_without_nvswitch_names_the_pairs():
+    text = shown("-H", EXAMPLES / "dgx1-v100-edr.txt")
+    assert "GPUs 0-3 0-4 1-2 1-5 2-3 4-7 5-6 6-7" in text.split("NVLink2 x2")[1].splitlines()[1]
+
+
+def test_rules_that_are_not_kept_are_shown():
+    assert "look memory 48 GiB is 1.6 times the GPUs' 32 GB; give" in shown("-H", EXAMPLES / "mixed-gpus.txt")
+    assert "though they could do PCIe4 x16" in shown("-H", EXAMPLES / "one-machine.txt")
+
+
+def test_hosts_without_a_topology_are_listed():
+    text = shown("-H", "n[1-3]:2,x")
+    assert "n[1-3], 3 hosts, 2 slots each" in text and "note: no topology" in text
+
+
+def test_a_topology_alone_is_shown():
+    assert "7 hosts, 16 GPUs" in shown("--topology", EXAMPLES / "mixed-gpus.yaml")
+
+
+def test_json():
+    told = as_json("-H", EXAMPLES / "dgx-a100-hdr.txt")
+    assert told["source"].endswith("dgx-a100-hdr.txt") and told["dialect"] == "openmpi"
+    assert told["hosts"][0] == {"host": "dgx01", "slots": 8, "role": "worker", "gpus": 8, "gpu_kind": "A100-SXM4-80GB"}
+    assert len(told["hosts"]) == 16
+    (group,) = told["groups"]
+    nvlink = next(link for link in group["inside"] if link["name"] == "GPU to GPU")
+    assert nvlink["rate_bytes_per_second"] == 300e9 and nvlink["origin"] == "catalogued"
+    assert {way["oversubscription"] for way in told["between"]} == {1.0, 2.0}
+    assert all(rule["kept"] for rule in group["rules"])
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    (tmp_path / "lab.txt").write_text("n[1-4] slots=2\n")
+    nodes = "nodes:\n  - hosts: n[1-4]\n    gpus: {kind: T4, count: 2}\n    nics: [{name: eth0, rate: 10 GbE}]\n"
+    (tmp_path / "lab.yaml").write_text(nodes)
+    hosts = ("n1", "n2", "n3", "n4")
+    pairs = tuple(
+        PairLink(source=a, target=b, way="mpi", load="alone", latency_seconds=2e-5, variation=0.01,
+                 bandwidth_bytes_per_second=0.5e9 if (a, b) == ("n3", "n1") else 1.1e9)
+        for a in hosts for b in hosts if a != b
+    )  # fmt: skip
+    inside = tuple(
+        InsideLink(host=host, source=a, target=b, bandwidth_bytes_per_second=12e9, variation=0.01, path="PCIe")
+        for host in hosts
+        for a, b in (("memory", "gpu0"), ("gpu0", "memory"))
+    )
+    write_measured(
+        tmp_path / "lab.yaml",
+        Measured(when="2026-11-20T05:00:00Z", software={}, hosts=hosts, pairs=pairs, inside=inside),
+    )
+    return tmp_path
+
+
+def test_what_was_measured_is_shown_as_measured(lab):
+    text = shown("-H", "lab.txt", cwd=lab)
+    assert "among n[1-4]: 10 GbE, 1.25 GB/s, 1.1 GB/s, 20 us measured (median of 12)" in text
+    assert "slowest of 12: n3 to n1, 500 MB/s" in text
+    assert "GPU to memory: PCIe, 15.8 GB/s, 12 GB/s measured (median of 4)" in text
+    assert "measured 2026-11-20T05:00:00Z, 4 hosts" in text
+    (way,) = as_json("-H", "lab.txt", cwd=lab)["between"]
+    assert (way["origin"], way["bandwidth_bytes_per_second"], way["slowest"]) == ("measured", 1.1e9, "n3 to n1")
+
+
+def test_hosts_that_only_one_of_the_files_knows(lab):
+    (lab / "lab.txt").write_text("n1\nn9\n")
+    done = show("-H", "lab.txt", cwd=lab)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "distrib-topo: error: lab.yaml:1: $.nodes: n9 is in the hostfile (lab.txt:2) but not in the topology; "
+        "describe it in a group of `nodes`, or correct the name\n"
+    )
+    (lab / "lab.txt").write_text("n[1-3]\n")
+    assert "note: lab.yaml:2: $.nodes[0].hosts: n4 is not in lab.txt" in shown("-H", "lab.txt", cwd=lab)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("nodes: [\n", "lab.yaml:2: is no YAML: "),
+        ("nodes:\n  - hosts: n[1-4]\n    nics: [{name: e, rate: 10gb/s}]\n", "lab.yaml:3: $.nodes[0].nics[0].rate: '10gb/s'"),
+        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes` stands here twice"),
+        ("\0", "lab.yaml:1: holds NUL bytes"),
+    ],
+)  # fmt: skip
+def test_a_bad_topology_is_one_line_and_exit_code_2(lab, text, error):
+    (lab / "lab.yaml").write_text(text)
+    done = show("-H", "lab.txt", cwd=lab)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith(f"distrib-topo: error: {error}") and done.stderr.count("\n") == 1
+
+
+def test_nothing_to_show_is_an_error():
+    done = show(SLURM_JOB_NODELIST="", SLURM_NODELIST="")
+    assert done.returncode == 2
+    assert (
+        done.stderr == "distrib-topo: error: no hosts to show; name a hostfile with -H, or a topology with --topology\n"
+    )
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_is_drawn(path, tmp_path):
+    picture = tmp_path / "cluster.svg"
+    assert f"the picture is in {picture}" in shown("-H", path.with_suffix(".txt"), "--plot", picture)
+    root = ElementTree.parse(picture).getroot()
+    words = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert root.tag.endswith("svg") and "GPU" in words
+    assert "Network" in words or "one-machine" in path.stem
+
+
+def test_a_png_and_bad_pictures(lab):
+    shown("-H", "lab.txt", "--plot", "cluster.png", cwd=lab)
+    assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
+    for name, what in [
+        ("cluster.bmp", "no kind of picture; name a file that ends in .svg, .png, .pdf"),
+        ("none/cluster.svg", "there is no folder none; make it, or name another"),
+    ]:
+        done = show("-H", "lab.txt", "--plot", name, cwd=lab)
+        assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"
+
+
+def test_a_picture_of_what_fits_no_page(tmp_path):
+    groups = "".join(f"  - hosts: g{n}-[1-40]\n    gpus: {{count: 72, kind: Unheard Of}}\n" for n in range(9))
+    racks = "".join(f"  - {{name: r{n}, hosts: 'g{n}-[1-40]', uplink: 4 x HDR}}\n" for n in range(9))
+    spine = f"  - {{name: spine, switches: [{', '.join(f'r{n}' for n in range(9))}]}}\n"
+    (tmp_path / "big.yaml").write_text(f"nodes:\n{groups}switches:\n{racks}{spine}")
+    text = shown("--topology", "big.yaml", "--plot", "big.png", cwd=tmp_path)
+    assert "360 hosts, 25920 GPUs" in text and "72 x Unheard Of  not in the catalogue" in text
+    assert (tmp_path / "big.png").stat().st_size > 10_000
+
+
+def test_any_terminal_and_no_reader_will_do(lab):
+    plain = show("-H", "lab.txt", cwd=lab, PYTHONIOENCODING="ascii")
+    assert plain.returncode == 0 and "+-- " in plain.stdout and plain.stdout.isascii()
+    command = f"{TOPO} show -H lab.txt --json | true; exit ${{PIPESTATUS[0]}}"
+    gone = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=lab, timeout=60)
+    assert gone.returncode == 0 and not gone.stderr
