@@ -12,7 +12,7 @@ import re
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
 
-_NUMBER = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,2})?(?![0-9])")
+_NUMBER = re.compile(r"([+-]?)([0-9]{1,30}(?:\.[0-9]{0,400})?|\.[0-9]{1,400})([eE][+-]?[0-9]{1,2})?(?![0-9])")
 _NO_NUMBER = re.compile(r"[+-]?\.?(nan|inf(inity)?)\b", re.IGNORECASE)
 _LARGEST = Fraction(10) ** 24
 

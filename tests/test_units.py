@@ -147,8 +147,6 @@ floats = st.floats(min_value=0, max_value=1e23, allow_nan=False, allow_infinity=
 @example(0.1 + 0.2, True)
 @settings(max_examples=200, deadline=None)
 def test_a_rate_written_is_the_rate_read(rate, bits):
-    if rate and rate < 1e-28:
-        return  # less than one bit in the age of the universe; the parser takes 30 digits
     assert units.parse_rate(units.format_rate(rate, bits=bits)) == rate
 
 

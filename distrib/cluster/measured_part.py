@@ -168,7 +168,10 @@ def _json(value: Any) -> str:
         text = repr(value)
         return text if "." in text or "e" not in text else text.replace("e", ".0e")
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(str(key))}: {_json(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_json(str(key))}: {_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_json, value)) + "]"
+    if isinstance(value, str):
+        # YAML knows no escapes of two surrogates, so what can be shown is written as it is.
+        return json.dumps(value, ensure_ascii=not value.isprintable())
     return json.dumps(value)
