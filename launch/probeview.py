@@ -77,9 +77,9 @@ class View:
     def _show(self, record: Record) -> None:
         if not isinstance(record, StepDone):
             return
-        whole = record.done_seconds + record.left_seconds
-        part = record.done_seconds / whole if whole else 1.0
-        left = f"{record.left_seconds:.0f} s left"
+        still = max(0.0, record.left_seconds)
+        part = record.done_seconds / max(record.done_seconds + still, 1e-9)
+        left = f"{still:.0f} s left"
         if self._progress:
             self._progress.update(self._task, completed=part, description=record.what, left=left)
         elif not self._quiet and time.monotonic() >= self._next_line:

@@ -11,6 +11,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
+
 import torch
 import torch.distributed as dist
 
@@ -70,8 +72,10 @@ class Ranks:
         left = seconds
         last = 0.0
         for size in sizes:
-            grown = size / sizes[max(0, sizes.index(size) - 1)]
-            wanted = 0 if last * grown * (FEW + 1) > left and found else max(FEW, min(REPETITIONS, int(ENOUGH_SECONDS / max(last * grown, 1e-6))))
+            expected = last * size / sizes[max(0, sizes.index(size) - 1)]
+            wanted = max(FEW, min(REPETITIONS, int(ENOUGH_SECONDS / max(expected, 1e-6))))
+            if found and expected * (wanted + 1) > left:
+                wanted = 1 if expected < left else 0  # the largest sizes once, if there is time
             order = torch.tensor([wanted], device=self.device)
             dist.broadcast(order, 0, group=group)
             repetitions = int(order.item())
@@ -80,12 +84,13 @@ class Ranks:
             part = data[: size // data.element_size()]
             begun = time.perf_counter()
             taken = []
-            for repetition in range(repetitions + 1):
+            warm = 1 if repetitions > 1 else 0
+            for repetition in range(repetitions + warm):
                 started = time.perf_counter()
                 dist.all_reduce(part, group=group)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
-                if repetition:
+                if repetition >= warm:
                     taken.append(time.perf_counter() - started)
             summary = samples.summarise(taken)
             last = summary.median

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -19,14 +19,17 @@ from distrib.probe import samples
 from distrib.probe.deadline import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeout, wait
 
 FIRST_TAG = 16
-"""Each exchange has three tags of its own, so that what is left of one that was given up meets no other."""
+"""Each exchange has tags of its own, so that what is left of one that was given up meets no other."""
 
 SMALL_BYTES = 1024
 """Up to this size half a round trip is the time of a message; beyond it, half a round trip and the message's time on the wire."""
 
 BLOCK_BYTES, BLOCK_MESSAGES = 512 << 10, 256
 WARM_BYTES = 512 << 10
-MAX_BLOCKS = 1000
+MIN_BLOCKS, MAX_BLOCKS = 2, 1000
+FEW_SECONDS = 0.2
+"""Messages that take longer may be timed once only."""
+
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +58,7 @@ class Sender:
         self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
         self._tags = tags(exchange)
         self._slot = bytearray(64)
-        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags[0])
+        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags.order)
         self._under_way: deque[Any] = deque()
         self._echo: Order | None = None
         self._left = 0
@@ -77,18 +80,18 @@ class Sender:
             if not order.count:
                 self._ended = True
             else:
-                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags[0])
+                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags.order)
                 part = [self._buffer[: order.size], self._mpi.BYTE]
                 if order.echo:
                     self._echo, self._left = order, order.count
                     self._expect()
                 else:
-                    self._under_way += [self._comm.Isend(part, self._peer, self._tags[1]) for _ in range(order.count)]
+                    self._under_way += [self._comm.Isend(part, self._peer, self._tags.data) for _ in range(order.count)]
         return self._ended and not self._under_way
 
     def _expect(self) -> None:
         assert self._echo
-        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags[2])
+        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.ping)
 
     def _answer(self) -> None:
         assert self._echo
@@ -99,11 +102,11 @@ class Sender:
         if self._left:
             # Ready for the next before this one is answered.
             answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
-            self._under_way.append(self._comm.Isend(answer, self._peer, self._tags[2]))
+            self._under_way.append(self._comm.Isend(answer, self._peer, self._tags.answer))
             self._expect()
         else:
             self._under_way.append(
-                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags[2])
+                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.answer)
             )
 
 
@@ -130,9 +133,9 @@ class Receiver:
         part = [self._buffer[:size], self._mpi.BYTE]
         trips = []
         for _ in range(repetitions + warm):
-            back = self._comm.Irecv(part, self._peer, self._tags[2])
+            back = self._comm.Irecv(part, self._peer, self._tags.answer)
             begun = time.perf_counter()
-            out = self._comm.Isend(part, self._peer, self._tags[2])
+            out = self._comm.Isend(part, self._peer, self._tags.ping)
             self._spin(back, "no answer to a ping")
             trips.append((time.perf_counter() - begun) / 2)
             out.Wait()  # it has been answered, so it has gone
@@ -143,7 +146,7 @@ class Receiver:
 
         Small messages come in blocks; a block is ordered when the one before has arrived, and the round trip that this
         costs is taken off. More than one large message at a time would share the wire, and arrive together.
-        At least one block is timed, however long it takes, and at most `MAX_BLOCKS`.
+        At least `MIN_BLOCKS` are timed, or one where a block takes more than `FEW_SECONDS`, and at most `MAX_BLOCKS`.
         """
         each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
         # Not timed: bursts pass, windows open.
@@ -151,7 +154,11 @@ class Receiver:
         self._take(warm, max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm)))
         spans: list[float] = []
         begun = before = time.perf_counter()
-        while not spans or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS):
+        while (
+            not spans
+            or (len(spans) < MIN_BLOCKS and spans[0] < FEW_SECONDS)
+            or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS)
+        ):
             self._take(size, each)
             now = time.perf_counter()
             spans.append(now - before)
@@ -173,14 +180,14 @@ class Receiver:
 
     def _order(self, order: Order) -> None:
         slot = bytearray(msgspec.msgpack.encode(order).ljust(64, b"\0"))
-        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags[0]), slot))
+        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags.order), slot))
         while self._orders[0][0].Test() and len(self._orders) > 1:
             self._orders.popleft()
 
     def _take(self, size: int, count: int) -> None:
         """Order a block of messages and wait for it."""
         part = [self._buffer[:size], self._mpi.BYTE]
-        self._block = [self._comm.Irecv(part, self._peer, self._tags[1]) for _ in range(count)]
+        self._block = [self._comm.Irecv(part, self._peer, self._tags.data) for _ in range(count)]
         self._order(Order(size, count))
         self._spin_all(self._block, "the stream stands still")
 
@@ -211,10 +218,19 @@ class Receiver:
         wait(step, self._deadline, what)
 
 
-def tags(exchange: int) -> tuple[int, int, int]:
-    """The tags of an exchange for orders, messages and pings."""
-    first = FIRST_TAG + 3 * exchange
-    return first, first + 1, first + 2
+class Tags(NamedTuple):
+    """The tags of an exchange. Both ends may lead at the same time, so that pings and their answers are told apart."""
+
+    order: int
+    data: int
+    ping: int
+    answer: int
+
+
+def tags(exchange: int) -> Tags:
+    """The tags of the exchange of that number."""
+    first = FIRST_TAG + 4 * exchange
+    return Tags(first, first + 1, first + 2, first + 3)
 
 
 def obey(sender: Sender, deadline: float) -> None:
