@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from distrib.cluster.hostfile import Host
 from distrib.cluster.hostlist import parse_expression
 from distrib.cluster.hosts import MAX_HOSTS, Notes, Place, shown
-from distrib.cluster.topology import Gpus
 from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib.cluster.topology import Gpus
 
 MAX_INDEX = 4095
 HINT = "write hosts between @ and indices after a colon, such as host:0,2@host2@node[3-8]:1"

@@ -37,16 +37,15 @@ def read_hosts(given: str | None) -> HostList | None:
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
+    path = Path(given) if given else None
+    if path is None and hosts and Path(hosts).is_file():
+        candidates = (Path(hosts).with_suffix(suffix) for suffix in (".yaml", ".yml"))
+        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if path is None:
+        return None
     from distrib.cluster.topology import read_topology
 
-    if given:
-        return read_topology(given)
-    if hosts and Path(hosts).is_file():
-        for suffix in (".yaml", ".yml"):
-            beside = Path(hosts).with_suffix(suffix)
-            if beside.is_file():
-                return read_topology(beside)
-    return None
+    return read_topology(path)
 
 
 def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:

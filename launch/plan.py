@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch import choose, engines, placement
 
 from distrib.cluster.hostfile import Host, HostList
-from distrib.cluster.topology import Gpus, Topology
 from distrib.errors import ConfigError
+
+if TYPE_CHECKING:  # loading them takes a tenth of a short launch
+    from distrib.cluster.topology import Gpus, Topology
 
 FORWARDED_PREFIXES = (
     "NCCL_",
@@ -143,6 +146,8 @@ def plan_hosts(
     if host_list is None and wishes.include is wishes.exclude is wishes.pool is None:
         return _plan_this_machine(wanted, local_gpus)
     if host_list is None:
+        from distrib.cluster.topology import Gpus
+
         host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source="here", dialect="")
         known: dict[str, Gpus | None] = {"localhost": Gpus(count=local_gpus)}
     else:

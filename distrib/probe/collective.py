@@ -25,7 +25,7 @@ from distrib.training.world import World, find_device
 
 REPETITIONS = 20
 FEW = 2
-ENOUGH_SECONDS = 0.25
+ENOUGH_SECONDS = 0.1
 """Repetitions of a size may take this long; at least `FEW` are made."""
 
 

@@ -24,11 +24,14 @@ FIRST_TAG = 16
 SMALL_BYTES = 1024
 """Up to this size half a round trip is the time of a message; beyond it, half a round trip and the message's time on the wire."""
 
-BLOCK_BYTES, BLOCK_MESSAGES = 512 << 10, 256
-WARM_BYTES = 512 << 10
-MIN_BLOCKS, MAX_BLOCKS = 2, 1000
-FEW_SECONDS = 0.2
-"""Messages that take longer may be timed once only."""
+BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 128
+WARM_BYTES = 384 << 10
+MAX_BLOCKS = 1000
+FEW_SECONDS = 0.03
+"""Messages that take longer may be timed once only, but for the largest."""
+
+MANY_SECONDS = 0.25
+"""Messages that take longer are timed once."""
 
 
 
@@ -126,6 +129,11 @@ class Receiver:
         self._block: list[Any] = []
         self.round_trip = 0.0
 
+    @property
+    def sends(self) -> bool:
+        """Whether this rank sends at the same time."""
+        return self._sender is not None
+
     def half_round_trip(self, size: int, repetitions: int) -> samples.Summary:
         """Seconds for half a round trip of `size` bytes, after a few trips that do not count."""
         warm = 3
@@ -141,12 +149,12 @@ class Receiver:
             out.Wait()  # it has been answered, so it has gone
         return samples.summarise(trips[warm:])
 
-    def stream(self, size: int, seconds: float) -> samples.Summary:
+    def stream(self, size: int, seconds: float, *, largest: bool = False) -> samples.Summary:
         """Seconds that a message of `size` bytes adds to those before it, from blocks of messages for about `seconds`.
 
         Small messages come in blocks; a block is ordered when the one before has arrived, and the round trip that this
         costs is taken off. More than one large message at a time would share the wire, and arrive together.
-        At least `MIN_BLOCKS` are timed, or one where a block takes more than `FEW_SECONDS`, and at most `MAX_BLOCKS`.
+        At least two blocks are timed, or one where it takes long, and at most `MAX_BLOCKS`.
         """
         each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
         # Not timed: bursts pass, windows open.
@@ -156,7 +164,7 @@ class Receiver:
         begun = before = time.perf_counter()
         while (
             not spans
-            or (len(spans) < MIN_BLOCKS and spans[0] < FEW_SECONDS)
+            or (len(spans) < 2 and spans[0] < (MANY_SECONDS if largest else FEW_SECONDS))
             or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS)
         ):
             self._take(size, each)
@@ -166,6 +174,21 @@ class Receiver:
         bunch = max(1, len(spans) // 10)
         joined = [sum(spans[i : i + bunch]) / bunch for i in range(0, len(spans) - bunch + 1, bunch)]
         return samples.summarise([max(span - self.round_trip, span / 10) / each for span in joined])
+
+    def flood(self, size: int, seconds: float) -> samples.Summary:
+        """The same while this rank sends too: more and more messages at once, until they take about `seconds`.
+
+        An order is behind the data that goes the same way, so that one block after another would make both ends wait
+        for each other.
+        """
+        count = 2
+        while True:
+            begun = time.perf_counter()
+            self._take(size, count)
+            span = time.perf_counter() - begun
+            if span > seconds / 2:
+                return samples.summarise([max(span - self.round_trip, span / 10) / count])
+            count *= 2
 
     def finish(self) -> None:
         """Tell the sender that this is all; see this rank's own sending to its end."""
@@ -261,6 +284,6 @@ def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, 
             points.append(Point(size, trip.median, trip.variation))
             continue
         share = stream_seconds if size == streamed[-1] else seconds / len(streamed)
-        last = receiver.stream(size, share)
+        last = receiver.flood(size, share) if receiver.sends else receiver.stream(size, share, largest=size == streamed[-1])
         points.append(Point(size, latency.median + last.median, last.variation))
     return Curve(latency_seconds=latency.median, points=tuple(points), large=last)

@@ -16,6 +16,7 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
+LARGE_SECONDS = 1.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +55,7 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
             found += [
-                _step(f"large/{n}", f"large messages, round {n + 1}", "mpi", "together", (r,), 1.2, both=True, sizes=settings.together_sizes)
+                _step(f"large/{n}", f"large messages, round {n + 1}", "mpi", "together", (r,), LARGE_SECONDS, sizes=settings.together_sizes)
                 for n, r in enumerate(schedule.rounds(hosts))
             ]
         else:
