@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import pickle
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,6 @@ from distrib.errors import ConfigError, JobFailed
 
 FUNCTION_LIMIT_BYTES = 1 << 30
 NOT_HERE = ("dry_run", "json", "version", "help", "module")
-
-_run_dirs = threading.Lock()
 
 
 class RunResult(results.Result, frozen=True, kw_only=True):
@@ -58,7 +54,8 @@ def run(
         script_input = b""
     if wanted.engine == "kubernetes":
         raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")
-    with _run_dir(wanted, name) as run_dir:
+    with results.claimed_run_dir(wanted.run_dir, name) as run_dir:
+        wanted.run_dir = str(run_dir)
         plan = job.make_plan(wanted)
     result = job.launch(plan, wanted, streams=(sys.stdout, sys.stderr), script_input=script_input)
     if result.status != "succeeded":
@@ -102,26 +99,6 @@ def _words(options: Mapping[str, Any]) -> list[str]:
         elif value is not None:
             words.append(f"{flag}={os.fspath(value) if isinstance(value, os.PathLike) else value}")
     return words
-
-
-@contextlib.contextmanager
-def _run_dir(options: argparse.Namespace, name: str) -> Iterator[Path]:
-    """The run directory, made at once where its name is ours to choose: another thread may choose in this very second."""
-    if options.run_dir:
-        yield Path(options.run_dir).absolute()
-        return
-    with _run_dirs:
-        path = results.choose_run_dir(None, name)
-        results.make_run_dir(path)
-    options.run_dir = str(path)
-    try:
-        yield path
-    except BaseException:
-        with contextlib.suppress(OSError):
-            (path / "ranks").rmdir()
-            path.rmdir()
-            path.parent.rmdir()
-        raise
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -122,27 +125,56 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):  # before the job runs; nohup's wish is left alone
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _interrupted)
     try:
         return _run(parser().parse_args(argv))
     except DistribError as error:
         complain(error)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         complain("interrupted")
-        return 130
+        return 128 + int((interrupt.args or (signal.SIGINT,))[0])
+
+
+def _interrupted(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 def _run(options: argparse.Namespace) -> int:
-    plan = job.make_plan(options)
     if options.dry_run:
-        _show_plan(plan, as_json=options.json)
+        plan = job.make_plan(options)
+        with _perhaps_unread():
+            _show_plan(plan, as_json=options.json)
         return 0
-    if plan.engine == "kubernetes":
-        return _write_manifest(plan, options)
+    if options.engine == "kubernetes":
+        return _write_manifest(job.make_plan(options), options)
+    from distrib_launch import results
+
+    with results.claimed_run_dir(options.run_dir, options.script) as run_dir:
+        options.run_dir = str(run_dir)
+        plan = job.make_plan(options)
     result = job.launch(plan, options)
     if options.json:
-        sys.stdout.write((Path(plan.run_dir) / "result.json").read_text())
+        import msgspec
+
+        with _perhaps_unread():
+            print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
     return result.exit_code
+
+
+@contextlib.contextmanager
+def _perhaps_unread() -> Iterator[None]:
+    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same."""
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, when Python ends
+        if not isinstance(error, BrokenPipeError):
+            complain(f"standard output: {error.strerror}")
 
 
 def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
@@ -173,7 +205,8 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
             raise ConfigError(f"--manifest {options.manifest}: {error.strerror}") from None
         print(f"distrib-launch: start it with: kubectl create -f {options.manifest}", file=sys.stderr)
     else:
-        sys.stdout.write(text)
+        with _perhaps_unread():
+            print(text, end="")
     return 0
 
 
@@ -181,7 +214,7 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     import msgspec
 
     if as_json:
-        sys.stdout.write(msgspec.json.encode(plan).decode() + "\n")
+        print(msgspec.json.encode(plan).decode())
         return
     print(f"{plan.world_size} rank(s) on {len(plan.hosts)} host(s), engine {plan.engine}, mode {plan.mode}")
     first = 0

@@ -33,6 +33,8 @@ class EngineProcess:
             **os.environ, **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
             "DISTRIB_RUN_DIR": plan.run_dir,
         }  # fmt: skip
+        environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without
+        environ.setdefault("PATH", os.defpath)
         with log.open("wb") as file:
             self._process = subprocess.Popen(
                 plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True

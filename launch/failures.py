@@ -87,7 +87,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     if first.lost:
         message = _lost(first, endings)
     elif not message and traceback:
-        message = traceback.rstrip().splitlines()[-1]
+        message = last_words(traceback)
         if missing := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message):
             message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {first.host})"
         if aborted:
@@ -116,8 +116,16 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
 
 
 def _lost(first: Ending, endings: Iterable[Ending]) -> str:
+    endings = list(endings)
     there = [ending for ending in endings if ending.host == first.host]
     if first.lost == "silence":
+        silent = list(dict.fromkeys(ending.host for ending in endings if ending.lost == "silence"))
+        hosts = len({ending.host for ending in endings})
+        if len(silent) > 1 and len(silent) + 1 >= hosts:
+            return (
+                f"{len(silent)} of {hosts} hosts vanished at once ({', '.join(silent[:8])}): look at the network of "
+                "this machine first, then at their switch and power"
+            )
         who = f"rank {ranges([ending.rank for ending in there])}" if len(there) > 1 else "it"
         return f"host {first.host} vanished: {first.message} ({who}); power, kernel or network"
     if len(there) > 1 and all(ending.lost for ending in there):
@@ -156,9 +164,18 @@ def last_traceback(text: str) -> str:
         line = lines[index]
         if line and not line[0].isspace() and not line.startswith(("Traceback", "The above", "During")):
             end = index + 1
+            while end < len(lines) and lines[end][:1].isspace():  # more of what the exception says
+                end += 1
             if not any(words.strip() in "\n".join(lines[index : index + 4]) for words in chained):
                 break
     return "\n".join(lines[:end])
+
+
+def last_words(traceback: str) -> str:
+    """The line of a traceback that names the exception."""
+    lines = [line for line in traceback.splitlines() if line.strip()]
+    group = next((line.strip(" |") for line in lines if re.match(r"\s+\| \w[\w.]*Group: ", line)), "")
+    return group or next((line for line in reversed(lines) if not line[0].isspace()), lines[-1])
 
 
 def signal_name(number: int) -> str:
@@ -191,6 +208,7 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
         ("had finished", [e.rank for e in others if not e.failed]),
     ):
         if ranks:
-            lines.append(f"  rank {ranges(ranks)}: {words}")
+            shown = words.replace("were ", "was ") if len(ranks) == 1 else words
+            lines.append(f"  rank {ranges(ranks)}: {shown}")
     lines.append(f"  its error output: {failure.log}")
     return "\n".join(lines)

@@ -144,14 +144,23 @@ def launch(
 
 
 def _launch(plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes) -> Result:
+    from distrib_launch import results
+
+    if plan.engine == "kubernetes":
+        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
+    run_dir = Path(plan.run_dir)
+    with results.held(run_dir):
+        return _launch_in(run_dir, plan, options, console, script_input)
+
+
+def _launch_in(
+    run_dir: Path, plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes
+) -> Result:
     from distrib_launch import admission, failures, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
     from distrib_launch.supervisor import Supervisor
 
-    if plan.engine == "kubernetes":
-        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
-    run_dir = Path(plan.run_dir)
     results.make_run_dir(run_dir)
     said = plan.notes
     for note in said:
@@ -182,7 +191,10 @@ def _launch(plan: LaunchPlan, options: argparse.Namespace, console: Console, scr
         )
         supervisor.warnings += warnings
         result = supervisor.run()
-    results.write_json(run_dir / "result.json", result)
+    try:
+        results.write_json(run_dir / "result.json", result)
+    except OSError as error:
+        console.say(f"error: cannot write {run_dir / 'result.json'}: {error.strerror}")
     if result.first_failure:
         report = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
         console.say(f"error: {report}")

@@ -252,6 +252,14 @@ def _holder(holder: GpuHolder) -> str:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
+def twice(e: Evidence) -> Iterator[Check]:
+    names: dict[tuple[str, str], str] = {}
+    for host, facts in e.inventories.items():
+        other = names.setdefault((facts.network_identity, facts.hostname), host)
+        if other != host:
+            yield error(host, "ssh", f"it is the same machine as {other}", "name it once, with all its slots")
+
+
 def machine(e: Evidence) -> Iterator[Check]:
     for host, facts in e.inventories.items():
         ranks = e.wants[host].ranks
@@ -308,4 +316,4 @@ def _size(size: int) -> str:
     return format_size(size, digits=3, binary=True)
 
 
-FINDERS = (python, distrib, mpi, torch, cuda, script, gpus, gpu_memory, machine, limits, clock)
+FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_memory, machine, limits, clock)

@@ -22,7 +22,7 @@ from distrib.errors import ConfigError, DistribError, LaunchError
 if TYPE_CHECKING:
     from distrib_launch.results import Result
 
-    from distrib.probe.findings import Finding
+    from distrib.probe.finding import Finding
     from distrib.probe.records import Record
     from distrib.probe.settings import Mode
 
@@ -160,6 +160,14 @@ class Journal:
 
         return [record for line in self.path.read_bytes().splitlines() if (record := decode(line))]
 
+    def seen(self, present: Sequence[str]) -> bytes:
+        """The links between those hosts that are measured already, a line each, without their curves."""
+        from distrib.probe.records import PairSeen, encode
+
+        pairs = [record for record in self.read() if isinstance(record, PairSeen) and not record.failed]
+        kept = [msgspec.structs.replace(r, curve=()) for r in pairs if r.source in present and r.target in present]
+        return "".join(encode(record) + "\n" for record in kept).encode()
+
     def done(self) -> None:
         """The probe is whole and kept elsewhere."""
         self._file.close()
@@ -220,7 +228,15 @@ def _launch(
 
     from distrib.probe.messages import Spec
 
-    spec = Spec(hosts=hosts, present=present, mode=options.mode, done=journal.done_steps, primary=options.way)
+    known = journal.seen(present) if journal.done_steps else b""
+    spec = Spec(
+        hosts=hosts,
+        present=present,
+        mode=options.mode,
+        done=journal.done_steps,
+        resumed=bool(known),
+        primary=options.way,
+    )
     words = ["--run-dir", str(folder), "-np", str(len(present)), "--spread", "--bind", "none", "--only-rank", "0"]
     for name in ("hosts", "topology", "interface", "engine", "mpirun", "ssh_command"):
         if (value := getattr(options, name)) is not None:
@@ -235,7 +251,7 @@ def _launch(
     if planned != present:
         raise LaunchError(f"ranks are planned on {', '.join(planned)}, one on each of {', '.join(present)} was wanted")
     with View(journal.write, bar=not options.json) as view:
-        return job.launch(plan, wanted, streams=view.streams)
+        return job.launch(plan, wanted, streams=view.streams, script_input=known)
 
 
 # -- telling ----------------------------------------------------------------------------------------------------------
@@ -250,7 +266,7 @@ def _output(
     seconds: float,
     run_dir: Path,
 ) -> Output:
-    from distrib.probe import baseline, findings
+    from distrib.probe import baseline, finding, findings
     from distrib.probe.records import Ended, PairSeen, measured
 
     found = findings.find(records)
@@ -267,7 +283,7 @@ def _output(
         lost_hosts=tuple(lost),
         repetitions=sum(record.repetitions for record in seen),
         outliers=sum(record.outliers for record in seen),
-        findings=findings.ranked([*found, *gone, *worse]),
+        findings=finding.ranked([*found, *gone, *worse]),
         notes=tuple(note for record in records if isinstance(record, Ended) for note in record.notes),
         measured=now,
         run_dir=str(run_dir),

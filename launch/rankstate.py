@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,17 +33,25 @@ class RankState:
     def error_log(self) -> Path:
         return self._logs[2]
 
-    def write(self, descriptor: int, data: bytes) -> None:
-        if descriptor not in self._files:
-            self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
-        self._files[descriptor].write(data)
+    def write(self, descriptor: int, data: bytes) -> str:
+        """Add to a log; returns why not all of it could be written, if it could not."""
+        try:
+            if descriptor not in self._files:
+                self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
+            left = memoryview(data)
+            while left:
+                left = left[self._files[descriptor].write(left) :]
+        except OSError as error:
+            return f"{self._logs[descriptor]}: {error.strerror}"
+        return ""
 
     def close_files(self) -> None:
         for descriptor, path in self._logs.items():
             if descriptor in self._files:
                 self._files.pop(descriptor).close()
             elif not path.exists():
-                path.touch()
+                with contextlib.suppress(OSError):  # a full disk
+                    path.touch()
 
     def learn_clock(self, sent: float, theirs: float, now: float) -> None:
         """Estimate how far the host's clock is ahead, from the exchange with the shortest round trip (as NTP does)."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +76,57 @@ def choose_run_dir(wanted: str | None, script: str) -> Path:
     return next(path for n in range(10_000) if not (path := Path(f"{base}-{n}" if n else base)).exists())
 
 
+@contextlib.contextmanager
+def claimed_run_dir(wanted: str | None, script: str) -> Iterator[Path]:
+    """The run directory, made at once where its name is ours to choose: another launch may choose in this very second.
+
+    It goes again when no plan comes of it.
+    """
+    if wanted:
+        yield Path(wanted).absolute()
+        return
+    while True:
+        path = choose_run_dir(None, script)
+        try:
+            path.mkdir(parents=True)
+            break
+        except FileExistsError:  # taken meanwhile
+            continue
+        except OSError as error:
+            raise _unmade(path, error) from None
+    try:
+        yield path
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            path.parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """A run directory, made if need be, that no other launch uses meanwhile."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise _unmade(path, error) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another job is running in {path}", hint="name another place with --run-dir, or wait for its end"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # for copies in processes that were forked meanwhile, too
+        os.close(descriptor)
+
+
 def make_run_dir(path: Path) -> None:
     """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed."""
     try:
@@ -85,9 +140,11 @@ def make_run_dir(path: Path) -> None:
         ):
             old.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir"
-        ) from None
+        raise _unmade(path, error) from None
+
+
+def _unmade(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot make the run directory {path}: {error.strerror}", hint="name one with --run-dir")
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

@@ -83,6 +83,7 @@ class Supervisor:
         )
         self.failure: results.Failure | None = None  # what was found from outside the ranks
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
+        self.log_lost = False  # and said so
         self.warnings: list[str] = []
         self.started = time.time()
 
@@ -108,6 +109,8 @@ class Supervisor:
         for number in (
             () if not in_main else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         ):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the job outlives the terminal
             handlers[number] = signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         entrance = self._listen()
@@ -301,7 +304,8 @@ class Supervisor:
     def _hear(self, state: RankState, kind: Kind, payload: bytes) -> None:
         if kind in (Kind.OUT, Kind.ERR):
             descriptor = 1 if kind is Kind.OUT else 2
-            state.write(descriptor, payload)
+            if problem := state.write(descriptor, payload):
+                self._log_lost(problem)
             self.standstill.progress()
             self.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.BEAT:
@@ -328,8 +332,18 @@ class Supervisor:
                 state.step = max(state.step, int(status.get("step", -1)))
                 self.standstill.progress()
                 if "metrics" in status and state.plan.rank == 0:
-                    with (self.run_dir / "metrics.jsonl").open("ab") as file:
-                        file.write(line + b"\n")
+                    try:
+                        with (self.run_dir / "metrics.jsonl").open("ab") as file:
+                            file.write(line + b"\n")
+                    except OSError as error:
+                        self._log_lost(f"{self.run_dir / 'metrics.jsonl'}: {error.strerror}")
+
+    def _log_lost(self, problem: str) -> None:
+        """A log could not be written, which is no reason to end the job; said once."""
+        if not self.log_lost:
+            self.log_lost = True
+            self.warnings.append(f"logs are not complete: {problem}")
+            self.console.say(f"warning: logs are not complete, the job goes on: {problem}")
 
     def _ended(self, state: RankState, record: dict[str, Any]) -> None:
         state.device = record["device"] or state.device
@@ -483,9 +497,13 @@ class Supervisor:
     def _engine_lost(self, code: int) -> None:
         """The engine ended under its ranks; without it MPI is broken, so the job ends too."""
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        where = socket.gethostname()
+        lost = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
+        if lost in self.hosts:
+            where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
         self.verdict = ("failed", 1)
         self.failure = results.Failure(
-            rank=None, host=socket.gethostname(), time=time.time(), exit_code=None, signal=None, traceback="",
+            rank=None, host=where, time=time.time(), exit_code=None, signal=None, traceback="",
             message=f"{self.plan.engine} {how} while its ranks were running", log=str(self.run_dir / "engine.log"),
         )  # fmt: skip
         self._stop(self.grace_seconds)

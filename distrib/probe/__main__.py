@@ -14,7 +14,7 @@ from distrib.probe import facts, tcp
 from distrib.probe.deadline import wait
 from distrib.probe.leader import Leader
 from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
-from distrib.probe.records import Record, encode
+from distrib.probe.records import PairSeen, Record, decode, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
@@ -40,7 +40,9 @@ def main() -> int:
         for rank in range(1, comm.size):
             comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
         worker.setup = setup
-        Leader(comm, worker, spec, hellos, _print).run()
+        known = [decode(line) for line in sys.stdin.buffer] if spec.resumed else []
+        seen = [record for record in known if isinstance(record, PairSeen)]
+        Leader(comm, worker, spec, hellos, _print, seen).run()
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
         _await(comm, SETUP, START_SECONDS)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import statistics
 
 from distrib.cluster.measured import Measured, PairLink
-from distrib.probe.findings import WORSE, Finding, rate_text, ranked
+from distrib.probe.finding import Finding, ranked, rate_text
+
+WORSE = 0.9
+"""Of what a link had; below it the link has become worse."""
 
 LATENCY_WORSE, LATENCY_SECONDS = 2.0, 50e-6
 """A latency is worse when it is so many times what it was, and so many seconds more."""

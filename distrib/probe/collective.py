@@ -11,8 +11,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
-
 import torch
 import torch.distributed as dist
 

@@ -14,7 +14,7 @@ import psutil
 from distrib.cluster.inventory import Question, own_inventory
 from distrib.probe.records import Facts, Gpu, Interface
 
-DUPLEX = {psutil.NIC_DUPLEX_FULL: "full", psutil.NIC_DUPLEX_HALF: "half"}
+DUPLEX: dict[int, str] = {psutil.NIC_DUPLEX_FULL: "full", psutil.NIC_DUPLEX_HALF: "half"}
 
 
 def own_facts(host: str, address: str) -> Facts:

@@ -1,60 +1,23 @@
-"""What is wrong with the wire, worst first: each finding with its evidence and what to do about it. Pure.
-
-Links are judged against the others of their class in this cluster, not against a catalogue: the median is what is usual
-here, and a link or host that stays clearly below it, measured twice, is told of.
-"""
+"""What is wrong with the wire, worst first. Pure."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
-import msgspec
-
+from distrib.probe.finding import Finding, ranked, rate_text
 from distrib.probe.records import Facts, GroupsSeen, PairSeen, Record, Started, best
 from distrib.probe.settings import Way
-from distrib.probe.suspects import BUSY, PEERS, SLOW, Baseline, one_way
-from distrib.units import format_rate
-
-Kind = Literal[
-    "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "half_duplex", "mtu",
-    "noisy_link", "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline",
-]  # fmt: skip
-Severity = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
-
-BAD = 0.75
-"""Below this part of what is usual a link is an error, above it a warning."""
-
-DEVIATIONS = 6.0
-"""How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
+from distrib.probe.slow import slow_hosts, slow_links
+from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, one_way
 
 OF_NOMINAL = 0.7
 """TCP reaches 90 to 95 % of a card's rate; below this something is wrong."""
 
-HALF_DUPLEX = 0.65
-NOISY = 0.15
 LOSS_FACTOR = 0.002
 """Segments sent again, as a part of all, from which a way loses packets."""
 
 SEGMENT_BYTES = 1448
-WORSE = 0.9
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is wrong. `ratio` is found over expected (for an uplink: wanted over had); `loss` ranks findings."""
-
-    kind: Kind
-    severity: Severity
-    what: str
-    evidence: str
-    advice: str
-    hosts: tuple[str, ...]
-    source: str | None = None
-    target: str | None = None
-    ratio: float | None = None
-    loss: float = 0.0
 
 
 def find(records: Sequence[Record]) -> tuple[Finding, ...]:
@@ -81,136 +44,6 @@ def lost_host(host: str) -> Finding:
         evidence="its rank ended, or nothing was heard of it any more; the probe went on without it",
         advice=f"see whether {host} is up (distrib-topo check), then probe again", hosts=(host,), ratio=0.0, loss=1.0,
     )  # fmt: skip
-
-
-def ranked(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors first, and what costs most first among equals."""
-    return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
-
-
-# -- slow hosts and links -------------------------------------------------------------------------------------------------
-
-
-def slow_hosts(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
-    """Hosts that are slower than the others with every other host, outwards or inwards."""
-    outwards, inwards = _shown(seen, way, "source"), _shown(seen, way, "target")
-    rates = {host: (outwards.get(host, 0.0), inwards.get(host, 0.0)) for host in {*outwards, *inwards}}
-    if len(rates) < 3:
-        return []  # of two hosts nobody can say which is slow
-    found = []
-    known = [rate for pair in rates.values() for rate in pair if rate]
-    limit, usual = _limit(known)
-    for host, (out, into) in rates.items():
-        low = [(rate, where) for rate, where in ((out, "sends"), (into, "receives")) if rate and rate < limit]
-        if not low:
-            continue
-        ratio = min(rate for rate, _ in low) / usual
-        how = " and ".join(where for _, where in low)
-        pairs = sum(host in (record.source, record.target) for record in one_way(seen, way, "alone"))
-        found.append(
-            Finding(
-                kind="slow_host",
-                severity="error" if ratio < BAD else "warning",
-                what=f"{host}: its link is slow: it {how} at {ratio:.0%} of what is usual here",
-                evidence=f"{rate_text(min(rate for rate, _ in low))} with most other hosts, of {rate_text(usual)} usual "
-                f"({pairs} measurements alone)",
-                advice=f"look at the cable, switch port and negotiated rate of {host}'s card (ethtool), at its PCIe slot, "
-                "and at what else uses it; leave the host out with --exclude until then",
-                hosts=(host,),
-                ratio=ratio,
-                loss=1 - ratio,
-            )
-        )
-    return found
-
-
-def _shown(seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"]) -> dict[str, float]:
-    """By host, the rate that it has shown at one end of its links: the upper quartile over its peers.
-
-    Not the median: the peers may be the slow ones. What was measured while others sent too counts only where there is
-    little else.
-    """
-    alone: dict[str, list[float]] = {}
-    for record in best(one_way(seen, way, "alone")).values():
-        alone.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
-    every = {host: list(rates) for host, rates in alone.items()}
-    for record in best(one_way(seen, way, "together")).values():
-        every.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
-    return {
-        host: upper_quartile(alone[host] if len(alone.get(host, ())) >= PEERS else rates) for host, rates in every.items()
-    }
-
-
-def upper_quartile(values: Sequence[float]) -> float:
-    """The value that a quarter of the others exceed; the largest of three or fewer."""
-    return sorted(values)[-1 - len(values) // 4]
-
-
-def slow_links(seen: Sequence[PairSeen], way: Way, slow: set[str]) -> list[Finding]:
-    """Pairs of good hosts that are slower than the other pairs, both ways or one way only."""
-    alone = {(r.source, r.target): r for r in best(one_way(seen, way, "alone")).values()}
-    good = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items() if not slow & set(pair)}
-    if len(good) < 3:
-        return _asymmetric({pair: record.bandwidth_bytes_per_second for pair, record in alone.items()}, 0.0)
-    limit, usual = _limit(list(good.values()))
-    found = _asymmetric(good, limit)
-    told = {frozenset(finding.hosts) for finding in found}
-    for pair in sorted({tuple(sorted(pair)) for pair in good}):
-        rates = [good[way_] for way_ in (pair, pair[::-1]) if way_ in good]
-        if max(rates) >= limit or frozenset(pair) in told:
-            continue
-        ratio = max(rates) / usual
-        found.append(
-            Finding(
-                kind="slow_link",
-                severity="error" if ratio < BAD else "warning",
-                what=f"{pair[0]} and {pair[1]}: the way between them is slow: {ratio:.0%} of what is usual here",
-                evidence=f"{rate_text(max(rates))} alone, of {rate_text(usual)} usual; both are faster with other hosts",
-                advice="look at the switches and uplinks on this way",
-                hosts=(pair[0], pair[1]),
-                source=pair[0],
-                target=pair[1],
-                ratio=ratio,
-                loss=(1 - ratio) / 2,
-            )
-        )
-    return found
-
-
-def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Finding]:
-    """Pairs of which one direction is slow and the other is not. A `limit` of 0 compares the two only."""
-    found = []
-    for (source, target), rate in rates.items():
-        back = rates.get((target, source), 0.0)
-        if rate < 0.9 * back and (not limit or rate < limit <= back):
-            ratio = rate / back
-            found.append(
-                Finding(
-                    kind="asymmetric_link",
-                    severity="error" if ratio < BAD else "warning",
-                    what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
-                    evidence=f"{rate_text(rate)} from {source} to {target}, {rate_text(back)} back",
-                    advice=f"look for errors on {source}'s sending and {target}'s receiving side (ethtool -S), flow control, "
-                    "and routes that differ by direction",
-                    hosts=(source, target),
-                    source=source,
-                    target=target,
-                    ratio=ratio,
-                    loss=(1 - ratio) / 2,
-                )
-            )
-    return found
-
-
-def _limit(rates: Sequence[float]) -> tuple[float, float]:
-    """Below what a rate is slow, and what is usual: the median of the class.
-
-    The spread is taken from the upper half: slow members must not hide themselves.
-    """
-    usual = statistics.median(rates)
-    upper = [rate - usual for rate in rates if rate >= usual]
-    spread = 1.4826 * statistics.median(upper) if upper else 0.0
-    return min(SLOW * usual, usual - DEVIATIONS * spread), usual
 
 
 # -- sharing, duplex, noise -------------------------------------------------------------------------------------------------
@@ -250,9 +83,13 @@ def oversubscribed(seen: Sequence[PairSeen], groups: Sequence[GroupsSeen], way: 
 
 
 def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
-    """Pairs that, sending both ways at once, share one rate: a half-duplex port, or one that was set by hand."""
+    """Pairs that, alone and sending both ways at once, share one rate: a half-duplex port, or one that was set by hand."""
     baseline = Baseline(seen, way)
-    both = {(r.source, r.target): r for r in best(s for s in seen if s.way == way and s.both_ways).values()}
+    both = {
+        (r.source, r.target): r
+        for r in best(s for s in seen if s.way == way and s.both_ways).values()
+        if r.load == "alone"
+    }
     found = []
     for (source, target), record in both.items():
         back = both.get((target, source))
@@ -260,8 +97,7 @@ def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
         if back is None or source > target or not own or max(record.busy, back.busy) >= BUSY:
             continue
         ratio = (record.bandwidth_bytes_per_second + back.bandwidth_bytes_per_second) / 2 / own
-        alone = [r.bandwidth_bytes_per_second for r in one_way(seen, way, "together") if {r.source, r.target} == {source, target}]
-        if ratio < HALF_DUPLEX and alone and min(alone) > 0.9 * own:
+        if ratio < HALF_DUPLEX:
             found.append(
                 Finding(
                     kind="half_duplex",
@@ -424,7 +260,11 @@ def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> lis
             key=lambda i: i.speed_bytes_per_second or 0.0,
             default=None,
         )
-        if own and faster and (faster.speed_bytes_per_second or 0.0) > 1.5 * (own.speed_bytes_per_second or float("inf")):
+        if (
+            own
+            and faster
+            and (faster.speed_bytes_per_second or 0.0) > 1.5 * (own.speed_bytes_per_second or float("inf"))
+        ):
             found.append(
                 Finding(
                     kind="wrong_interface", severity="warning",
@@ -456,8 +296,3 @@ def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> lis
                     )
                 )  # fmt: skip
     return found
-
-
-def rate_text(bytes_per_second: float) -> str:
-    """A rate as people say it of networks: in bits."""
-    return format_rate(bytes_per_second, digits=3, bits=True)

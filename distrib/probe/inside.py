@@ -97,5 +97,10 @@ def _link(host: str, source: str, target: str, path: str, rates: list[float]) ->
     summary: Callable[[list[float]], samples.Summary] = samples.summarise
     rate = summary(rates)
     return InsideLink(
-        host=host, source=source, target=target, path=path, bandwidth_bytes_per_second=rate.median, variation=rate.variation
+        host=host,
+        source=source,
+        target=target,
+        path=path,
+        bandwidth_bytes_per_second=rate.median,
+        variation=rate.variation,
     )

@@ -38,10 +38,16 @@ CROSSING_SECONDS = 0.6
 
 
 class Leader:
-    """Runs the whole probe; `emit` takes each record as it is made."""
+    """Runs the whole probe; `emit` takes each record as it is made, `seen` are those of a probe that was interrupted."""
 
     def __init__(
-        self, comm: Any, worker: Worker, spec: Spec, hellos: Sequence[Hello], emit: Callable[[Record], None]
+        self,
+        comm: Any,
+        worker: Worker,
+        spec: Spec,
+        hellos: Sequence[Hello],
+        emit: Callable[[Record], None],
+        seen: Sequence[PairSeen] = (),
     ) -> None:
         self.comm, self.worker, self.spec, self.emit_record = comm, worker, spec, emit
         self.settings = MODES[spec.mode]
@@ -50,7 +56,8 @@ class Leader:
         self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
         self.ranks = {spec.hosts.index(host): rank for rank, host in enumerate(spec.present)}
         self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]
-        self.seen: list[PairSeen] = []
+        self._size: int = comm.size
+        self.seen: list[PairSeen] = list(seen)
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more."""
         self._number = 0
@@ -82,7 +89,7 @@ class Leader:
         for step in todo[len(before_collectives) :]:
             left -= step.estimate_seconds
             self._step(step, left)
-        for rank in range(1, self.comm.size):
+        for rank in range(1, self._size):
             self._send(rank, Leave())
         self.emit(Ended(seconds=time.monotonic() - self._begun, notes=notes))
 
@@ -94,41 +101,45 @@ class Leader:
             whole = self._inside(step)
         elif step.kind == "all_reduce":
             whole = self._all_reduce(step)
-        for phase in step.phases:
-            whole &= all(record.failed is None for record in self._transfer(step, phase))
+        for number, phase in enumerate(step.phases):
+            whole &= all(record.failed is None for record in self._transfer(step, phase, number))
         self.emit(
             StepDone(
-                step=step.key, what=step.what, done_seconds=time.monotonic() - self._begun, left_seconds=left_seconds, whole=whole
+                step=step.key,
+                what=step.what,
+                done_seconds=time.monotonic() - self._begun,
+                left_seconds=left_seconds,
+                whole=whole,
             )
         )
 
     def _inside(self, step: Step) -> bool:
         self._number += 1
         task = Inside(number=self._number, step=step.key, patience_seconds=60.0)
-        replies = self._together({rank: task for rank in range(self.comm.size)}, task.patience_seconds)
+        replies = self._together(dict.fromkeys(range(self._size), task), task.patience_seconds)
         for reply in replies.values():
             for link in reply.inside:
                 self.emit(InsideSeen(step=step.key, link=link))
-        return len(replies) == self.comm.size
+        return len(replies) == self._size
 
     def _all_reduce(self, step: Step) -> bool:
-        if self.comm.size < 2 or self.sick:
-            return self.comm.size < 2
+        if self._size < 2 or self.sick:
+            return self._size < 2
         self._number += 1
         task = AllReduce(
             number=self._number,
             step=step.key,
-            counts=schedule.counts(self.comm.size),
+            counts=schedule.counts(self._size),
             sizes=self.settings.collective_sizes,
             seconds=self.settings.collective_seconds,
             patience_seconds=60.0 + 3 * (COLLECTIVE_START_SECONDS + self.settings.collective_seconds),
         )
-        replies = self._together({rank: task for rank in range(self.comm.size)}, task.patience_seconds)
+        replies = self._together(dict.fromkeys(range(self._size), task), task.patience_seconds)
         for collective in replies[0].collectives if 0 in replies else ():
             self.emit(CollectiveSeen(step=step.key, collective=collective))
-        return len(replies) == self.comm.size and not any(reply.failed for reply in replies.values())
+        return len(replies) == self._size and not any(reply.failed for reply in replies.values())
 
-    def _transfer(self, step: Step, phase: Round) -> list[PairSeen]:
+    def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""
         pairs = [p for p in schedule.without(phase, self.missing) if not any(self._is_sick(h) for h in p)]
         tasks: dict[int, Task] = {}
@@ -148,7 +159,9 @@ class Leader:
                 both_ways=step.both_ways,
                 # Over MPI the curve takes one part of the time and the largest messages another.
                 seconds=share / 2 if step.way == "mpi" and len(sizes) > 1 else share,
-                longest=(share / 2 if len(sizes) > 1 else share) if step.way == "mpi" else (2 * share if alone else share),
+                longest=(share / 2 if len(sizes) > 1 else share)
+                if step.way == "mpi"
+                else (2 * share if alone else share),
                 variation=self.settings.variation if alone else None,
                 streams=self.settings.streams,
                 pings=self.settings.pings,
@@ -159,7 +172,8 @@ class Leader:
         replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
         found = []
         for (source, target), transfer in transfers.items():
-            found += self._records(transfer, source, target, replies)
+            made = self._records(transfer, source, target, replies)
+            found += [msgspec.structs.replace(record, phase=number) for record in made]
         for record in found:
             self.emit(record)
         return found
@@ -215,9 +229,18 @@ class Leader:
             seconds = max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1])
             phases = tuple(((numbers[a], numbers[b]),) for a, b in again)
             self._step(
-                Step(key="again", what="a second look", way=self.primary, load="alone", phases=phases, seconds=seconds), 0.0
+                Step(key="again", what="a second look", way=self.primary, load="alone", phases=phases, seconds=seconds),
+                0.0,
             )
         baseline = suspects.Baseline(self.seen, self.primary)
+        shared = suspects.half_duplex(self.seen, baseline, self.primary, self.settings.suspects // 2)
+        if shared:
+            phases = tuple(((numbers[a], numbers[b]),) for a, b in shared)
+            step = Step(
+                key="again/both", what="a second look", way=self.primary, load="alone", both_ways=True, phases=phases,
+                seconds=self.settings.stream_seconds,
+            )  # fmt: skip
+            self._step(step, 0.0)
         worst: Round = ()
         for phase in suspects.slowed_phases(self.seen, baseline, self.primary):
             worst = tuple((numbers[a], numbers[b]) for a, b in phase)

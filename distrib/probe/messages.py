@@ -20,6 +20,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """By rank."""
     mode: Mode = "default"
     done: tuple[str, ...] = ()
+    resumed: bool = False
+    """What was measured before stands on standard input, a record on each line."""
     primary: Way | None = None
     """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
 

@@ -27,12 +27,11 @@ SMALL_BYTES = 1024
 BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 128
 WARM_BYTES = 384 << 10
 MAX_BLOCKS = 1000
-FEW_SECONDS = 0.03
+FEW_SECONDS = 0.015
 """Messages that take longer may be timed once only, but for the largest."""
 
 MANY_SECONDS = 0.25
 """Messages that take longer are timed once."""
-
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +93,9 @@ class Sender:
 
     def _expect(self) -> None:
         assert self._echo
-        self._incoming = self._comm.Irecv([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.ping)
+        self._incoming = self._comm.Irecv(
+            [self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.ping
+        )
 
     def _answer(self) -> None:
         assert self._echo
@@ -161,7 +162,7 @@ class Receiver:
         warm = min(size, WARM_BYTES)
         self._take(warm, max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm)))
         spans: list[float] = []
-        begun = before = time.perf_counter()
+        begun = before = now = time.perf_counter()
         while (
             not spans
             or (len(spans) < 2 and spans[0] < (MANY_SECONDS if largest else FEW_SECONDS))
@@ -284,6 +285,10 @@ def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, 
             points.append(Point(size, trip.median, trip.variation))
             continue
         share = stream_seconds if size == streamed[-1] else seconds / len(streamed)
-        last = receiver.flood(size, share) if receiver.sends else receiver.stream(size, share, largest=size == streamed[-1])
+        last = (
+            receiver.flood(size, share)
+            if receiver.sends
+            else receiver.stream(size, share, largest=size == streamed[-1])
+        )
         points.append(Point(size, latency.median + last.median, last.variation))
     return Curve(latency_seconds=latency.median, points=tuple(points), large=last)

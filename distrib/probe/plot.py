@@ -17,7 +17,9 @@ KINDS = (".png", ".svg", ".pdf")
 def check_name(name: str) -> None:
     """ConfigError for a file whose ending is of no kind of picture that can be drawn."""
     if not name.lower().endswith(KINDS):
-        raise ConfigError(f"--plot {name}: not a kind of picture that can be drawn", hint=f"end it in {', '.join(KINDS)}")
+        raise ConfigError(
+            f"--plot {name}: not a kind of picture that can be drawn", hint=f"end it in {', '.join(KINDS)}"
+        )
 
 
 def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
@@ -87,7 +89,11 @@ def _curves(axes: Any, measured: Measured) -> None:
             sizes = sorted(by_size)
             (line,) = axes.plot(sizes, [statistics.median(by_size[s]) for s in sizes], marker=".", label=label)
             axes.fill_between(
-                sizes, [min(by_size[s]) for s in sizes], [max(by_size[s]) for s in sizes], color=line.get_color(), alpha=0.2
+                sizes,
+                [min(by_size[s]) for s in sizes],
+                [max(by_size[s]) for s in sizes],
+                color=line.get_color(),
+                alpha=0.2,
             )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -72,6 +72,8 @@ class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     """
 
     step: str
+    phase: int = 0
+    """Pairs of the same step and phase were measured at once."""
     source: str
     target: str
     way: Way
@@ -144,9 +146,10 @@ def encode(record: Record) -> str:
 def decode(line: str | bytes) -> Record | None:
     """The record of a line; None for anything else that was printed, and for a line that was cut off."""
     try:
-        return _DECODER.decode(line)
+        record: Record = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return record
 
 
 def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool], PairSeen]:
@@ -197,8 +200,14 @@ def measured(records: Iterable[Record]) -> Measured | None:
             )
             for seen in pairs.values()
         ),
-        inside=tuple({(r.link.host, r.link.source, r.link.target): r.link for r in kept if isinstance(r, InsideSeen)}.values()),
+        inside=tuple(
+            {(r.link.host, r.link.source, r.link.target): r.link for r in kept if isinstance(r, InsideSeen)}.values()
+        ),
         collectives=tuple(
-            {(r.collective.hosts, r.collective.gpudirect): r.collective for r in kept if isinstance(r, CollectiveSeen)}.values()
+            {
+                (r.collective.hosts, r.collective.gpudirect): r.collective
+                for r in kept
+                if isinstance(r, CollectiveSeen)
+            }.values()
         ),
     )

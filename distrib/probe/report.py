@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distrib.cluster.measured import Measured
-from distrib.probe.findings import Finding
+from distrib.probe.finding import Finding
 from distrib.probe.records import PairSeen, Record, Started
 from distrib.units import format_duration, format_rate, format_size
 
@@ -57,7 +57,7 @@ def heat_map(measured: Measured, way: str) -> RenderableType:
     label = max(map(len, hosts))
     text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
     if wide:
-        text.append(" " * label + "".join(f"{host[-CELL + 1:]:>{CELL}}" for host in hosts) + "\n", style="dim")
+        text.append(" " * label + "".join(f"{host[-CELL + 1 :]:>{CELL}}" for host in hosts) + "\n", style="dim")
     for source in hosts:
         text.append(f"{source:>{label}}", style="dim")
         for target in hosts:
@@ -131,7 +131,11 @@ def collective_table(measured: Measured) -> Table:
     """Bus bandwidth of all-reduce by size and count of hosts (nccl-tests: size / seconds x 2 (n - 1) / n)."""
     backend = measured.collectives[0].backend
     table = Table(
-        title=f"all-reduce over {backend}, bus bandwidth", title_justify="left", title_style="bold", box=None, pad_edge=False
+        title=f"all-reduce over {backend}, bus bandwidth",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
     )
     table.add_column("size", justify="right")
     for collective in measured.collectives:

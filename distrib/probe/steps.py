@@ -43,11 +43,26 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
     if hosts > 3:
         round_ = schedule.bisection(hosts)
         found.append(
-            _step("bisection", "one half with the other", primary, "bisection", (round_, schedule.backward(round_)), settings.stream_seconds)
+            _step(
+                "bisection",
+                "one half with the other",
+                primary,
+                "bisection",
+                (round_, schedule.backward(round_)),
+                settings.stream_seconds,
+            )
         )
     if settings.both_ways:
         found += [
-            _step(f"both/{primary}/{n}", f"both ways at once, round {n + 1}", primary, "together", (r,), settings.stream_seconds, both=True)
+            _step(
+                f"both/{primary}/{n}",
+                f"both ways at once, round {n + 1}",
+                primary,
+                "together",
+                (r,),
+                settings.stream_seconds,
+                both=True,
+            )
             for n, r in enumerate(schedule.rounds(hosts))
         ]
     if settings.second_way:
@@ -55,7 +70,15 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
             found += [
-                _step(f"large/{n}", f"large messages, round {n + 1}", "mpi", "together", (r,), LARGE_SECONDS, sizes=settings.together_sizes)
+                _step(
+                    f"large/{n}",
+                    f"large messages, round {n + 1}",
+                    "mpi",
+                    "together",
+                    (r,),
+                    LARGE_SECONDS,
+                    sizes=settings.together_sizes,
+                )
                 for n, r in enumerate(schedule.rounds(hosts))
             ]
         else:
@@ -83,7 +106,14 @@ def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:
 
 def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
     return [
-        _step(f"together/{way}/{n}", f"all pairs of round {n + 1}, {way}", way, "together", (r, schedule.backward(r)), settings.stream_seconds)
+        _step(
+            f"together/{way}/{n}",
+            f"all pairs of round {n + 1}, {way}",
+            way,
+            "together",
+            (r, schedule.backward(r)),
+            settings.stream_seconds,
+        )
         for n, r in enumerate(schedule.rounds(hosts))
     ]
 
@@ -97,7 +127,15 @@ def _alone(hosts: int, settings: Settings, way: Way) -> list[Step]:
             phases += [(pair,) for pair in schedule.backward(round_)]
         sizes = settings.sizes if way == "mpi" else ()
         found.append(
-            _step(f"alone/{way}/{number}", f"each pair alone, {way}, round {number + 1}", way, "alone", tuple(phases), seconds, sizes=sizes)
+            _step(
+                f"alone/{way}/{number}",
+                f"each pair alone, {way}, round {number + 1}",
+                way,
+                "alone",
+                tuple(phases),
+                seconds,
+                sizes=sizes,
+            )
         )
     return found
 

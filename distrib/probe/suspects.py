@@ -13,9 +13,16 @@ SLOW = 0.95
 """A host or link that reaches less of what is usual is looked at again, and if it stays so, told of."""
 
 BUSY = 0.98
-"""Processors busier than this may themselves have been what slowed a stream that ran beside others."""
+"""Processors busier than this may themselves have been what slowed a stream."""
+
+HALF_DUPLEX = 0.65
+"""Of its own rate; what a link gets each way, when both ends send, below which it may be half duplex."""
+
+NOISY = 0.15
+"""Coefficient of variation from which a link is called noisy."""
 
 PEERS = 3
+"""With so many others a host is measured alone to see whether it is slow."""
 
 
 class Baseline:
@@ -50,7 +57,7 @@ def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]
 def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int) -> list[tuple[str, str]]:
     """Directions to measure again alone, worst first, at most so many.
 
-    Those that were slow alone; for a host that was slow with most others when all sent at once, some of its pairs, as it
+    Those that were slow or noisy alone; for a host that was slow with most others when all sent at once, some of its pairs, as it
     may have been alone in nothing yet.
     """
     alone = {(r.source, r.target): r.bandwidth_bytes_per_second for r in one_way(seen, way, "alone")}
@@ -62,6 +69,9 @@ def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: i
         return []
     usual = statistics.median(alone.values())
     wanted: dict[tuple[str, str], float] = {pair: rate / usual for pair, rate in alone.items() if rate < SLOW * usual}
+    for record in one_way(seen, way, "alone"):
+        if record.variation > NOISY / 2:
+            wanted.setdefault((record.source, record.target), 1.0)
     middles = {host: statistics.median(rates) for host, rates in together.items()}
     if middles:
         middle = statistics.median(middles.values())
@@ -71,18 +81,31 @@ def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: i
                 for peer in [other for other in good if other != host][:PEERS]:
                     wanted.setdefault((host, peer), rate / middle)
                     wanted.setdefault((peer, host), rate / middle)
-    for pair in list(wanted):
+    for pair in [pair for pair in wanted if wanted[pair] < 1]:
         wanted.setdefault(pair[::-1], wanted[pair])
     return sorted(wanted, key=lambda pair: wanted[pair])[:most]
 
 
+def half_duplex(seen: Sequence[PairSeen], baseline: Baseline, way: Way, most: int) -> list[tuple[str, str]]:
+    """Pairs to measure again alone and both ways at once, because beside others they then shared one rate."""
+    found: dict[tuple[str, str], float] = {}
+    for record in seen:
+        own = baseline.of(record.source, record.target)
+        if record.way == way and record.both_ways and not record.failed and own:
+            part = record.bandwidth_bytes_per_second / own
+            if part < HALF_DUPLEX + 0.1:
+                pair = min(record.source, record.target), max(record.source, record.target)
+                found[pair] = min(part, found.get(pair, 1.0))
+    return sorted(found, key=lambda pair: found[pair])[:most]
+
+
 def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> list[tuple[tuple[str, str], ...]]:
     """Pairs that ran at once and slowed each other down, the phase that lost most first."""
-    phases: dict[tuple[str, bool], list[PairSeen]] = {}
+    phases: dict[tuple[str, int], list[PairSeen]] = {}
     for load in ("together", "bisection"):
         for record in one_way(seen, way, load):
             if not record.step.startswith("sharing"):
-                phases.setdefault((record.step, record.source < record.target), []).append(record)
+                phases.setdefault((record.step, record.phase), []).append(record)
     found = []
     for records in phases.values():
         slow = []

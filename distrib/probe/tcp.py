@@ -12,7 +12,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -28,6 +28,10 @@ LOW_WATER_BYTES = 128 << 10
 SKIP_BYTES = 512 << 10
 SKIP_SECONDS = 0.03
 """What is left out at the start of a stream: bursts, and the queue that the stream before it left in the switch."""
+
+ENOUGH_BYTES = 2 << 20
+SLOW_TIMES = 6
+"""A stream that has not brought `ENOUGH_BYTES` in its time may take so many times as long."""
 
 WINDOWS = 12
 PING = b"distrib!"  # 8 bytes
@@ -91,7 +95,9 @@ def connect(address: str, port: int, token: bytes, task: int, streams: int, dead
     made: list[socket.socket] = []
     try:
         for index in range(streams):
-            sock = socket.create_connection((address, port), timeout=min(CONNECT_SECONDS, _left(deadline, "connecting")))
+            sock = socket.create_connection(
+                (address, port), timeout=min(CONNECT_SECONDS, _left(deadline, "connecting"))
+            )
             made.append(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(_HELLO.pack(token, task, index))
@@ -206,7 +212,8 @@ def _drain(
             if now < ends:
                 continue
             found = cut()
-            if len(found) < 3 and now - begun < max(longest, 8 * seconds):
+            few = len(found) < 3 or total < SKIP_BYTES + ENOUGH_BYTES
+            if few and now - begun < max(longest, SLOW_TIMES * seconds):
                 continue  # too slow a link for this time: it gets more
             if variation is None or not found or now - begun >= longest:
                 return found
@@ -246,8 +253,8 @@ def _left(deadline: float, what: str) -> float:
     return left
 
 
-def _close(sockets: Sequence[socket.socket] | object, *, reset: bool = False) -> None:
-    for sock in sockets:  # type: ignore[attr-defined]
+def _close(sockets: Iterable[socket.socket], *, reset: bool = False) -> None:
+    for sock in sockets:
         with contextlib.suppress(OSError):
             if reset:  # what is still under way is of no use to anyone: SO_LINGER of 0 discards it
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from typing import Any
@@ -49,6 +50,7 @@ class Worker:
         if isinstance(task, Inside):
             return Reply(number=task.number, rank=self.rank, inside=inside.measure(self.host))
         if isinstance(task, AllReduce):
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
             from distrib.probe import collective
 
             if self._collective is None:
@@ -88,9 +90,7 @@ class Worker:
         assert curve.large is not None
         rate = msgspec.structs.replace(curve.large, median=largest / curve.large.median)
         reached = _arrived(curve.latency_seconds, rate)
-        return Reply(
-            number=task.number, rank=self.rank, arrived=msgspec.structs.replace(reached, curve=curve.points)
-        )
+        return Reply(number=task.number, rank=self.rank, arrived=msgspec.structs.replace(reached, curve=curve.points))
 
     # -- TCP ----------------------------------------------------------------------------------------------------------
 

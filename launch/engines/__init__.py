@@ -38,6 +38,9 @@ class Engine(Protocol):
     def explain(self, words: str) -> tuple[str, str] | None:
         """What went wrong, and what to do, from what the engine printed; None where that says it best."""
 
+    def lost_host(self, words: str) -> str:
+        """The host that the engine lost, from what it printed; empty where it says nothing of one."""
+
     def cancelled(self, words: str) -> str:
         """Who ended the ranks with SIGTERM, from what the engine printed; empty where it was not the engine's doing."""
 

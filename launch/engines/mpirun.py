@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -111,7 +112,13 @@ def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], 
 
     Where the preflight left a connection open it is used; this ssh itself leaves none.
     """
-    words = [*(shlex.split(ssh_command) if ssh_command else ["ssh"]), *SSH_OPTIONS]
+    try:
+        words = shlex.split(ssh_command) if ssh_command is not None else ["ssh"]
+    except ValueError as error:
+        raise ConfigError(f"--ssh-command {ssh_command}: {str(error).lower()}") from None
+    if not words:
+        raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
+    words += SSH_OPTIONS
     if Path(words[0]).name == "ssh":
         # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.
         words += ["-o", "ControlMaster=no", "-o", "ControlPersist=no", "-o", f"{CONTROL_PATH}/tmp/distrib-{job}/%C"]
@@ -136,6 +143,11 @@ def queued(log: Path) -> bool:
 
 def explain(words: str) -> tuple[str, str] | None:
     return None
+
+
+def lost_host(words: str) -> str:
+    found = re.search(r"^\s*Remote host:\s*(\S+)", words, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def cancelled(words: str) -> str:

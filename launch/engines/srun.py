@@ -125,6 +125,10 @@ def explain(words: str) -> tuple[str, str] | None:
     return None
 
 
+def lost_host(words: str) -> str:
+    return ""
+
+
 def cancelled(words: str) -> str:
     if not (told := CANCELLED.search(words)):
         return ""

@@ -88,7 +88,6 @@ class Cluster:
         self.racks = [list(rack) for rack in racks]
         self.trunk_rate = trunk_rate
         self.directory = STATE_ROOT / self.name
-        self._lost: set[str] = set()
         self._sshds: dict[str, subprocess.Popen[bytes]] = {}
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -260,13 +259,11 @@ class Cluster:
         """The host loses power: silence on the wire, then every process on it is gone."""
         self.cut(host)
         self._kill_all(host)
-        self._lost.add(host)
 
     def restore(self, host: str) -> None:
         """Bring a cut or lost host back: link up, and sshd again if it had died."""
         _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "up")
-        if host in self._lost:
-            self._lost.discard(host)
+        if not (self.directory / f"{host}.pid").exists():  # lost, maybe by another process
             self._start_sshd(host)
             self._wait_sshd(host)
 

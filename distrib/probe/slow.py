@@ -1,0 +1,145 @@
+"""Hosts and links that are slower than the others of their class. Pure.
+
+Links are judged against the others in this cluster, not against a catalogue: the median is what is usual here, and a link
+or host that stays clearly below it, measured twice, is told of.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+from distrib.probe.finding import Finding, rate_text
+from distrib.probe.records import PairSeen, best
+from distrib.probe.settings import Way
+from distrib.probe.suspects import PEERS, SLOW, one_way
+
+BAD = 0.75
+"""Below this part of what is usual a link is an error, above it a warning."""
+
+DEVIATIONS = 6.0
+"""How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
+
+
+def slow_hosts(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """Hosts that are slower than the others with every other host, outwards or inwards."""
+    outwards, inwards = _shown(seen, way, "source"), _shown(seen, way, "target")
+    rates = {host: (outwards.get(host, 0.0), inwards.get(host, 0.0)) for host in {*outwards, *inwards}}
+    if len(rates) < 3:
+        return []  # of two hosts nobody can say which is slow
+    found = []
+    known = [rate for pair in rates.values() for rate in pair if rate]
+    limit, usual = _limit(known)
+    for host, (out, into) in rates.items():
+        low = [(rate, where) for rate, where in ((out, "sends"), (into, "receives")) if rate and rate < limit]
+        if not low:
+            continue
+        ratio = min(rate for rate, _ in low) / usual
+        how = " and ".join(where for _, where in low)
+        pairs = sum(host in (record.source, record.target) for record in one_way(seen, way, "alone"))
+        found.append(
+            Finding(
+                kind="slow_host",
+                severity="error" if ratio < BAD else "warning",
+                what=f"{host}: its link is slow: it {how} at {ratio:.0%} of what is usual here",
+                evidence=f"{rate_text(min(rate for rate, _ in low))} with most other hosts, of {rate_text(usual)} usual "
+                f"({pairs} measurements alone)",
+                advice=f"look at the cable, switch port and negotiated rate of {host}'s card (ethtool), at its PCIe slot, "
+                "and at what else uses it; leave the host out with --exclude until then",
+                hosts=(host,),
+                ratio=ratio,
+                loss=1 - ratio,
+            )
+        )
+    return found
+
+
+def _shown(seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"]) -> dict[str, float]:
+    """By host, the rate that it has shown at one end of its links: the upper quartile over its peers.
+
+    Not the median: the peers may be the slow ones. What was measured while others sent too counts only where there is
+    little else.
+    """
+    alone: dict[str, list[float]] = {}
+    for record in best(one_way(seen, way, "alone")).values():
+        alone.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
+    every = {host: list(rates) for host, rates in alone.items()}
+    for record in best(one_way(seen, way, "together")).values():
+        every.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
+    return {
+        host: upper_quartile(alone[host] if len(alone.get(host, ())) >= PEERS else rates)
+        for host, rates in every.items()
+    }
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """The value that a quarter of the others exceed; the largest of three or fewer."""
+    return sorted(values)[-1 - len(values) // 4]
+
+
+def slow_links(seen: Sequence[PairSeen], way: Way, slow: set[str]) -> list[Finding]:
+    """Pairs of good hosts that are slower than the other pairs, both ways or one way only."""
+    alone = {(r.source, r.target): r for r in best(one_way(seen, way, "alone")).values()}
+    good = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items() if not slow & set(pair)}
+    if len(good) < 3:
+        return _asymmetric({pair: record.bandwidth_bytes_per_second for pair, record in alone.items()}, 0.0)
+    limit, usual = _limit(list(good.values()))
+    found = _asymmetric(good, limit)
+    told = {frozenset(finding.hosts) for finding in found}
+    for pair in sorted({tuple(sorted(pair)) for pair in good}):
+        rates = [good[way_] for way_ in (pair, pair[::-1]) if way_ in good]
+        if max(rates) >= limit or frozenset(pair) in told:
+            continue
+        ratio = max(rates) / usual
+        found.append(
+            Finding(
+                kind="slow_link",
+                severity="error" if ratio < BAD else "warning",
+                what=f"{pair[0]} and {pair[1]}: the way between them is slow: {ratio:.0%} of what is usual here",
+                evidence=f"{rate_text(max(rates))} alone, of {rate_text(usual)} usual; both are faster with other hosts",
+                advice="look at the switches and uplinks on this way",
+                hosts=(pair[0], pair[1]),
+                source=pair[0],
+                target=pair[1],
+                ratio=ratio,
+                loss=(1 - ratio) / 2,
+            )
+        )
+    return found
+
+
+def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Finding]:
+    """Pairs of which one direction is slow and the other is not. A `limit` of 0 compares the two only."""
+    found = []
+    for (source, target), rate in rates.items():
+        back = rates.get((target, source), 0.0)
+        if rate < 0.9 * back and (not limit or rate < limit <= back):
+            ratio = rate / back
+            found.append(
+                Finding(
+                    kind="asymmetric_link",
+                    severity="error" if ratio < BAD else "warning",
+                    what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
+                    evidence=f"{rate_text(rate)} from {source} to {target}, {rate_text(back)} back",
+                    advice=f"look for errors on {source}'s sending and {target}'s receiving side (ethtool -S), flow control, "
+                    "and routes that differ by direction",
+                    hosts=(source, target),
+                    source=source,
+                    target=target,
+                    ratio=ratio,
+                    loss=(1 - ratio) / 2,
+                )
+            )
+    return found
+
+
+def _limit(rates: Sequence[float]) -> tuple[float, float]:
+    """Below what a rate is slow, and what is usual: the median of the class.
+
+    The spread is taken from the upper half: slow members must not hide themselves.
+    """
+    usual = statistics.median(rates)
+    upper = [rate - usual for rate in rates if rate >= usual]
+    spread = 1.4826 * statistics.median(upper) if upper else 0.0
+    return min(SLOW * usual, usual - DEVIATIONS * spread), usual

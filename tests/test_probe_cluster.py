@@ -1,0 +1,147 @@
+"""`distrib-topo probe` on the virtual cluster: what it finds, writes, survives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from distrib.cluster.topology import read_topology
+from tests.conftest import TOPO
+
+pytestmark = pytest.mark.cluster
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def probe(tmp_path):
+    """Runs `distrib-topo probe` on the cluster's first host to its end."""
+
+    def run(cluster, *words, timeout=120):
+        command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", *words]
+        done = cluster.run(cluster.hosts[0], command, env=ENV, timeout=timeout, cwd=tmp_path)
+        assert cluster.left_over(within_seconds=3) == {}
+        return done
+
+    return run
+
+
+def kinds(output):
+    return [(finding["kind"], finding["severity"], finding["hosts"]) for finding in output["findings"]]
+
+
+def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
+    cluster = make_cluster(4, rate="400mbit", rates={"n3": "200mbit"})
+    done = probe(cluster, "--quick", "--strict", "--json")
+    assert done.returncode == 1, done
+    output = json.loads(done.stdout)
+    assert kinds(output) == [("slow_host", "error", ["n3"])]
+    assert output["findings"][0]["ratio"] == pytest.approx(0.5, abs=0.05)
+    assert output["whole"] is True
+    rates = {
+        (p["source"], p["target"]): p["bandwidth_bytes_per_second"]
+        for p in output["measured"]["pairs"]
+        if p["load"] == "together"
+    }
+    assert len(rates) == 12
+    assert rates["n1", "n2"] * 8 == pytest.approx(382e6, rel=0.05)  # TCP's part of 400 Mb/s
+    assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
+
+
+def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
+    racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
+    cluster = make_cluster(8, rate="100mbit", racks=racks, trunk_rate="200mbit")
+    done = probe(cluster, "--quick", "--json")
+    assert done.returncode == 0, done
+    output = json.loads(done.stdout)
+    (finding,) = output["findings"]
+    assert finding["kind"] == "oversubscribed_uplink"
+    assert finding["ratio"] == pytest.approx(2.0, abs=0.25)
+    hosts = finding["hosts"]
+    assert sorted([sorted(hosts[:4]), sorted(hosts[4:])]) == racks
+
+
+def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp_path):
+    cluster = make_cluster(3, rate="400mbit")
+    topology = tmp_path / "topology.yaml"
+    topology.write_text("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
+    done = probe(cluster, "-o", topology, "--plot", tmp_path / "links.png")
+    assert done.returncode == 0, done
+    assert "no findings" in done.stdout, done
+    assert "all-reduce over gloo" in done.stdout
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    assert not topology.with_name("topology.yaml.partial.jsonl").exists()
+    text = topology.read_text()
+    assert text.startswith("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
+    measured = read_topology(topology).measured
+    curves = {(p.source, p.target): p.curve for p in measured.pairs if p.way == "mpi" and p.load == "alone"}
+    assert len(curves) == 6
+    for curve in curves.values():
+        assert [point.size_bytes for point in curve] == [8 * 4**n for n in range(11)]
+        large = curve[-1]
+        assert large.size_bytes * 8 / large.seconds == pytest.approx(382e6, rel=0.06)
+    assert {(p.way, p.load, p.both_ways) for p in measured.pairs} == {
+        ("tcp", "alone", False), ("tcp", "together", False), ("tcp", "together", True), ("mpi", "alone", False),
+        ("mpi", "together", False),
+    }  # fmt: skip
+    assert {collective.ranks for collective in measured.collectives} == {2, 3}
+    assert {link.host for link in measured.inside} == {"n1", "n2", "n3"}
+
+    cluster.shape("n2", "200mbit")
+    done = probe(cluster, "--quick", "--baseline", topology, "--json")
+    worse = [f for f in json.loads(done.stdout)["findings"] if f["kind"] == "worse_than_baseline"]
+    assert worse and all("n2" in finding["hosts"] for finding in worse), done
+
+
+def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_path):
+    cluster = make_cluster(5, rate="400mbit")
+    command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
+    process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
+    wait_for(tmp_path / "run/records.jsonl", "together/tcp/0")
+    cluster.lose("n3")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, (out, err)
+    output = json.loads(out)
+    assert output["lost_hosts"] == ["n3"]
+    assert output["whole"] is True
+    assert ("host_lost", "error", ["n3"]) in kinds(output)
+    whole = {(p["source"], p["target"]) for p in output["measured"]["pairs"] if p["load"] == "together"}
+    left = ("n1", "n2", "n4", "n5")
+    assert whole >= {(a, b) for a in left for b in left if a != b}
+    assert cluster.left_over(within_seconds=3) == {}
+
+
+def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
+    cluster = make_cluster(6, rate="400mbit")
+    topology = tmp_path / "topology.yaml"
+    partial = tmp_path / "topology.yaml.partial.jsonl"
+    command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--quick", "-o", topology]
+    process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
+    wait_for(partial, "together/tcp/0")
+    for pid, line in cluster.processes("n1").items():
+        if "distrib-topo probe" in line and pid == process.pid:
+            os.kill(pid, signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130, (out, err)
+    assert "the same command goes on where it stopped" in err
+    assert not topology.exists()
+    before = partial.read_text().splitlines()
+    assert cluster.left_over(within_seconds=3) == {}
+    done = cluster.run("n1", command, env=ENV, timeout=90, cwd=tmp_path)
+    assert done.returncode == 0, done
+    assert not partial.exists()
+    again = (tmp_path / "run/ranks/0.out").read_text()
+    finished = [json.loads(line)["step"] for line in before if '"type":"done"' in line]
+    assert finished and all(f'"step":"{step}"' not in again for step in finished)
+    pairs = {(p.source, p.target) for p in read_topology(topology).measured.pairs if p.load == "together"}
+    assert len(pairs) == 30
+
+
+def wait_for(path, word, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not (path.exists() and f'"step":"{word}"' in path.read_text()):
+        assert time.monotonic() < deadline, f"no {word} in {path}"
+        time.sleep(0.05)

@@ -1,0 +1,247 @@
+"""The probe's hands: streams over loopback, copies inside a host, and the lines that an interrupted probe leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+from distrib_launch import topo
+from distrib_launch.probe import Journal
+from distrib_launch.probeview import View
+
+from distrib.errors import ConfigError
+from distrib.probe import inside, tcp
+from distrib.probe.deadline import ProbeTimeout, wait
+from distrib.probe.facts import Load, own_facts
+from distrib.probe.plot import check_name
+from distrib.probe.records import Ended, Started, StepDone, encode
+
+TOKEN = b"0123456789abcdef"
+
+
+def stream(listener, *, token=TOKEN, task=7, streams=1, patience=5.0, **wanted):
+    """One stream to ourselves: what the receiver saw, and what the sender said."""
+    sent = []
+
+    def send():
+        with contextlib.suppress(OSError):
+            deadline = time.monotonic() + patience
+            sockets = tcp.connect("127.0.0.1", listener.port, token, task, streams, deadline)
+            sent.append(tcp.send(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        deadline = time.monotonic() + patience
+        sockets = listener.accept(TOKEN, 7, streams, deadline)
+        return tcp.receive(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline, **wanted), sent
+    finally:
+        thread.join()
+
+
+@pytest.fixture
+def listener():
+    listener = tcp.Listener("127.0.0.1")
+    yield listener
+    listener.socket.close()
+
+
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_stream_over_loopback_has_a_rate_and_a_latency(listener, streams):
+    seen, sent = stream(listener, streams=streams, pings=10, seconds=0.15)
+    assert seen.rate.median > 50e6
+    assert seen.rate.repetitions >= 3
+    assert 0 < seen.latency_seconds < 0.1
+    assert sent[0].path_mtu > 1000
+
+
+def test_a_stream_ends_early_once_it_is_sure_and_late_where_it_is_not(listener):
+    begun = time.monotonic()
+    stream(listener, pings=0, seconds=0.1, variation=100.0, longest=3.0)
+    assert time.monotonic() - begun < 1.0
+    begun = time.monotonic()
+    stream(listener, pings=0, seconds=0.1, variation=0.0, longest=0.5)
+    assert 0.4 < time.monotonic() - begun < 2.0
+
+
+def test_strangers_are_hung_up_on(listener):
+    with pytest.raises(ProbeTimeout):
+        stream(listener, token=b"another token!!!", patience=0.5, pings=1, seconds=0.1)
+
+
+def test_garbage_does_not_stop_the_one_who_is_waited_for(listener):
+    with socket.create_connection(("127.0.0.1", listener.port)) as garbage:
+        garbage.sendall(b"GET / HTTP/1.1\r\n" + bytes(64))
+        seen, _ = stream(listener, pings=3, seconds=0.1)
+    assert seen.latency_seconds > 0
+
+
+def test_a_sender_that_is_silent_costs_its_own_time_only(listener):
+    with socket.create_connection(("127.0.0.1", listener.port)) as sock:
+        sock.sendall(tcp._HELLO.pack(TOKEN, 7, 0))
+        deadline = time.monotonic() + 0.4
+        sockets = listener.accept(TOKEN, 7, 1, deadline)
+        with pytest.raises((ProbeTimeout, OSError)):
+            tcp.receive(sockets, memoryview(bytearray(1 << 20)), deadline, pings=2, seconds=0.1)
+    assert time.monotonic() < deadline + 1
+
+
+def test_waiting_has_an_end_and_does_not_spin():
+    cpu = time.process_time()
+    with pytest.raises(ProbeTimeout, match="nothing"):
+        wait(lambda: False, time.monotonic() + 0.5, "nothing", idle=True)
+    assert time.process_time() - cpu < 0.15
+
+
+def test_this_host_has_facts_and_a_load():
+    facts = own_facts("here", "127.0.0.1")
+    assert (facts.host, facts.interface) == ("here", "lo")
+    assert facts.cpus >= 1
+    assert 0.0 <= Load().busy() <= 1.0
+
+
+# -- inside a host --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_copies_have_a_rate():
+    memory = inside.measure("here")[0]
+    assert (memory.host, memory.source, memory.target) == ("here", "memory", "memory")
+    assert memory.bandwidth_bytes_per_second > 100e6
+
+
+class FakeTorch:
+    """Two GPUs whose copies take as long as a link of so many bytes per second would."""
+
+    uint8 = "uint8"
+
+    class cuda:
+        clock = 0.0
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self, stream):
+                self.at = FakeTorch.cuda.clock
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1000
+
+        @staticmethod
+        def device_count():
+            return 2
+
+        @staticmethod
+        def current_stream():
+            return "stream"
+
+        @staticmethod
+        def can_device_access_peer(source, target):
+            return False
+
+        device = staticmethod(lambda index: contextlib.nullcontext())
+
+    class Buffer:
+        def __init__(self, size, where):
+            self.size, self.where = size, where
+
+        def copy_(self, source, non_blocking):
+            rate = 400e9 if self.where.startswith("cuda") and source.where.startswith("cuda") else 50e9
+            FakeTorch.cuda.clock += self.size / rate
+
+    @staticmethod
+    def empty(size, *, dtype, device="pinned", pin_memory=False):
+        return FakeTorch.Buffer(size, device)
+
+
+def test_copies_on_gpus_are_timed_with_events():
+    links = {(link.source, link.target): link for link in inside.gpu_links("here", FakeTorch)}
+    assert len(links) == 6
+    assert links["memory", "gpu0"].bandwidth_bytes_per_second == pytest.approx(50e9)
+    assert links["gpu1", "memory"].path == "PCIe"
+    assert links["gpu0", "gpu1"].bandwidth_bytes_per_second == pytest.approx(400e9)
+    assert links["gpu0", "gpu1"].path == "through memory"
+
+
+# -- the launcher's side --------------------------------------------------------------------------------------------------
+
+START = Started(when="2026-01-01T00:00:00+00:00", mode="quick", hosts=("a", "b"), primary="tcp", facts=())
+DONE = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+UNFINISHED = StepDone(step="together/tcp/1", what="", done_seconds=1.0, left_seconds=1.0, whole=False)
+
+
+def test_an_interrupted_probe_is_gone_on_with(tmp_path):
+    path = tmp_path / "t.yaml.partial.jsonl"
+    lines = [encode(START), encode(DONE), encode(UNFINISHED), '{"type":"pair","sour']
+    path.write_text("\n".join(lines))
+    journal = Journal(path, ("a", "b"), "quick", None)
+    assert journal.done_steps == ("together/tcp/0",)
+    journal.write(encode(Ended(seconds=1.0)))
+    assert journal.read() == [START, DONE, UNFINISHED, Ended(seconds=1.0)]
+    journal.done()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("change", ["hosts", "mode", "ended", "asked"])
+def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
+    path = tmp_path / "t.yaml.partial.jsonl"
+    lines = [encode(START), encode(DONE), *([encode(Ended(seconds=1.0))] if change == "ended" else [])]
+    path.write_text("\n".join(lines) + "\n")
+    hosts = ("a", "c") if change == "hosts" else ("a", "b")
+    mode = "full" if change == "mode" else "quick"
+    journal = Journal(path, hosts, mode, False if change == "asked" else None)
+    assert journal.done_steps == ()
+    assert journal.read() == []
+    if change != "asked":
+        path.write_text("\n".join(lines) + "\n")
+        with pytest.raises(ConfigError, match="no probe of these hosts"):
+            Journal(path, hosts, mode, True)
+
+
+def test_the_view_keeps_records_and_shows_everything_else(capsys):
+    kept = []
+    with View(kept.append) as view:
+        view.streams[0].write(f"[0@n1] {encode(DONE)[:20]}")
+        view.streams[0].write(f"{encode(DONE)[20:]}\n[0@n1] a word\n")
+        view.streams[1].write("distrib-launch: note: so\n")
+    assert kept == [encode(DONE)]
+    err = capsys.readouterr().err
+    assert "50%" in err and "1 s left" in err
+    assert "a word" in err and "distrib-launch: note: so" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["-H", "a"], "one host has no links"),
+        (["-H", "a,b", "--plot", "x.gif"], "not a kind of picture"),
+        (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
+        (["-H", "a,b", "-o", "/nowhere/t.yaml"], "cannot write"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(tmp_path, monkeypatch, capsys, words, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base.yaml").write_text("nodes:\n  - hosts: a\n")
+    words = [str(tmp_path / "base.yaml") if word == "BASE" else word for word in words]
+    assert topo.main(["probe", "--run-dir", str(tmp_path / "run"), *words]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("distrib-topo: error: ")
+    assert what in err
+    assert out == ""
+
+
+def test_pictures_of_every_kind_that_is_named():
+    for name in ("a.png", "b.SVG", "c.pdf"):
+        check_name(name)
+
+
+def test_json_names_have_units():
+    words = json.loads(encode(DONE))
+    assert {"done_seconds", "left_seconds"} <= set(words)
