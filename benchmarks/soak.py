@@ -55,7 +55,7 @@ def main() -> int:
         mpirun = [str(BIN / "mpirun"), "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none",
                   "-np", str(options.ranks), str(BIN / "python"), str(script)]  # fmt: skip
         seconds: dict[str, list[float]] = {"distrib-launch": [], "mpirun": []}
-        succeeded = {name: 0 for name in seconds}
+        succeeded = dict.fromkeys(seconds, 0)
         for command in (launch, mpirun):  # what the first ones leave (caches) is no leak
             subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=60)
         before = traces(folder)

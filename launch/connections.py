@@ -11,6 +11,7 @@ import contextlib
 import os
 import selectors
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -86,7 +87,7 @@ class Connections:
             open_streams = len(heard)
             while open_streams and not is_whole(heard[process.stdout]):
                 if (remaining := deadline - time.monotonic()) <= 0:
-                    process.kill()
+                    _kill(process)
                     return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
                 for key, _ in selector.select(remaining):
                     stream = key.fileobj  # type: ignore[assignment]
@@ -117,13 +118,19 @@ class Connections:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
             if process.returncode is None:
-                process.kill()
+                _kill(process)
                 process.wait()
             for stream in (process.stdout, process.stderr):
                 if stream:
                     stream.close()
         if self.folder and self._has_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With what it has started: `--ssh-command` may be a script."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _write(stream: IO[bytes], data: bytes) -> bytes:

@@ -33,7 +33,7 @@ class EngineProcess:
             **os.environ, **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
             "DISTRIB_RUN_DIR": plan.run_dir,
         }  # fmt: skip
-        environ.setdefault("HOME", os.path.expanduser("~"))  # Open MPI does not start without
+        environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)
         with log.open("wb") as file:
             self._process = subprocess.Popen(

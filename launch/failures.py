@@ -208,7 +208,7 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
         ("had finished", [e.rank for e in others if not e.failed]),
     ):
         if ranks:
-            shown = words.replace("were ", "was ") if len(ranks) == 1 else words
-            lines.append(f"  rank {ranges(ranks)}: {shown}")
+            what = words.replace("were ", "was ") if len(ranks) == 1 else words
+            lines.append(f"  rank {ranges(ranks)}: {what}")
     lines.append(f"  its error output: {failure.log}")
     return "\n".join(lines)

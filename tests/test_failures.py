@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
     report = run.err[run.err.index("distrib-launch: error:") :]
     assert "rank 1 on localhost failed first: ValueError: a bad batch" in report
     assert "[rank1]" not in report
-    assert "rank 0,2: lost the connection to it" in report or "were stopped" in report
+    assert "rank 0,2: lost the connection to it" in report or "stopped" in report
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):
@@ -55,7 +56,9 @@ def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
     )
     run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=60)
     assert run.code == 1, run
-    assert "rank 1 on localhost is in its own code (barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
+    assert (
+        "rank 1 on localhost is in its own code (barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
+    )
 
 
 @pytest.mark.cluster
@@ -136,9 +139,9 @@ def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_fi
 )
 def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text):
     log = tmp_path / "0.err"
-    log.write_text(f"Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\n{text}\n")
+    log.write_text(f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{text}\n')
     assert failures.is_consequence(log)
-    log.write_text("Traceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\nValueError: no\n")
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no\n')
     assert not failures.is_consequence(log)
 
 
@@ -152,7 +155,7 @@ def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text)
 )
 def test_well_known_ends_are_explained(tmp_path, words, meaning):
     log = tmp_path / "1.err"
-    log.write_text(f"noise\nTraceback (most recent call last):\n  File \"a.py\", line 1, in <module>\n    f()\n{words}\n")
+    log.write_text(f'noise\nTraceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{words}\n')
     told = failures.describe(ending(1), [ending(1)], log, "/py")
     assert words in told.message and meaning in told.message
     assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
@@ -163,6 +166,30 @@ def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
     script.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('no') from error\n")
     printed = subprocess.run(["python3", str(script)], capture_output=True, text=True).stderr
     assert failures.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
+
+
+def test_an_exception_is_told_with_all_it_says(tmp_path):
+    told = 'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tsize mismatch for b'
+    words = f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{told}'
+    assert failures.last_traceback(f"before\n{words}\nafter\n") == words
+    assert failures.last_words(words) == "RuntimeError: Error(s) in loading state_dict for Net:"
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
+def test_an_exception_group_is_told_by_its_name(tmp_path):
+    script = tmp_path / "group.py"
+    script.write_text("raise ExceptionGroup('two things', [ValueError(1), KeyError(2)])\n")
+    printed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stderr
+    assert failures.last_words(failures.last_traceback(printed)) == "ExceptionGroup: two things (2 sub-exceptions)"
+
+
+def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
+    vanished = [ending(rank, host=f"n{rank}", lost="silence", exit_code=None) for rank in (2, 3)]
+    told = failures.describe(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
+    assert told.message.startswith("2 of 3 hosts vanished at once (n2, n3): look at the network of this machine first")
+    others = [ending(1, host="n1"), ending(4, host="n4")]
+    told = failures.describe(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
+    assert told.message.startswith("host n2 vanished")
 
 
 @given(st.text())

@@ -205,6 +205,73 @@ def test_a_run_directory_can_be_used_again(launch, tmp_path):
     assert result["first_failure"]["message"] == "killed by SIGKILL"
 
 
+def test_launches_of_the_same_second_have_run_directories_of_their_own(tmp_path):
+    command = [str(LAUNCH), "-q", "--json", str(JOB)]
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) for _ in range(3)
+    ]
+    assert [process.communicate(timeout=30) and process.returncode for process in running] == [0, 0, 0]
+    results = [json.loads(path.read_text()) for path in tmp_path.glob("distrib-runs/*/result.json")]
+    assert [result["status"] for result in results] == ["succeeded"] * 3
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path):
+    process = start(tmp_path / "run", "-np", "1", str(JOB), "*:sleep=60")
+    other = subprocess.run([str(LAUNCH), "--run-dir", str(tmp_path / "run"), str(JOB)], capture_output=True, text=True)
+    assert other.returncode == 2
+    assert f"another job is running in {tmp_path / 'run'}" in other.stderr
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=15)
+    assert process.returncode == 130
+
+
+def test_nohup_is_respected(tmp_path):
+    process = subprocess.Popen(
+        ["nohup", str(LAUNCH), "--run-dir", str(tmp_path / "run"), str(JOB), "*:sleep=3"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout
+    assert "rank" in process.stdout.readline()
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=15)
+    assert process.returncode == 0
+
+
+def test_without_home_and_path(tmp_path):
+    done = subprocess.run([str(LAUNCH), str(JOB)], env={}, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--dry-run"], 0), (["-q", "--json"], 0), (["-q", "--json"], 5)])
+def test_nobody_need_read_what_is_printed(tmp_path, words, code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [str(LAUNCH), *words, str(JOB), *(["0:exit=5"] if code else [])]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=30)
+    os.close(writer)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_a_full_disk_does_not_end_the_job(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=True)
+    try:
+        script = tmp_path / "talk.py"
+        script.write_text("for _ in range(200):\n    print('x' * 1000, flush=True)\nprint('done')\n")
+        done = subprocess.run(
+            [str(LAUNCH), "--run-dir", str(small / "run"), str(script)], capture_output=True, text=True, timeout=30
+        )
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+    assert done.returncode == 0, done.stderr
+    assert "done" in done.stdout
+    assert "logs are not complete, the job goes on" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_python_module_of_that_name(launch, tmp_path):
     script = tmp_path / "imports.py"
     script.write_text("import no_such_module_at_all\n")
@@ -230,6 +297,7 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
         (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
         (["--no-such-option", "JOB"], "--no-such-option"),
+        (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):

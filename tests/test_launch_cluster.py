@@ -47,7 +47,17 @@ def test_words_and_paths_arrive_unchanged_on_every_host(make_cluster, launch, tm
     folder.mkdir()
     script = folder / "my $job; ls.py"
     script.write_text(JOB.read_text())
-    words = ["*:environment", "x:a b", "x:'", 'x:"', "x:$HOME `id` $(id)", "x:new\nline", "x:ü–日本", "x:;&|<>*?~#!\\", "x:"]
+    words = [
+        "*:environment",
+        "x:a b",
+        "x:'",
+        'x:"',
+        "x:$HOME `id` $(id)",
+        "x:new\nline",
+        "x:ü–日本",
+        "x:;&|<>*?~#!\\",
+        "x:",
+    ]
     value = "a b'c\"d $HOME `id`\nü\\"
     run = launch("-H", cluster.hostfile, "-x", f"ODD={value}", script, *words, cluster=cluster, cwd=folder)
     assert run.code == 0, run
@@ -127,6 +137,26 @@ def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_clus
     subprocess.run(["kill", "-9", *map(str, pids[:1] if victim == "distrib-launch" else pids)], check=True)
     process.communicate(timeout=20)
     assert process.returncode != 0
+    assert cluster.left_over(within_seconds=10) == {}
+
+
+def test_a_host_with_two_names_is_refused(make_cluster, launch):
+    cluster = make_cluster(2)
+    run = launch("-H", f"{cluster.address('n2')}:1,n2:1", JOB, cluster=cluster)
+    assert run.code == 3, run
+    assert f"n2: ssh: it is the same machine as {cluster.address('n2')}; name it once" in run.err
+
+
+def test_a_daemon_of_the_engine_that_dies_is_blamed_on_its_host(make_cluster, tmp_path):
+    cluster = make_cluster(3)
+    process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:sleep=60"))
+    wait_for_line(process, "sleeps")
+    daemons = [pid for pid, command in cluster.processes("n2").items() if "/prted" in command]
+    subprocess.run(["kill", "-9", *map(str, daemons)], check=True)
+    process.communicate(timeout=20)
+    assert process.returncode == 1
+    failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
+    assert failure["host"] == "n2"
     assert cluster.left_over(within_seconds=10) == {}
 
 

@@ -96,6 +96,9 @@ def test_the_command_line_tool():
         assert call("run", "n2", "hostname").stdout == "n2\n"
         assert call("shape", "n1", "10mbit").returncode == 0
         assert call("cut", "n2").returncode == 0
+        for verb in ("restore", "lose", "restore"):
+            assert call(verb, "n2").returncode == 0
+        assert call("run", "n2", "hostname").stdout == "n2\n"
         assert "already" in call("up", "2").stderr
         assert "no host n7" in call("run", "n7", "true").stderr
     finally:

@@ -3,26 +3,23 @@
 `first_all_reduce.py mpi|env|distrib`: how the ranks find each other: mpi4py, the environment, or `distrib.init()`.
 """
 
+import os
+import socket
 import sys
 import time
 
-how = sys.argv[1]
-if how == "distrib":
+
+def through_distrib() -> None:
     import distrib
 
     with distrib.init() as job:
         job.all_reduce(1.0)
         if job.is_main:
             print("first all-reduce at", time.time(), flush=True)
-    sys.exit()
 
-import torch
-import torch.distributed as dist
 
-if how == "mpi":
-    import os
-    import socket
-
+def meet_by_mpi() -> None:
+    """Set torch's rendezvous variables from what MPI knows."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -33,8 +30,22 @@ if how == "mpi":
             address = (socket.gethostbyname(socket.gethostname()), free.getsockname()[1])
     host, port = world.bcast(address)
     os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port), RANK=str(world.rank), WORLD_SIZE=str(world.size))
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-if dist.get_rank() == 0:
-    print("first all-reduce at", time.time(), flush=True)
-dist.destroy_process_group()
+
+
+def through_torch() -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(1))
+    if dist.get_rank() == 0:
+        print("first all-reduce at", time.time(), flush=True)
+    dist.destroy_process_group()
+
+
+if sys.argv[1] == "distrib":
+    through_distrib()
+else:
+    if sys.argv[1] == "mpi":
+        meet_by_mpi()
+    through_torch()

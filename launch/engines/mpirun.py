@@ -60,7 +60,8 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["-np", str(sum(host.ranks for host in hosts))]
     if any(host.name != "localhost" for host in hosts):
         words += ["--prtemca", "plm_ssh_agent", _agent(plan)]
-        if _needs_agent(plan):  # only this machine has what the agent needs, so it alone calls on the others
+        # A program of the user's own, or what our agent needs, may be on this machine alone: it alone calls on the others.
+        if _needs_agent(plan) or "/" in plan.ssh[0]:
             words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
     for name in PASSED_BY_NAME:
         words += ["-x", name]
@@ -118,6 +119,8 @@ def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], 
         raise ConfigError(f"--ssh-command {ssh_command}: {str(error).lower()}") from None
     if not words:
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
+    if "/" in words[0]:  # a path from here
+        words[0] = str(Path(words[0]).absolute())
     words += SSH_OPTIONS
     if Path(words[0]).name == "ssh":
         # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.

@@ -2,7 +2,8 @@
 
 import os
 import time
+from pathlib import Path
 
-while not os.path.exists("enough"):
+while not Path("enough").exists():
     print("tick", os.environ["RANK"], time.time(), flush=True)
     time.sleep(0.1)
