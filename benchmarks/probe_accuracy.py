@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,11 @@ def iperf(cluster: Cluster, source: str, target: str) -> float:
     return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def bandwidth(repeat: int) -> bool:
+def bandwidth(rates_: Sequence[str], repeat: int) -> bool:
     """Rates for messages of 8 MiB and more, and over TCP, beside iperf3; medians over the turns, which alternate."""
     good = True
     print(f"{'rate':8} {'pair':9} {'way':14} {'iperf3 Mb/s':>12} {'probe Mb/s':>11} {'ratio':>7} {'CoV':>7}")
-    for rate in RATES:
+    for rate in rates_:
         seen: dict[tuple[str, str, str], list[float]] = {}
         within: dict[tuple[str, str, str], list[float]] = {}
         peer: dict[tuple[str, str], list[float]] = {}
@@ -141,6 +142,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--repeat", type=int, default=3, help="turns of the bandwidth part")
+    parser.add_argument("--rate", action="append", help=f"of the bandwidth part (default: {', '.join(RATES)})")
     parser.add_argument("--runs", type=int, default=20, help="clean probes")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -156,7 +158,7 @@ def main() -> int:
     if "clean" in parts:
         good &= clean(options.runs)
     if "bandwidth" in parts:
-        good &= bandwidth(options.repeat)
+        good &= bandwidth(options.rate or RATES, options.repeat)
     print("all as it should be" if good else "NOT all as it should be")
     return 0 if good else 1
 

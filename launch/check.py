@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch import plan as planning
     from distrib_launch import preflight
     from distrib_launch.connections import Connections
+    from distrib_launch.console import perhaps_unread
     from distrib_launch.engines import mpirun
     from distrib_launch.job import read_hosts, read_topology_for
 
@@ -62,10 +63,11 @@ def run(options: argparse.Namespace) -> int:
     report = preflight.assess(
         answers, preflight.wants_of(plan), question=question, interface=options.interface, environ=os.environ
     )
-    if options.json:
-        print(msgspec.json.encode(report).decode())
-    else:
-        _show(report)
+    with perhaps_unread():
+        if options.json:
+            print(msgspec.json.encode(report).decode())
+        else:
+            _show(report)
     return 0 if report.fit else 3
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from distrib_launch import engines, job
-from distrib_launch.console import complain
+from distrib_launch.console import complain, perhaps_unread
 from distrib_launch.placement import HOW
 
 from distrib._version import __version__
@@ -129,10 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGHUP):  # before the job runs; nohup's wish is left alone
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _interrupted)
+    options = None
     try:
-        return _run(parser().parse_args(argv))
+        options = parser().parse_args(argv)
+        return _run(options)
     except DistribError as error:
         complain(error)
+        if options and options.json:
+            _print_json({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         complain("interrupted")
@@ -146,7 +149,7 @@ def _interrupted(number: int, _: object) -> NoReturn:
 def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan = job.make_plan(options)
-        with _perhaps_unread():
+        with perhaps_unread():
             _show_plan(plan, as_json=options.json)
         return 0
     if options.engine == "kubernetes":
@@ -158,23 +161,15 @@ def _run(options: argparse.Namespace) -> int:
         plan = job.make_plan(options)
     result = job.launch(plan, options)
     if options.json:
-        import msgspec
-
-        with _perhaps_unread():
-            print(msgspec.json.format(msgspec.json.encode(result), indent=2).decode())
+        _print_json(result)
     return result.exit_code
 
 
-@contextlib.contextmanager
-def _perhaps_unread() -> Iterator[None]:
-    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same."""
-    try:
-        yield
-        print(end="", flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, when Python ends
-        if not isinstance(error, BrokenPipeError):
-            complain(f"standard output: {error.strerror}")
+def _print_json(value: object) -> None:
+    import msgspec
+
+    with perhaps_unread():
+        print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
@@ -205,7 +200,7 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
             raise ConfigError(f"--manifest {options.manifest}: {error.strerror}") from None
         print(f"distrib-launch: start it with: kubectl create -f {options.manifest}", file=sys.stderr)
     else:
-        with _perhaps_unread():
+        with perhaps_unread():
             print(text, end="")
     return 0
 

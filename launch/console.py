@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import TextIO
 
 from distrib_launch.hangs import ranges
@@ -221,3 +222,15 @@ def complain(error: object) -> None:
     """Print an error of the command itself."""
     with contextlib.suppress(OSError):
         print(f"distrib-launch: error: {error}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def perhaps_unread() -> Iterator[None]:
+    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same."""
+    try:
+        yield
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, when Python ends
+        if not isinstance(error, BrokenPipeError):
+            complain(f"standard output: {error.strerror}")

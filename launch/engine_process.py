@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -55,14 +56,20 @@ class EngineProcess:
             self._process.wait()
         if self._process.returncode < 0:
             self._give_up()
+            self._remove_traces()
         self._guard.dismiss()
 
     def _end_after_launcher(self) -> None:
         """What the guard does when the launcher was killed."""
         _end_session(self._process.pid, self._runtime.PATIENCE_SECONDS)
         self._give_up()
+        self._remove_traces()
         if sockets := mpirun.sockets(self._plan):
             shutil.rmtree(sockets, ignore_errors=True)
+
+    def _remove_traces(self) -> None:
+        """An mpirun that was killed leaves its folder of shared memory behind."""
+        shutil.rmtree(Path(tempfile.gettempdir(), f"ompi.{self._process.pid}"), ignore_errors=True)
 
     def _give_up(self) -> None:
         """It was killed: have what it may have left ended."""

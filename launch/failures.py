@@ -82,7 +82,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     # Python prints a traceback and then exits. One that died of a signal left at most an old, handled one behind, but
     # for SIGABRT: Gloo's threads may abort a Python that is ending (torch 2.13).
     aborted = first.signal == signal.SIGABRT
-    traceback = last_traceback(words) if first.exit_code or aborted else ""
+    traceback = last_traceback(words) if first.exit_code and (aborted or not first.signal) else ""
     message = first.message
     if first.lost:
         message = _lost(first, endings)

@@ -99,6 +99,13 @@ def place_of(stack: Stack) -> Place:
     return Place(waits=False, what=what or "its own code", where=where)
 
 
+def is_starting(stack: Stack) -> bool:
+    """Whether a rank that has not said anything yet imports, or computes and waits for nobody."""
+    if stack.problem or any(frame.filename.startswith("<frozen importlib") for frame in stack.frames):
+        return True
+    return stack.running and not place_of(stack).waits
+
+
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
     """The ranks that the others wait for: those that do not wait themselves, else those that are at a place of their own."""
     places = {stack.rank: place_of(stack) for stack in stacks}

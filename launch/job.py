@@ -94,7 +94,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    return planning.make_plan(
+    plan = planning.make_plan(
         wanted,
         hosts,
         topology,
@@ -104,6 +104,9 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
             machine=placement.read_machine(),
         ),
     )
+    if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
+        raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
+    return plan
 
 
 def _refuse_broken_text(words: list[str]) -> None:

@@ -33,6 +33,22 @@ FORWARDED_PREFIXES = (
 )
 """Variables that change how a job computes or talks; every host gets the launcher's own values."""
 
+SET_BY_LAUNCHER = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ]
+)
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     """What the user asked for, apart from the hosts."""
@@ -227,6 +243,8 @@ def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str
         name, equals, value = item.partition("=")
         if not name or any(c in name for c in " \t\n\0"):
             raise ConfigError(f"-x {item}: no name of a variable", hint="write -x NAME or -x NAME=VALUE")
+        if name in SET_BY_LAUNCHER or name.startswith("DISTRIB_"):
+            raise ConfigError(f"-x {name}: the launcher sets this one itself, for each rank")
         if not equals and name not in environ:
             raise ConfigError(f"-x {name}: no such variable here", hint=f"set it, or write -x {name}=VALUE")
         chosen[name] = value if equals else environ[name]

@@ -185,7 +185,7 @@ class Rank:
                     self.channel.send(Kind.HELLO, self._hello())
                     hello = True
                 elif now >= next_beat:
-                    self.channel.send(Kind.BEAT, {"time": time.time(), "cpu_seconds": self._cpu_seconds()})
+                    self.channel.send(Kind.BEAT, {"time": time.time()})
                     next_beat = now + BEAT_SECONDS
             self._flush()
             if self.child and not self.finished:
@@ -210,15 +210,6 @@ class Rank:
             "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
             "interface": interface_with(self.channel.sock.getsockname()[0]),
         }  # fmt: skip
-
-    def _cpu_seconds(self) -> float:
-        """How much the script has computed so far."""
-        try:
-            assert self.child
-            fields = Path(f"/proc/{self.child.pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        except (AssertionError, OSError, IndexError, ValueError):
-            return 0.0
 
     # -- what arrives -------------------------------------------------------------------------------------------
 
@@ -443,7 +434,12 @@ class Rank:
             while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
                 self.channel.send(Kind.VALUE, piece)
         message = self._why_killed() if code == -signal.SIGKILL and not self.stopping else ""
-        self._send_exit(exit_code=max(code, 0), number=-code if code < 0 else None, message=message, ended=ended)
+        self._send_exit(
+            exit_code=code if code >= 0 else 128 - code,
+            number=-code if code < 0 else None,
+            message=message,
+            ended=ended,
+        )
 
     def _why_killed(self) -> str:
         own, host = (after - before for before, after in zip(self.oom_before, oom_kills(), strict=True))

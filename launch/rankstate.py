@@ -23,7 +23,6 @@ class RankState:
         self.device = plan.device
         self.placed: dict[str, Any] = {}
         self.step = -1
-        self.cpu_seconds = 0.0
         self.clock_offset = 0.0
         self.best_round_trip = float("inf")
         self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}

@@ -11,8 +11,7 @@ NOTICE_SECONDS = 600.0
 """Where no limit was given, when to say once who waits for whom."""
 
 STARTUP_SECONDS = 120.0
-COMPUTING_SECONDS = 0.1
-"""While a script starts (imports, reads data) and says nothing yet, using the processor this much in a beat is progress."""
+"""How long scripts that have said nothing yet may import and compute; waiting for each other counts from the beginning."""
 
 STACKS_SECONDS = 4.0
 """How long to wait for every rank's stack."""
@@ -36,12 +35,6 @@ class Standstill:
         """A rank has printed something, or reported a step."""
         self._last = time.monotonic()
         self._quiet_so_far = False
-
-    def computing(self) -> None:
-        """A rank has used the processor, which counts while it may be starting."""
-        now = time.monotonic()
-        if self._quiet_so_far and now - self._started < STARTUP_SECONDS:
-            self._last = now
 
     def add(self, stack: hangs.Stack) -> None:
         """A rank's stack has come."""
@@ -69,7 +62,11 @@ class Standstill:
         if now <= self._deadline and not all(rank in self._stacks for rank, _, _ in ranks):
             return []
         self._deadline = 0.0
-        return [
+        stacks = [
             self._stacks.get(rank, hangs.Stack(rank=rank, host=host, step=step, problem="no stack came"))
             for rank, host, step in ranks
         ]
+        if self._quiet_so_far and now - self._started < STARTUP_SECONDS and any(map(hangs.is_starting, stacks)):
+            self._last, self._stacks = now, None
+            return []
+        return stacks

@@ -144,6 +144,9 @@ class Supervisor:
 
     def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:
         next_ping = 0.0
+        for host in self.hosts.values():
+            if host.address and not self.is_local:  # it answered before; it should go on doing so
+                self.liveness.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
         while not all(state.ending for state in self.ranks):
             self._turn(0.1)
@@ -312,9 +315,6 @@ class Supervisor:
             beat = json.loads(payload)
             if "ping" in beat:
                 state.learn_clock(beat["ping"], beat["time"], time.time())
-            elif beat["cpu_seconds"] > state.cpu_seconds + standstill.COMPUTING_SECONDS:
-                state.cpu_seconds = beat["cpu_seconds"]
-                self.standstill.computing()
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
         elif kind is Kind.STACKS:
@@ -432,6 +432,12 @@ class Supervisor:
     def _watch_hosts(self) -> None:
         for host in self.liveness.vanished():
             why = f"nothing was heard from it for {self.liveness.silence_seconds:g} s, nor did it answer"
+            if not self.assigned and not self.stopping:
+                self.stopping = True
+                raise LaunchError(
+                    f"host {host} vanished while the job was starting: {why}",
+                    hint="see whether it is up; --drop-bad-hosts starts without it",
+                )
             for state in self.ranks:
                 if state.plan.host == host and not state.ending and state.channel:
                     self._hang_up(state, why, "silence")

@@ -61,6 +61,25 @@ def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
     )
 
 
+def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text(
+        "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "3", "--hang-timeout", "4s", script, timeout=60)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in its own code (silent.py:5 in <module>); 2 ranks wait for it in Barrier" in run.err
+    assert run.seconds < 25
+
+
+def test_a_script_that_computes_silently_at_its_start_is_left_alone(launch, tmp_path):
+    script = tmp_path / "busy.py"
+    script.write_text("import time\nend = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\nprint('up')\n")
+    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=60)
+    assert run.code == 0, run
+
+
 @pytest.mark.cluster
 def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
     cluster = make_cluster(3)

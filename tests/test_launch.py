@@ -293,11 +293,13 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["nowhere.py"], "nowhere.py: no such script"),
         (["-np", "2", "."], "is a directory"),
         (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: no such variable here"),
+        (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this one itself"),
         (["--timeout", "soon", "JOB"], "'soon' is no time"),
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
         (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
         (["--no-such-option", "JOB"], "--no-such-option"),
         (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
+        (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
@@ -420,3 +422,11 @@ def test_an_engine_that_starts_nothing_is_reported_with_its_own_words(launch, tm
     assert run.code == 1, run
     assert "the job did not start" in run.err
     assert "no licence today" in run.err
+
+
+def test_json_tells_of_a_launch_that_never_began(tmp_path):
+    command = [str(LAUNCH), "--json", "-H", "missing.txt", str(JOB)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["status"], told["exit_code"]) == (2, "failed", 2)
+    assert "missing.txt: no such hostfile" in told["error"]

@@ -199,12 +199,13 @@ def test_nothing_is_written_at_home_or_in_the_working_directory(make_cluster, la
         cluster.run("n1", ["mount", "--bind", folder, folder], check=True)
         cluster.run("n1", ["mount", "-o", "remount,ro,bind", folder], check=True)
     assert cluster.run("n1", ["touch", home / "x"]).returncode != 0
-    run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster, env={"HOME": "/nonexistent"}, cwd=cwd)
+    absent = tmp_path / "no such home"
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster, env={"HOME": str(absent)}, cwd=cwd)
     assert run.code == 0, run
-    assert not Path("/nonexistent").exists()
+    assert not absent.exists()
     # Where even the run directory cannot be made, the error says what to do.
     command = [LAUNCH, "-H", cluster.hostfile, JOB]
-    done = cluster.run("n1", command, env={"HOME": "/nonexistent"}, cwd=cwd)
+    done = cluster.run("n1", command, env={"HOME": str(absent)}, cwd=cwd)
     assert done.returncode == 2, done
     assert "cannot make the run directory" in done.stderr and "--run-dir" in done.stderr
     assert cluster.left_over(within_seconds=2) == {}

@@ -26,7 +26,12 @@ SMALL_BYTES = 1024
 
 BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 128
 WARM_BYTES = 384 << 10
+LARGE_BYTES, LARGE_WARM_SECONDS = 1 << 20, 0.22
+"""What is streamed before large messages. A connection that was idle for 10 s and wakes up under BBR spends its first 0.2 s
+finding the shortest round trip, with four packets under way (tcp_bbr.c, BBR_PROBE_RTT)."""
+
 MAX_BLOCKS = 1000
+LONGER = 3
 FEW_SECONDS = 0.015
 """Messages that take longer may be timed once only, but for the largest."""
 
@@ -150,12 +155,15 @@ class Receiver:
             out.Wait()  # it has been answered, so it has gone
         return samples.summarise(trips[warm:])
 
-    def stream(self, size: int, seconds: float, *, largest: bool = False) -> samples.Summary:
+    def stream(
+        self, size: int, seconds: float, *, largest: bool = False, variation: float | None = None
+    ) -> samples.Summary:
         """Seconds that a message of `size` bytes adds to those before it, from blocks of messages for about `seconds`.
 
         Small messages come in blocks; a block is ordered when the one before has arrived, and the round trip that this
         costs is taken off. More than one large message at a time would share the wire, and arrive together.
-        At least two blocks are timed, or one where it takes long, and at most `MAX_BLOCKS`.
+        At least two blocks are timed, or one where it takes long, and at most `MAX_BLOCKS`. With `variation` it may go on
+        for `LONGER` times as long, until the median's variation is as low.
         """
         each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
         # Not timed: bursts pass, windows open.
@@ -167,6 +175,11 @@ class Receiver:
             not spans
             or (len(spans) < 2 and spans[0] < (MANY_SECONDS if largest else FEW_SECONDS))
             or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS)
+            or (
+                variation is not None
+                and now - begun + spans[-1] / 2 < LONGER * seconds
+                and samples.summarise(spans).median_variation > variation
+            )
         ):
             self._take(size, each)
             now = time.perf_counter()
@@ -269,7 +282,14 @@ def obey(sender: Sender, deadline: float) -> None:
             time.sleep(SLEEP_SECONDS)
 
 
-def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, stream_seconds: float) -> Curve:
+def sweep(
+    receiver: Receiver,
+    sizes: Sequence[int],
+    pings: int,
+    seconds: float,
+    stream_seconds: float,
+    variation: float | None = None,
+) -> Curve:
     """A curve over `sizes`.
 
     `seconds` are shared evenly by the sizes that are streamed; the largest gets `stream_seconds`.
@@ -279,16 +299,18 @@ def sweep(receiver: Receiver, sizes: Sequence[int], pings: int, seconds: float, 
     points = []
     last: samples.Summary | None = None
     streamed = [size for size in sizes if size > SMALL_BYTES]
+    if streamed and streamed[0] >= LARGE_BYTES and not receiver.sends:
+        receiver.stream(LARGE_BYTES, LARGE_WARM_SECONDS)
     for size in sizes:
         if size <= SMALL_BYTES:
             trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
             points.append(Point(size, trip.median, trip.variation))
             continue
-        share = stream_seconds if size == streamed[-1] else seconds / len(streamed)
-        last = (
-            receiver.flood(size, share)
-            if receiver.sends
-            else receiver.stream(size, share, largest=size == streamed[-1])
-        )
+        largest = size == streamed[-1]
+        share = stream_seconds if largest else seconds / len(streamed)
+        if receiver.sends:
+            last = receiver.flood(size, share)
+        else:
+            last = receiver.stream(size, share, largest=largest, variation=variation if largest else None)
         points.append(Point(size, latency.median + last.median, last.variation))
     return Curve(latency_seconds=latency.median, points=tuple(points), large=last)

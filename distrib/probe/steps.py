@@ -16,7 +16,8 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
-LARGE_SECONDS = 1.0
+LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
+"""How long a round of large messages may last, least and most, and all rounds together."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +70,8 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
         second: Way = "mpi" if primary == "tcp" else "tcp"
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
+            share = LARGE_BUDGET_SECONDS / max(1, len(schedule.rounds(hosts)))
+            large = min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1])
             found += [
                 _step(
                     f"large/{n}",
@@ -76,7 +79,7 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
                     "mpi",
                     "together",
                     (r,),
-                    LARGE_SECONDS,
+                    large,
                     sizes=settings.together_sizes,
                 )
                 for n, r in enumerate(schedule.rounds(hosts))

@@ -82,7 +82,7 @@ class Worker:
                 mpi.obey(sender, deadline)
                 return Reply(number=task.number, rank=self.rank)
             receiver = mpi.Receiver(self.comm, peer, task.number, self._buffer("in", largest), deadline, sender)
-            curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest)
+            curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest, task.variation)
             receiver.finish()
         except BaseException:
             self._abandoned.append((sender, receiver))

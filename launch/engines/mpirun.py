@@ -149,7 +149,7 @@ def explain(words: str) -> tuple[str, str] | None:
 
 
 def lost_host(words: str) -> str:
-    found = re.search(r"^\s*Remote host:\s*(\S+)", words, re.MULTILINE)
+    found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", words, re.MULTILINE)
     return found[1] if found else ""
 
 
