@@ -37,7 +37,7 @@ def probe(cluster: Cluster, *words: str) -> tuple[dict[str, Any], float]:
         begun = time.monotonic()
         done = cluster.run("n1", command, env={"OMP_NUM_THREADS": "1"}, timeout=600)
         seconds = time.monotonic() - begun
-    if done.returncode not in (0, 1):
+    if done.returncode not in (0, 1) or not done.stdout:
         sys.exit(f"probe: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
     output: dict[str, Any] = json.loads(done.stdout)
     return output, seconds

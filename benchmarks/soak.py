@@ -1,6 +1,6 @@
 """Many launches in a row of a job that does nothing: does each succeed, what is left behind, and how long beside mpirun.
 
-    python benchmarks/soak.py [--launches 200] [--ranks 4]
+    python benchmarks/soak.py [--launches 200] [--ranks 4] [--job empty|mpi|torch]
 
 Launches of distrib-launch and of raw mpirun take turns. What is left behind is counted on the whole machine: processes,
 listening ports, entries of the temporary directory and of /dev/shm; so run nothing else meanwhile.
@@ -18,6 +18,11 @@ import tempfile
 import time
 from pathlib import Path
 
+JOBS = {
+    "empty": "",
+    "mpi": "from mpi4py import MPI\n",  # joins MPI and leaves it
+    "torch": "import distrib\nwith distrib.init():\n    pass\n",  # joins a training job and leaves it
+}
 BIN = Path(sys.executable).parent
 
 
@@ -46,10 +51,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launches", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--job", choices=sorted(JOBS), default="mpi", help="what the ranks do (default: mpi)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "noop.py"
-        script.write_text("")
+        script.write_text(JOBS[options.job])
         run = Path(folder) / "run"
         launch = [str(BIN / "distrib-launch"), "-np", str(options.ranks), "--run-dir", str(run), str(script)]
         mpirun = [str(BIN / "mpirun"), "--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none",
@@ -75,7 +81,7 @@ def main() -> int:
         after = traces(folder)
         fds = len(os.listdir("/proc/self/fd"))
     base = statistics.median(seconds["mpirun"])
-    print(f"{options.launches} launches each of a {options.ranks}-rank job that does nothing")
+    print(f"{options.launches} launches each of a {options.ranks}-rank job ({options.job}) that does nothing")
     print(f"{'':16}{'succeeded':>11}{'median s':>10}{'max s':>8}{'of mpirun':>11}")
     for name, taken in seconds.items():
         median = statistics.median(taken)

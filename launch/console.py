@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TextIO
 
-from distrib_launch.hangs import ranges
+from distrib_launch.ranges import ranges
 
 BACKLOG_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 1 << 20

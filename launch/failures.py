@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from distrib_launch.hangs import ranges
+from distrib_launch.ranges import ranges
 from distrib_launch.results import Failure
 
 TAIL_BYTES = 64 << 10

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from distrib_launch.ranges import ranges
 
 COLLECTIVE_CALL = re.compile(
     r"\b(all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|barrier|bcast|broadcast|gather|scatter|reduce|"
@@ -154,14 +155,3 @@ def _grouped(stacks: Sequence[Stack]) -> dict[Place, list[Stack]]:
     for stack in stacks:
         groups.setdefault(place_of(stack), []).append(stack)
     return groups
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,7` for 0, 1, 2, 3 and 7."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from distrib_launch.ranges import ranges
+
 HOW = ("auto", "none", "core", "numa")
 """`--bind`: cores where that is sure to help, not at all, cores always, or whole NUMA nodes."""
 
@@ -179,17 +181,6 @@ def bound(cpus: Sequence[int]) -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, before)
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,8` as the kernel writes lists of processors."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

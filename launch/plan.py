@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch import choose, engines, placement
+from distrib_launch.ranges import ranges
 
 from distrib.cluster.hostfile import Host, HostList
 from distrib.errors import ConfigError
@@ -304,7 +305,7 @@ def make_plan(
                     role="worker",
                     device=device,
                     environment=environment,
-                    cpus=placement.ranges(shares[local_rank].cpus) if shares else None,
+                    cpus=ranges(shares[local_rank].cpus) if shares else None,
                     threads=shares[local_rank].threads if shares else None,
                 )
             )

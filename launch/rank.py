@@ -22,6 +22,7 @@ from typing import Any
 
 from distrib_launch import guard, placement
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence
+from distrib_launch.ranges import ranges
 
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
@@ -329,7 +330,7 @@ class Rank:
                 )  # fmt: skip
             threads = environ["OMP_NUM_THREADS"]
             self.placed = {
-                "cpus": "" if problem else placement.ranges(share.cpus),
+                "cpus": "" if problem else ranges(share.cpus),
                 "threads": int(threads) if threads.isdigit() else None, "problem": problem,
             }  # fmt: skip
         except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from distrib_launch import failures, hangs
+from distrib_launch.ranges import ranges
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -268,7 +269,7 @@ def test_a_rank_without_a_stack_is_still_told_of():
 @given(st.sets(st.integers(0, 50), min_size=1))
 def test_ranges_name_every_number(numbers):
     named = set()
-    for part in hangs.ranges(list(numbers)).split(","):
+    for part in ranges(numbers).split(","):
         first, _, last = part.partition("-")
         named |= set(range(int(first), int(last or first) + 1))
     assert named == numbers

@@ -132,6 +132,11 @@ def test_the_arrows_between_rooms_hold():
             assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
     for path in (ROOT / "launch").rglob("*.py"):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
-    for path in (ROOT / "launch/rank.py", ROOT / "launch/control.py", ROOT / "launch/guard.py"):
+    for path in (
+        ROOT / "launch/rank.py",
+        ROOT / "launch/control.py",
+        ROOT / "launch/guard.py",
+        ROOT / "launch/ranges.py",
+    ):
         outside = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names) - {"distrib_launch"}
         assert not outside, f"{path} runs on every host and needs the standard library only"

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from distrib_launch import placement
-from distrib_launch.placement import Gpu, Machine, Share, ranges, read_machine, share_of, shares, take_gpus
+from distrib_launch.placement import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
+from distrib_launch.ranges import ranges
 from hypothesis import given
 from hypothesis import strategies as st
 

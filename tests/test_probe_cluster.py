@@ -53,10 +53,11 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
 
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
-    cluster = make_cluster(8, rate="100mbit", racks=racks, trunk_rate="200mbit")
+    cluster = make_cluster(8, rate="400mbit", racks=racks, trunk_rate="800mbit")
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
     output = json.loads(done.stdout)
+    assert len(output["findings"]) == 1, (output["findings"], output["notes"])
     (finding,) = output["findings"]
     assert finding["kind"] == "oversubscribed_uplink"
     assert finding["ratio"] == pytest.approx(2.0, abs=0.25)
@@ -83,7 +84,7 @@ def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp
         assert [point.size_bytes for point in curve] == [8 * 4**n for n in range(11)]
         large = curve[-1]
         assert large.size_bytes * 8 / large.seconds == pytest.approx(382e6, rel=0.06)
-    assert {(p.way, p.load, p.both_ways) for p in measured.pairs} == {
+    assert {(p.way, p.load, p.both_ways) for p in measured.pairs} >= {
         ("tcp", "alone", False), ("tcp", "together", False), ("tcp", "together", True), ("mpi", "alone", False),
         ("mpi", "together", False),
     }  # fmt: skip

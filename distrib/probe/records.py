@@ -155,7 +155,7 @@ def decode(line: str | bytes) -> Record | None:
 def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool], PairSeen]:
     """Of every link, way and load the fastest measurement: whatever else goes on can only make a link look slower.
 
-    A curve and a latency are kept from another measurement of the same link where the fastest has none.
+    Curves are joined, and of each size the shortest time is kept; so is the lowest latency.
     """
     found: dict[tuple[str, str, str, str, bool], PairSeen] = {}
     for record in records:
@@ -168,9 +168,18 @@ def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool], P
         new, old = sorted((record, before), key=lambda r: -r.bandwidth_bytes_per_second)
         latencies = [r.latency_seconds for r in (new, old) if r.latency_seconds is not None]
         found[record.key] = msgspec.structs.replace(
-            new, curve=new.curve or old.curve, latency_seconds=min(latencies, default=None)
+            new, curve=_joined(new.curve, old.curve), latency_seconds=min(latencies, default=None)
         )
     return found
+
+
+def _joined(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ...]:
+    """A curve of the sizes of both."""
+    points: dict[int, Point] = {}
+    for point in (*one, *other):
+        if point.size_bytes not in points or point.seconds < points[point.size_bytes].seconds:
+            points[point.size_bytes] = point
+    return tuple(points[size] for size in sorted(points))
 
 
 def measured(records: Iterable[Record]) -> Measured | None:

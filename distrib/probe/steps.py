@@ -16,7 +16,7 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
-LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
+LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 9.0
 """How long a round of large messages may last, least and most, and all rounds together."""
 
 
@@ -70,26 +70,30 @@ def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
         second: Way = "mpi" if primary == "tcp" else "tcp"
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
-            share = LARGE_BUDGET_SECONDS / max(1, len(schedule.rounds(hosts)))
-            large = min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1])
-            found += [
-                _step(
-                    f"large/{n}",
-                    f"large messages, round {n + 1}",
-                    "mpi",
-                    "together",
-                    (r,),
-                    large,
-                    sizes=settings.together_sizes,
-                )
-                for n, r in enumerate(schedule.rounds(hosts))
-            ]
+            found += _large(hosts, settings)
         else:
             found += _together(hosts, settings, second)
     if settings.collective_sizes and hosts > 1:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
         found.append(Step(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
     return tuple(found)
+
+
+def _large(hosts: int, settings: Settings) -> list[Step]:
+    """Messages that take long, one way: each pair alone where there is time for that, else all of a round at once."""
+    rounds = schedule.rounds(hosts)
+    pairs = sum(map(len, rounds))
+    alone = pairs * LARGE_SECONDS[0] <= LARGE_BUDGET_SECONDS
+    share = LARGE_BUDGET_SECONDS / max(1, pairs if alone else len(rounds))
+    seconds = min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1])
+    load: Load = "alone" if alone else "together"
+    return [
+        _step(
+            f"large/{number}", f"large messages, round {number + 1}", "mpi", load,
+            tuple((pair,) for pair in round_) if alone else (round_,), seconds, sizes=settings.together_sizes,
+        )
+        for number, round_ in enumerate(rounds)
+    ]  # fmt: skip
 
 
 def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from distrib_launch.hangs import ranges
+from distrib_launch.ranges import ranges
 
 from distrib.cluster.links import parse_bus
 from distrib.units import format_duration, format_rate, format_size

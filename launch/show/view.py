@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from distrib_launch.ranges import ranges
 
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.links import KIND_NAMES, parse_bus, parse_uplink
@@ -200,7 +201,7 @@ def _group(
         numa=tuple(
             NumaView(
                 index=number,
-                cpus=_ranges(indices(numa.cpus)) if numa.cpus is not None else None,
+                cpus=ranges(indices(numa.cpus)) if numa.cpus is not None else None,
                 gpus=indices(numa.gpus) if numa.gpus is not None else (),
                 memory=numa.memory,
             )
@@ -338,12 +339,6 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
             )
         )
     return tuple(views)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    from distrib_launch.hangs import ranges
-
-    return ranges(list(numbers))
 
 
 def nvlink_name(group: GroupView) -> str:
