@@ -100,10 +100,13 @@ def place_of(stack: Stack) -> Place:
     return Place(waits=False, what=what or "its own code", where=where)
 
 
-def is_starting(stack: Stack) -> bool:
-    """Whether a rank that has not said anything yet imports, or computes and waits for nobody."""
-    if stack.problem or any(frame.filename.startswith("<frozen importlib") for frame in stack.frames):
-        return True
+def is_importing(stack: Stack) -> bool:
+    """Whether a rank loads a module, or its Python is not there yet."""
+    return bool(stack.problem) or any(frame.filename.startswith("<frozen importlib") for frame in stack.frames)
+
+
+def is_computing(stack: Stack) -> bool:
+    """Whether a rank uses the processor and waits for nobody."""
     return stack.running and not place_of(stack).waits
 
 

@@ -11,7 +11,7 @@ NOTICE_SECONDS = 600.0
 """Where no limit was given, when to say once who waits for whom."""
 
 STARTUP_SECONDS = 120.0
-"""How long scripts that have said nothing yet may import and compute; waiting for each other counts from the beginning."""
+"""How long scripts may import, and compute as long as they have said nothing; waiting for each other counts from the start."""
 
 STACKS_SECONDS = 4.0
 """How long to wait for every rank's stack."""
@@ -66,7 +66,8 @@ class Standstill:
             self._stacks.get(rank, hangs.Stack(rank=rank, host=host, step=step, problem="no stack came"))
             for rank, host, step in ranks
         ]
-        if self._quiet_so_far and now - self._started < STARTUP_SECONDS and any(map(hangs.is_starting, stacks)):
+        starting = any(hangs.is_importing(s) or (self._quiet_so_far and hangs.is_computing(s)) for s in stacks)
+        if starting and now - self._started < STARTUP_SECONDS:
             self._last, self._stacks = now, None
             return []
         return stacks
