@@ -13,7 +13,8 @@ NOTICE_SECONDS = 600.0
 STARTUP_SECONDS = 120.0
 """How long scripts may import, and compute as long as they have said nothing; waiting for each other counts from the start."""
 
-STACKS_SECONDS = 4.0
+SECOND_LOOK_SECONDS = 1.0
+STACKS_SECONDS = 3.0
 """How long to wait for every rank's stack."""
 
 
@@ -25,6 +26,8 @@ class Standstill:
         self._quiet_so_far = True
         self._stacks: dict[int, hangs.Stack] | None = None  # while and after they are taken
         self._deadline = 0.0
+        self._before: list[hangs.Stack] | None = None  # a first look, where a second one has to be the same
+        self._look_again = 0.0
         self.start()
 
     def start(self) -> None:
@@ -44,9 +47,9 @@ class Standstill:
     def begins(self, now: float) -> bool:
         """Whether the limit has just been passed: the ranks' stacks are wanted."""
         if now - self._last <= self.limit_seconds:
-            self._stacks = None  # they got on meanwhile
+            self._stacks = self._before = None  # they got on meanwhile
             return False
-        if self._stacks is not None:
+        if self._stacks is not None or now < self._look_again:
             return False
         self._stacks, self._deadline = {}, now + STACKS_SECONDS
         return True
@@ -66,8 +69,18 @@ class Standstill:
             self._stacks.get(rank, hangs.Stack(rank=rank, host=host, step=step, problem="no stack came"))
             for rank, host, step in ranks
         ]
-        starting = any(hangs.is_importing(s) or (self._quiet_so_far and hangs.is_computing(s)) for s in stacks)
-        if starting and now - self._started < STARTUP_SECONDS:
-            self._last, self._stacks = now, None
-            return []
-        return stacks
+        return stacks if now - self._started > STARTUP_SECONDS or self._stands(stacks, now) else []
+
+    def _stands(self, stacks: list[hangs.Stack], now: float) -> bool:
+        """Whether ranks that may still be starting stand still: nobody imports, and a second look finds all as before."""
+        self._stacks = None
+        if any(hangs.is_importing(s) or (self._quiet_so_far and hangs.is_computing(s)) for s in stacks):
+            self._last, self._before = now, None
+        elif self._before is None:
+            self._before, self._look_again = stacks, now + SECOND_LOOK_SECONDS
+        elif [stack.frames for stack in stacks] != [stack.frames for stack in self._before]:
+            self._last, self._before = now, None
+        else:
+            self._stacks = {}
+            return True
+        return False

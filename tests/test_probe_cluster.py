@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import time
+import warnings
 
 import pytest
 
@@ -29,10 +31,25 @@ def probe(tmp_path):
     return run
 
 
+def measured_twice_if_need_be(test):
+    """One more try for what depends on rates: eight hosts and whatever else runs here share the machine's cores."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        try:
+            test(*args, **kwargs)
+        except AssertionError as error:
+            warnings.warn(f"{test.__name__} needed a second measurement: {error}"[:500])
+            test(*args, **kwargs)
+
+    return run
+
+
 def kinds(output):
     return [(finding["kind"], finding["severity"], finding["hosts"]) for finding in output["findings"]]
 
 
+@measured_twice_if_need_be
 def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
     cluster = make_cluster(4, rate="400mbit", rates={"n3": "200mbit"})
     done = probe(cluster, "--quick", "--strict", "--json")
@@ -51,6 +68,7 @@ def test_a_slow_host_is_found_and_strict_says_so(make_cluster, probe):
     assert rates["n1", "n3"] * 8 == pytest.approx(191e6, rel=0.05)
 
 
+@measured_twice_if_need_be
 def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, probe):
     racks = [["n1", "n2", "n3", "n4"], ["n5", "n6", "n7", "n8"]]
     cluster = make_cluster(8, rate="400mbit", racks=racks, trunk_rate="800mbit")
@@ -65,6 +83,7 @@ def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, pr
     assert sorted([sorted(hosts[:4]), sorted(hosts[4:])]) == racks
 
 
+@measured_twice_if_need_be
 def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, rate="400mbit")
     topology = tmp_path / "topology.yaml"
