@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distrib_launch import engines, job
+from distrib_launch import engines, job, training
 from distrib_launch.console import complain, perhaps_unread
 from distrib_launch.placement import HOW
 
@@ -70,7 +70,6 @@ def parser() -> Parser:
     how.add_argument("--engine", choices=engines.NAMES, help="what starts the ranks: Open MPI's mpirun over ssh, Slurm's "
                      "srun, or an MPIJob for Kubernetes, whose manifest is written (default: mpirun; srun inside a "
                      "Slurm job whose hosts are used)")  # fmt: skip
-    how.add_argument("--mode", choices=["sync", "auto"], default="sync", help="how ranks train together")
     how.add_argument("--bind", choices=HOW, default="auto", help="which processors a rank may use: cores near its GPU, "
                      "or its share of the host's (auto, core), whole NUMA nodes, or all")  # fmt: skip
     how.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
@@ -88,6 +87,7 @@ def parser() -> Parser:
         "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
     )
     how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    training.add_options(p)
     pods = p.add_argument_group("with --engine kubernetes")
     pods.add_argument("--image", metavar="NAME", help="the image of the Dockerfile, as the cluster finds it")
     pods.add_argument("--manifest", metavar="FILE", help="write the MPIJob there (default: to standard output)")

@@ -50,7 +50,7 @@ def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
 
 def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
-    from distrib_launch import choose, engines, placement, results, sync
+    from distrib_launch import choose, engines, placement, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
     from distrib_launch.rank import visible_gpus
@@ -77,7 +77,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
         directory=str(Path.cwd()),
         run_dir=str(run_dir),
         ranks=options.ranks,
-        mode=options.mode,
+        strategy=training.strategy_of(options),
         engine=engine,
         mpirun=options.mpirun,
         ssh_command=options.ssh_command,

@@ -13,8 +13,10 @@ import msgspec
 from distrib_launch import choose, engines, placement
 from distrib_launch.ranges import ranges
 
+from distrib import strategy as strategies
 from distrib.cluster.hostfile import Host, HostList
 from distrib.errors import ConfigError
+from distrib.strategy import Strategy
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Gpus, Topology
@@ -61,7 +63,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     run_dir: str
     ranks: int | None = None
-    mode: str = "sync"
+    strategy: Strategy = Strategy()
     engine: str = "mpirun"
     mpirun: str | None = None
     ssh_command: str | None = None
@@ -125,6 +127,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     run_dir: str
     mode: str
+    strategy: Strategy
     hosts: tuple[HostPlan, ...]
     ranks: tuple[RankPlan, ...]
     notes: tuple[str, ...]
@@ -262,7 +265,7 @@ def make_plan(
     from distrib_launch.engines import mpirun
 
     cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
-    in_step = options.mode in ("sync", "auto") and not cpu_only
+    in_step = options.strategy.mode == "sync" and not options.strategy.balance and not cpu_only
     hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, options.wishes, in_step=in_step)
     world_size = sum(host.ranks for host in hosts)
     job = secrets.token_hex(4)
@@ -273,7 +276,8 @@ def make_plan(
         "GROUP_WORLD_SIZE": str(len(hosts)),
         "TORCHELASTIC_RUN_ID": job,
         "DISTRIB_JOB": job,
-        "DISTRIB_MODE": options.mode,
+        "DISTRIB_MODE": options.strategy.mode,
+        strategies.ENVIRONMENT: strategies.to_environment(options.strategy),
         "DISTRIB_RUN_DIR": options.run_dir,
     }
     if "PYTHONUNBUFFERED" not in common:
@@ -317,7 +321,8 @@ def make_plan(
         script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
         directory=options.directory,
         run_dir=options.run_dir,
-        mode=options.mode,
+        mode=options.strategy.mode,
+        strategy=options.strategy,
         hosts=hosts,
         ranks=tuple(ranks),
         notes=notes,

@@ -54,7 +54,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """A job of this process alone, whatever started the tests."""
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_MODE"):
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "DISTRIB_STRATEGY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISTRIB_DEVICE", "cpu")
     monkeypatch.setattr(job_module, "_job", None)
@@ -284,8 +284,8 @@ def test_a_closed_job_says_so(job):
 
 def test_modes_to_come_are_refused(monkeypatch):
     monkeypatch.setattr(job_module, "_job", None)
-    monkeypatch.setenv("DISTRIB_MODE", "async")
-    with pytest.raises(TrainingError, match="DISTRIB_MODE=async"):
+    monkeypatch.setenv("DISTRIB_STRATEGY", '{"mode":"async"}')
+    with pytest.raises(TrainingError, match="mode async cannot be trained in yet"):
         distrib.init()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from distrib.errors import DistribError, TrainingError
+from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.rendezvous import join
@@ -40,9 +41,9 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     """
     global _job
     if _job is None:
-        mode = os.environ.get("DISTRIB_MODE", "auto")
-        if mode not in ("auto", "sync"):
-            raise TrainingError(f"DISTRIB_MODE={mode} cannot be trained in yet", hint="use --mode sync")
+        strategy = from_environment(os.environ)
+        if strategy.mode != "sync":
+            raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")
         world = find_world()
         device = find_device(world.local_rank)
         join(world, device, timedelta(seconds=timeout_seconds))

@@ -1,0 +1,51 @@
+"""What one rank does in a step, measured by a profile or taken from the catalogue."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One parameter's gradient, and when it is ready: seconds since backward began."""
+
+    name: str
+    elements: int
+    dtype: str = "float32"
+    size_bytes: int
+    ready_seconds: float
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of one rank without any communication: seconds are medians, sizes bytes, `batch` samples.
+
+    `gradients` stand in the order in which they get ready. `variation` is the coefficient of variation of the step.
+    """
+
+    name: str
+    origin: Literal["measured", "catalogued"]
+    device: str
+    """Such as `cpu` or `H100 SXM`."""
+    batch: int
+    forward_seconds: float
+    backward_seconds: float
+    optimizer_seconds: float
+    loader_seconds: float = 0.0
+    """That the step waited for its data."""
+    gradients: tuple[Gradient, ...]
+    parameter_bytes: int
+    memory_bytes: int | None = None
+    """The most that the device held."""
+    variation: float = 0.0
+    software: dict[str, str] = {}
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What a rank has to tell the others in a step."""
+        return sum(gradient.size_bytes for gradient in self.gradients)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Forward, backward and optimizer."""
+        return self.forward_seconds + self.backward_seconds + self.optimizer_seconds

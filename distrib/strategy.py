@@ -1,0 +1,124 @@
+"""How ranks train together: chosen at launch, costed by the bandwidth model, carried out by the library.
+
+The launcher hands it to every rank in `DISTRIB_STRATEGY`, as JSON.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import msgspec
+
+from distrib.errors import ConfigError
+
+Mode = Literal["sync", "async", "local"]
+AllReduce = Literal["auto", "flat", "hierarchical"]
+Format = Literal["fp32", "fp16", "bf16", "int8", "powersgd", "topk"]
+
+ENVIRONMENT = "DISTRIB_STRATEGY"
+
+
+class Gradients(msgspec.Struct, frozen=True):
+    """What a gradient is turned into before it crosses the wire.
+
+    `rank` is that of PowerSGD's matrices; `fraction` what top-k keeps, between 0 and 1.
+    """
+
+    format: Format = "fp32"
+    rank: int | None = None
+    fraction: float | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sum is that of the gradients themselves."""
+        return self.format == "fp32"
+
+    def __str__(self) -> str:
+        detail = self.rank if self.rank is not None else self.fraction
+        return self.format if detail is None else f"{self.format}:{detail:g}"
+
+
+def parse_gradients(text: str) -> Gradients:
+    """`fp32`, `fp16`, `bf16`, `int8`, `powersgd:4` or `topk:0.01`. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(fp32|fp16|bf16|int8)|(powersgd):([1-9][0-9]{0,3})|(topk):([0-9.eE-]+)", text)
+    try:
+        if match and match[1]:
+            return Gradients(match[1])  # type: ignore[arg-type]  # the expression admits no others
+        if match and match[2]:
+            return Gradients("powersgd", rank=int(match[3]))
+        if match and 0 < float(match[5]) <= 1:
+            return Gradients("topk", fraction=float(match[5]))
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"gradients as {text!r}: no such format", hint="give fp32, fp16, bf16, int8, powersgd:RANK or topk:FRACTION"
+    )
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A way of training together. What is None is the library's to choose."""
+
+    mode: Mode = "sync"
+    backend: Literal["torch", "horovod"] = "torch"
+    gradients: Gradients = Gradients()
+    all_reduce: AllReduce = "auto"
+    """`hierarchical`: inside each host first, then between hosts."""
+    bucket_bytes: int | None = None
+    """How much of the gradients travels in one all-reduce."""
+    accumulate: int = 1
+    """Batches of which the gradients are summed before they are averaged over the ranks."""
+    balance: bool = False
+    """Whether faster ranks get larger batches."""
+    inner_steps: int | None = None
+    """Steps that a rank takes alone before parameters are averaged (mode local)."""
+    servers: int | None = None
+    """Dedicated parameter servers (mode async); None: a share of them on every host."""
+    staleness: int | None = None
+    """Steps that a worker may be ahead of the slowest one (mode async); None: any number."""
+    replicas: int = 0
+    """Copies of each server's parameters on other servers (mode async)."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the arithmetic is that of synchronous SGD over the global batch."""
+        return self.mode == "sync" and self.gradients.exact and self.accumulate == 1
+
+
+_ONLY_IN: dict[str, Mode] = {"inner_steps": "local", "servers": "async", "staleness": "async", "replicas": "async"}
+
+
+def checked(strategy: Strategy) -> Strategy:
+    """`strategy` itself. Raises ConfigError where its parts do not go together."""
+    default = Strategy()
+    for field, mode in _ONLY_IN.items():
+        if getattr(strategy, field) != getattr(default, field) and strategy.mode != mode:
+            option = "--" + field.replace("_", "-")
+            raise ConfigError(
+                f"{option} means nothing in mode {strategy.mode}", hint=f"add --mode {mode}, or leave it out"
+            )
+    if strategy.backend == "horovod":
+        if strategy.mode != "sync":
+            raise ConfigError(f"--backend horovod cannot train in mode {strategy.mode}", hint="use --mode sync")
+        if strategy.gradients.format not in ("fp32", "fp16"):
+            raise ConfigError(f"--backend horovod sends no {strategy.gradients}", hint="use --gradients fp32 or fp16")
+    return strategy
+
+
+def from_environment(environ: Mapping[str, str]) -> Strategy:
+    """What the launcher chose; the default where there is no launcher. Raises ConfigError for what is no strategy."""
+    text = environ.get(ENVIRONMENT, "")
+    if not text:
+        return Strategy()
+    try:
+        return checked(msgspec.json.decode(text, type=Strategy))
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{ENVIRONMENT}: {error}", hint="it is set by distrib-launch; do not set it by hand"
+        ) from None
+
+
+def to_environment(strategy: Strategy) -> str:
+    """What `from_environment` reads."""
+    return msgspec.json.encode(strategy).decode()

@@ -1,0 +1,76 @@
+"""The options that say how ranks train together, and the strategy that they make."""
+
+from __future__ import annotations
+
+import argparse
+
+from distrib import strategy, units
+from distrib.errors import ConfigError
+from distrib.strategy import Strategy
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `distrib-launch` that scripts with `distrib.init()` obey."""
+    how = parser.add_argument_group("how ranks train together (scripts with distrib.init())")
+    how.add_argument("--mode", choices=["sync", "async", "local", "auto"], default="sync", help="in step, against "
+                     "parameter servers, alone for some steps, or the best way that leaves the arithmetic of sync")  # fmt: skip
+    how.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="what averages gradients")
+    how.add_argument("--gradients", default="fp32", metavar="FORMAT", help="what they travel as: fp32, fp16, bf16, int8, "
+                     "powersgd:RANK or topk:FRACTION (default: fp32)")  # fmt: skip
+    how.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="among all ranks at "
+                     "once, or inside each host first (default: what suits the hosts)")  # fmt: skip
+    how.add_argument("--bucket", metavar="SIZE", help="how much travels at once, such as 25MiB (default: chosen)")
+    how.add_argument("--accumulate", type=_count, default=1, metavar="N", help="sum the gradients of N batches before "
+                     "they are averaged")  # fmt: skip
+    how.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
+    how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages")
+    how.add_argument("--servers", type=_count, metavar="K", help="mode async: dedicated servers (default: a share of the "
+                     "parameters on every host)")  # fmt: skip
+    how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
+                     "unbounded (default)")  # fmt: skip
+    how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
+
+
+def strategy_of(options: argparse.Namespace) -> Strategy:
+    """The strategy that was asked for; of mode auto, what is known before anything is. Raises ConfigError."""
+    return strategy.checked(
+        Strategy(
+            mode="sync" if options.mode == "auto" else options.mode,
+            backend=options.backend,
+            gradients=strategy.parse_gradients(options.gradients),
+            all_reduce=options.all_reduce,
+            bucket_bytes=_bucket(options.bucket),
+            accumulate=options.accumulate,
+            balance=options.balance,
+            inner_steps=options.inner_steps,
+            servers=options.servers,
+            staleness=_staleness(options.staleness),
+            replicas=options.replicas,
+        )
+    )
+
+
+def _bucket(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = units.parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--bucket {text}: {error}") from None
+    if size < 1:
+        raise ConfigError(f"--bucket {text}: no bytes", hint="give a size such as 25MiB")
+    return size
+
+
+def _staleness(text: str | None) -> int | None:
+    if text is None or text == "unbounded":
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"--staleness {text}: no number of steps", hint="give 0 or more, or unbounded")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number; give 1 or more")
+    return int(text)

@@ -1,0 +1,80 @@
+"""The strategy: from options to every rank and back."""
+
+from __future__ import annotations
+
+import pytest
+from distrib_launch import cli, training
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.errors import ConfigError
+from distrib.strategy import Gradients, Strategy, from_environment, parse_gradients, to_environment
+
+
+def chosen(*words: str) -> Strategy:
+    return training.strategy_of(cli.parser().parse_args([*words, "train.py"]))
+
+
+@pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8", "powersgd:4", "topk:0.01"])
+def test_a_format_reads_as_it_prints(text):
+    assert str(parse_gradients(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fp64", "powersgd", "powersgd:0", "topk", "topk:0", "topk:2", "topk:e", "topk:.", "bf16:2", "FP32"]
+)
+def test_no_format(text):
+    with pytest.raises(ConfigError, match="no such format"):
+        parse_gradients(text)
+
+
+def test_options_make_the_strategy():
+    assert chosen() == Strategy()
+    assert chosen("--mode", "auto") == Strategy()
+    assert chosen("--gradients", "topk:0.01", "--bucket", "8MiB", "--all-reduce", "flat") == Strategy(
+        gradients=Gradients("topk", fraction=0.01), bucket_bytes=8 << 20, all_reduce="flat"
+    )
+    assert chosen("--mode", "async", "--servers", "2", "--staleness", "0", "--replicas", "1") == Strategy(
+        mode="async", servers=2, staleness=0, replicas=1
+    )
+    assert chosen("--mode", "async", "--staleness", "unbounded").staleness is None
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--servers", "2"], "--servers means nothing in mode sync"),
+        (["--mode", "local", "--staleness", "1"], "--staleness means nothing in mode local"),
+        (["--mode", "async", "--inner-steps", "4"], "--inner-steps means nothing in mode async"),
+        (["--backend", "horovod", "--gradients", "int8"], "horovod sends no int8"),
+        (["--backend", "horovod", "--mode", "local"], "cannot train in mode local"),
+        (["--mode", "async", "--staleness", "-1"], "no number of steps"),
+        (["--bucket", "0B"], "no bytes"),
+        (["--bucket", "25"], "--bucket 25"),
+        (["--accumulate", "0"], "give 1 or more"),
+    ],
+)
+def test_what_does_not_go_together(words, says):
+    with pytest.raises(ConfigError, match=says):
+        chosen(*words)
+
+
+@given(
+    st.builds(
+        Strategy,
+        mode=st.just("async"),
+        gradients=st.sampled_from([Gradients(), Gradients("powersgd", rank=2)]),
+        bucket_bytes=st.none() | st.integers(1, 2**40),
+        staleness=st.none() | st.integers(0, 1000),
+        servers=st.none() | st.integers(1, 1000),
+        replicas=st.sampled_from([0, 1]),
+    )
+)
+def test_ranks_read_what_the_launcher_wrote(strategy):
+    assert from_environment({"DISTRIB_STRATEGY": to_environment(strategy)}) == strategy
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"mode":"fast"}', '{"speed":1}', '{"servers":2}'])
+def test_a_broken_variable_is_named(text):
+    with pytest.raises(ConfigError):
+        from_environment({"DISTRIB_STRATEGY": text})
