@@ -38,6 +38,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory_bytes: int | None = None
     """The most that the device held."""
     variation: float = 0.0
+    expected_error: float = 0.0
+    """The relative error to expect of the seconds where they were not measured."""
     software: dict[str, str] = {}
 
     @property
