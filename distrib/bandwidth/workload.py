@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from distrib.errors import ConfigError
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,3 +55,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def compute_seconds(self) -> float:
         """Forward, backward and optimizer."""
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
+
+
+def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
+    """Write a workload as JSON, whole or not at all. Raises ConfigError where it cannot be written."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
