@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distrib.bandwidth import workloads
-from distrib.bandwidth.workload import Workload
+from distrib.bandwidth.workload import Workload, checked
 from distrib.bandwidth.workloads import network, read_workload, scaled, workload
 from distrib.errors import ConfigError
 
@@ -86,7 +86,7 @@ def test_every_network_on_every_gpu():
 
     for gpu in catalog().gpus:
         for name in workloads.names():
-            found = workloads.checked(workload(name, gpu.name), name)
+            found = checked(workload(name, gpu.name), name)
             assert found.device == gpu.name and 0 < found.compute_seconds < 60 and found.memory_bytes
             assert found.software["speed"].startswith(("published: ", "scaled from "))
 
@@ -124,8 +124,8 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        ("gradients", [], r"\$\.gradients: no gradients"),
-        ("forward_seconds", -1.0, r"\$\.forward_seconds: -1\.0 is not zero or more"),
+        ("gradients", [], r"\$\.gradients: there are none"),
+        ("forward_seconds", -1.0, r"\$\.forward_seconds: -1\.0 cannot be"),
         ("batch", 0, r"\$\.batch: 0 samples"),
         ("backward_seconds", "fast", r"`\$\.backward_seconds`"),
         ("parameter_bytes", 0, r"\$\.parameter_bytes"),

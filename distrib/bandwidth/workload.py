@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -65,3 +67,40 @@ def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
         partial.replace(path)
     except OSError as error:
         raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
+
+
+def checked(workload: Workload, source: str = "workload") -> Workload:
+    """`workload` itself. Raises ConfigError, with the path in `source`, for numbers that cannot be and where there are no gradients."""
+    for path, what in _wrong_in(workload):
+        raise ConfigError(f"{source}: {path}: {what}", hint="measure it again, or correct the file")
+    return workload
+
+
+def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
+    for field in (
+        "forward_seconds",
+        "backward_seconds",
+        "optimizer_seconds",
+        "loader_seconds",
+        "variation",
+        "expected_error",
+    ):
+        if not 0 <= (value := getattr(workload, field)) < math.inf:
+            yield f"$.{field}", f"{value} cannot be; it must be zero or more, and finite"
+    if workload.batch < 1:
+        yield "$.batch", f"{workload.batch} samples; a batch has at least one"
+    if workload.compute_seconds + workload.loader_seconds <= 0:
+        yield "$.forward_seconds", "a step that takes no time at all cannot be"
+    if workload.parameter_bytes <= 0:
+        yield "$.parameter_bytes", f"{workload.parameter_bytes} bytes; a model that is trained has some"
+    if not workload.gradients:
+        yield "$.gradients", "there are none: nothing is trained, and nothing crosses a wire"
+    for number, gradient in enumerate(workload.gradients):
+        if gradient.size_bytes <= 0 or gradient.elements <= 0:
+            what = f"{gradient.elements} elements in {gradient.size_bytes} bytes are no gradient"
+            yield f"$.gradients[{number}].size_bytes", what
+        if not 0 <= gradient.ready_seconds < math.inf:
+            yield (
+                f"$.gradients[{number}].ready_seconds",
+                f"{gradient.ready_seconds} cannot be; it must be zero or more, and finite",
+            )

@@ -18,7 +18,7 @@ import msgspec
 from distrib import units
 from distrib.bandwidth import architectures
 from distrib.bandwidth.architectures import Network
-from distrib.bandwidth.workload import Gradient, Workload
+from distrib.bandwidth.workload import Gradient, Workload, checked
 from distrib.cluster.catalog import GpuSpec, catalog, find_gpu, near_gpus
 from distrib.errors import ConfigError
 
@@ -166,47 +166,7 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
             f"{shown}: {error}",
             hint="write one with distrib-launch --profile FILE SCRIPT; NaN and infinities are no JSON",
         ) from None
-    checked(found, shown)
-    return found
-
-
-def checked(workload: Workload, source: str) -> Workload:
-    """`workload` itself. Raises ConfigError, with `source` and the path inside, where its numbers cannot be."""
-
-    def wrong(path: str, what: str) -> ConfigError:
-        return ConfigError(f"{source}: $.{path}: {what}", hint="profile the script anew")
-
-    if not workload.gradients:
-        raise wrong("gradients", "no gradients: there would be nothing to tell the other ranks")
-    for field in (
-        "forward_seconds",
-        "backward_seconds",
-        "optimizer_seconds",
-        "loader_seconds",
-        "variation",
-        "expected_error",
-    ):
-        value = getattr(workload, field)
-        if not math.isfinite(value) or value < 0:
-            raise wrong(field, f"{value} is not zero or more, and finite")
-    if workload.batch < 1:
-        raise wrong("batch", f"{workload.batch} samples; a step has 1 or more")
-    if workload.parameter_bytes < 1:
-        raise wrong("parameter_bytes", f"{workload.parameter_bytes} bytes of parameters")
-    if workload.memory_bytes is not None and workload.memory_bytes < 0:
-        raise wrong("memory_bytes", f"{workload.memory_bytes} bytes")
-    if workload.compute_seconds <= 0:
-        raise wrong("backward_seconds", "the step takes no time")
-    for number, gradient in enumerate(workload.gradients):
-        if gradient.size_bytes < 1 or gradient.elements < 1:
-            raise wrong(
-                f"gradients[{number}]", f"{gradient.name}: {gradient.size_bytes} bytes, {gradient.elements} elements"
-            )
-        if not math.isfinite(gradient.ready_seconds) or gradient.ready_seconds < 0:
-            raise wrong(
-                f"gradients[{number}].ready_seconds", f"{gradient.ready_seconds} is not zero or more, and finite"
-            )
-    return workload
+    return checked(found, shown)
 
 
 def is_file(given: str) -> bool:
