@@ -72,6 +72,8 @@ def parser() -> Parser:
                      "Slurm job whose hosts are used)")  # fmt: skip
     how.add_argument("--bind", choices=HOW, default="auto", help="which processors a rank may use: cores near its GPU, "
                      "or its share of the host's (auto, core), whole NUMA nodes, or all")  # fmt: skip
+    how.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) for "
+                     "--workload and distrib-topo plan, and end the script after 25 steps")  # fmt: skip
     how.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
     how.add_argument("--sync", metavar="DIR", help="first bring this folder to the same path on every host (rsync)")
     how.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a "

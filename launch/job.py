@@ -79,6 +79,10 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     environment = planning.forwarded(os.environ, options.env)
+    if options.profile:
+        from distrib_launch import profile
+
+        environment |= profile.prepare(options)
     run_dir = results.choose_run_dir(options.run_dir, options.script)
     folder = sync.check_folder(options.sync) if options.sync is not None else None
     wanted = planning.Options(
@@ -88,7 +92,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
         interpreter=sys.executable,
         directory=str(Path.cwd()),
         run_dir=str(run_dir),
-        ranks=options.ranks,
+        ranks=1 if options.profile else options.ranks,
         strategy=training.strategy_of(options),
         engine=engine,
         mpirun=options.mpirun,
@@ -207,6 +211,7 @@ def _launch_in(
             host_timeout_seconds=options.host_timeout,
             grace_seconds=options.grace,
             script_input=script_input,
+            keep_value=bool(script_input or options.profile),
         )
         supervisor.warnings += warnings
         result = supervisor.run()
@@ -217,6 +222,10 @@ def _launch_in(
     if result.first_failure:
         report = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
         console.say(f"error: {report}")
+    if options.profile:
+        from distrib_launch import profile
+
+        profile.keep(options, result, run_dir, console)
     if result.status != "succeeded" or options.verbose:
         console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
     return result

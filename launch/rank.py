@@ -316,6 +316,7 @@ class Rank:
         passed = [status_write]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
+        if order["keep_value"]:
             self.value = os.memfd_create("distrib-value")
             environ["DISTRIB_VALUE_FD"] = str(self.value)
             passed.append(self.value)

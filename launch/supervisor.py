@@ -57,6 +57,7 @@ class Supervisor:
         host_timeout_seconds: float = HOST_SILENCE_SECONDS,
         grace_seconds: float = STOP_GRACE_SECONDS,
         script_input: bytes = b"",
+        keep_value: bool = False,
     ) -> None:
         self.plan = plan
         self.console = console
@@ -67,6 +68,7 @@ class Supervisor:
         self.hang_timeout_seconds = hang_timeout_seconds
         self.grace_seconds = grace_seconds
         self.script_input = script_input
+        self.keep_value = keep_value  # of what each rank's script writes to DISTRIB_VALUE_FD
         self.liveness = Liveness(host_timeout_seconds)
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
@@ -280,7 +282,7 @@ class Supervisor:
                     "command": self.plan.script_on(host), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
                     "host_timeout_seconds": self.liveness.silence_seconds,
-                    "chosen": host.chosen, "bind": self.plan.bind,
+                    "chosen": host.chosen, "bind": self.plan.bind, "keep_value": self.keep_value,
                 },
             )  # fmt: skip
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -42,6 +44,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory_bytes: int | None = None
     """The most that the device held."""
     variation: float = 0.0
+    expected_error: float = 0.0
+    """The relative error to expect of the seconds where they were not measured."""
     software: dict[str, str] = {}
 
     @property
@@ -55,6 +59,16 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
 
 
+def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
+    """Write a workload as JSON, whole or not at all. Raises ConfigError where it cannot be written."""
+    partial = Path(f"{os.fspath(path)}.partial")
+    try:
+        partial.write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
+
+
 def checked(workload: Workload, source: str = "workload") -> Workload:
     """`workload` itself. Raises ConfigError, with the path in `source`, for numbers that cannot be and where there are no gradients."""
     for path, what in _wrong_in(workload):
@@ -63,7 +77,14 @@ def checked(workload: Workload, source: str = "workload") -> Workload:
 
 
 def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
-    for field in ("forward_seconds", "backward_seconds", "optimizer_seconds", "loader_seconds", "variation"):
+    for field in (
+        "forward_seconds",
+        "backward_seconds",
+        "optimizer_seconds",
+        "loader_seconds",
+        "variation",
+        "expected_error",
+    ):
         if not 0 <= (value := getattr(workload, field)) < math.inf:
             yield f"$.{field}", f"{value} cannot be; it must be zero or more, and finite"
     if workload.batch < 1:

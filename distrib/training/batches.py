@@ -66,6 +66,8 @@ class ShardedLoader(Iterable[Any]):
         self._rank, self._ranks, self._device = rank, ranks, device
         self._training = training
         self._epoch = 0
+        self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._stream = isinstance(loader.dataset, IterableDataset)
@@ -127,7 +129,8 @@ class ShardedLoader(Iterable[Any]):
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
             batches = every_nth(batches, self._rank, self._ranks, whole_rounds=self._evenly())
-        return (moved(batch, self._device) for batch in batches)
+        here = (moved(batch, self._device) for batch in batches)
+        return self.meter(here) if self.meter else here
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""

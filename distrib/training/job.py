@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -15,10 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
 from distrib.training.telemetry import StatusPipe
@@ -48,6 +52,8 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         device = find_device(world.local_rank)
         join(world, device, timedelta(seconds=timeout_seconds))
         _job = Job(world, device)
+        if wish := wish_from(os.environ):
+            _job._profile_for_launcher(wish)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -80,6 +86,7 @@ class Job:
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._loaders = 0
+        self._profiler: Profiler | None = None
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
 
@@ -113,6 +120,9 @@ class Job:
         """
         self._check_open()
         prepared = [self._prepare(thing, find_unused_parameters) for thing in things]
+        if self._profiler:
+            for thing in prepared:
+                self._profiler.watch(thing)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepare(self, thing: Any, find_unused_parameters: bool) -> Any:
@@ -267,6 +277,57 @@ class Job:
         if self.is_main:
             print(*values, sep=sep, end=end, flush=True)
 
+    # Profiles
+
+    def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = WARMUP_STEPS, steps: int = STEPS) -> None:
+        """Measures the next steps of the script and writes what they take to `path`, for `distrib-topo plan`; the script goes on.
+
+        Call it before `prepare`. The file holds a `distrib.bandwidth.workload.Workload` as JSON: gradients and when each is ready,
+        forward, backward, optimizer and the wait for data, in seconds. Nothing is written when the script ends too early, and
+        `close` says so. `distrib-launch --profile FILE` does the same to a script as it is. Raises TrainingError where there
+        are other ranks, as the profile is of one alone.
+        """
+        self._check_open()
+        if self._profiler and not self._profiler.finished:
+            raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
+        if self._models or self._loaders:
+            raise TrainingError("something is prepared already", hint="call job.profile() before job.prepare()")
+        wish = Wish(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
+        self._start_profile(wish, lambda workload, _: write_workload(path, workload))
+
+    def _profile_for_launcher(self, wish: Wish) -> None:
+        """Measure for `distrib-launch --profile`, and end the script when enough is known."""
+
+        def done(workload: Workload, steps: int) -> None:
+            answer(workload, steps=steps)
+            leaving.succeed_no_later_than(3.0)
+            raise SystemExit(0)
+
+        self._start_profile(wish, done)
+
+    def _start_profile(self, wish: Wish, done: Callable[[Workload, int], None]) -> None:
+        if self.world_size > 1:
+            raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
+        self._profiler = Profiler(self.device, wish, done)
+        atexit.register(self._profile_at_exit)
+
+    def _end_profile(self) -> None:
+        if self._profiler and not self._profiler.finished:
+            try:
+                self._profiler.close()
+            except TrainingError as error:
+                if not wish_from(os.environ):
+                    raise
+                answer(None, problem=error.what)
+            except SystemExit:
+                pass  # the script is at its end anyway
+
+    def _profile_at_exit(self) -> None:
+        try:
+            self._end_profile()
+        except TrainingError as error:
+            print(f"distrib: {error}", file=sys.stderr, flush=True)
+
     # Leaving
 
     def close(self) -> None:
@@ -276,6 +337,7 @@ class Job:
         """
         if self.closed:
             return
+        self._end_profile()
         try:
             self.barrier()
         except BaseException:
