@@ -42,7 +42,9 @@ with distrib.init() as job:
     theirs = trained(DistributedDataParallel(copy.deepcopy(first)), job.rank)
     mine = trained(ours, job.rank)
     difference = max(float((a - b).abs().max()) for a, b in zip(theirs, mine, strict=True))
-    moved = max(float((a - b).abs().max()) for a, b in zip(theirs, first.parameters(), strict=True))
+    moved = max(
+        float((a - b).abs().max()) for a, b in zip(theirs, [p.detach() for p in first.parameters()], strict=True)
+    )
     assert moved > 0.01, moved
     job.print(f"difference {difference:.2e} hierarchical {averaging.hierarchical} pieces {len(averaging.ends)}")
     if strategy.exact:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from distrib.strategy import Gradients
 
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
 BLOCK = 256
 """Elements of 8-bit gradients that share a scale: 1.6 % more bytes, and one large value spoils few others."""
 
@@ -99,7 +100,7 @@ class Shared(Way):
         if self.form.lossy:
             _keep(errors(1)[mine], total[0, :length], self.form.decode(own, share)[0, :length])
         everyones = torch.empty(ranks, own.shape[1], dtype=own.dtype, device=own.device)
-        yield dist.all_gather_into_tensor(everyones.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
+        yield gather(everyones.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
         piece.copy_(self.form.decode(everyones, share).view(-1)[: piece.numel()])
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
@@ -182,7 +183,7 @@ class Largest(Way):
         wanted[places] = 0
         sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
         received = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
-        yield dist.all_gather_into_tensor(received, sent, group=groups[0], async_op=True).get_future()
+        yield gather(received, sent, group=groups[0], async_op=True).get_future()
         rows = received.view(ranks, 2, 4 * kept)
         piece.zero_()
         piece.index_add_(

@@ -86,7 +86,7 @@ class Engine:
         self._pieces: deque[Piece] = deque()
         self._flights: deque[_Flight] = deque()
         self._promises: deque[_Promise] = deque()
-        self._errors: dict[tuple[int, int], torch.Tensor] = {}
+        self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
         self._copied = self._begun = self._summed = 0
         self._failure: Exception | None = None
         self._stopped = False
@@ -165,7 +165,7 @@ class Engine:
         if self._lane.hosts > 1:
 
             def errors(stage: int) -> torch.Tensor:
-                key = piece.key, stage
+                key = piece.key, stage, result.numel()
                 if key not in self._errors:
                     self._errors[key] = torch.zeros(result.numel())
                 return self._errors[key]

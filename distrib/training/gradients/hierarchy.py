@@ -53,8 +53,12 @@ class Hierarchy:
         self._neighbours = Neighbours(
             peers, mine.index(rank), COUNTERS, size_bytes if alone else size_bytes * (self.local_size + 1)
         )
-        parts = list(torch.split(self._neighbours.memory, size_bytes))
-        self.result = parts[-1]
+        # The input of each rank of the host, then the result; a rank alone on its host sums in place.
+        self._result_start = 0 if alone else size_bytes * self.local_size
+        parts = [
+            self._neighbours.shared(size_bytes * i, size_bytes * (i + 1), torch.uint8) for i in range(self.local_size)
+        ]
+        result = self._neighbours.shared(self._result_start, self._result_start + size_bytes, torch.uint8)
         self.own_input = parts[mine.index(rank)]
         lane = None
         for number, ranks in enumerate(lanes):
@@ -62,7 +66,11 @@ class Hierarchy:
             if rank in ranks:
                 lane = Lane(number=number, count=len(lanes), hosts=self.hosts, groups=groups)
         self.lane = lane
-        self.engine = Engine(self._neighbours, parts[: self.local_size], self.result, lane, len(lanes), way)
+        self.engine = Engine(self._neighbours, parts, result, lane, len(lanes), way)
+
+    def result(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """The averages of these bytes of the stream."""
+        return self._neighbours.shared(self._result_start + start, self._result_start + end, dtype)
 
     def measure(self) -> Wire:
         """What averaging costs on these wires now, all lanes at once; the same answer on every rank."""

@@ -102,7 +102,7 @@ class Averaging:
                 self._send(stop, bucket)
         # A piece that begins in this bucket and ends in a later one is still to come.
         pieces = self._engine.pieces + (self._sent < end)
-        future = self._engine.promise(pieces, self._hierarchy.result[begin:end].view(dtype))
+        future = self._engine.promise(pieces, self._hierarchy.result(begin, end, dtype))
         if bucket.is_last():
             self._end_step()
         return future
@@ -133,7 +133,6 @@ class Averaging:
     def _end_step(self) -> None:
         if self._seen != self._layout:
             self._layout, self._ends = self._seen, ()
-            self._engine.forget()
         self._ready = self._times
         self._steps += 1
 

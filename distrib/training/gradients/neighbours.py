@@ -65,11 +65,9 @@ class Neighbours:
         self.count, self.index = len(peers), index
         self._peers = {other: peer for other, peer in enumerate(peers) if peer is not None}
         head = mmap.PAGESIZE * -(-counters * self.count * COUNTER_BYTES // mmap.PAGESIZE)
-        memory = (
-            self._share(head + shared_bytes) if self._peers else torch.zeros(head + shared_bytes, dtype=torch.uint8)
-        )
-        self.memory = memory[head:]
-        words = memory[:head].view(torch.int64).numpy()
+        self._head_bytes = head
+        self._memory = self._share(head + shared_bytes) if self._peers else mmap.mmap(-1, head + shared_bytes)
+        words = torch.frombuffer(self._memory, dtype=torch.int64, count=head // 8).numpy()
         step = COUNTER_BYTES // 8
         self._counters = [words[i * self.count * step : (i + 1) * self.count * step : step] for i in range(counters)]
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -82,7 +80,12 @@ class Neighbours:
             self._by_descriptor[peer.fileno()] = other
         self.gone: set[int] = set()
 
-    def _share(self, size: int) -> torch.Tensor:
+    def shared(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """The shared bytes `start` to `end`, as a tensor whose storage begins there: DDP minds no offset in a storage."""
+        count = (end - start) // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._head_bytes + start)
+
+    def _share(self, size: int) -> mmap.mmap:
         """Memory that all neighbours see, zeros at first; the first of them makes it."""
         if self.index == 0:
             descriptor = os.memfd_create("distrib-gradients", os.MFD_CLOEXEC)
@@ -96,7 +99,7 @@ class Neighbours:
             descriptor = descriptors[0]
         mapped = mmap.mmap(descriptor, size)
         os.close(descriptor)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped
 
     def tell(self, counter: int, value: int) -> None:
         """Sets this rank's counter, and wakes the others."""
