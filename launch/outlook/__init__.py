@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
+from pathlib import Path
 
 from distrib.errors import ConfigError
 
@@ -36,8 +36,31 @@ def add_options(plan: argparse.ArgumentParser) -> None:
                       "timeline of a step where its name has 'timeline' in it (may be repeated)")  # fmt: skip
 
 
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `distrib-launch` about what to expect of a job."""
+    about = parser.add_argument_group("what to expect of it")
+    about.add_argument("--workload", metavar="NAME|FILE", help="what is trained, to foretell how far it scales: a profile, or a "
+                       "network of the catalogue such as ResNet-50 (default: NAME.profile.json beside NAME.py; none: nothing)")  # fmt: skip
+    about.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) and end "
+                       "the script after 25 steps")  # fmt: skip
+    about.add_argument("--warn-below", type=_part, default=0.8, metavar="PERCENT", help="warn when the wire holds the job below this "
+                       "part of its ideal speed (default: 80%%; 0: never)")  # fmt: skip
+
+
+def is_wanted(options: argparse.Namespace) -> bool:
+    """Whether a launch is to be foretold: most are not, and need not load the model."""
+    return options.workload is not None or options.mode == "auto" or beside(options) is not None
+
+
+def beside(options: argparse.Namespace) -> Path | None:
+    """The profile `NAME.profile.json` that lies beside the script `NAME.py`."""
+    path = Path(options.script).with_suffix(".profile.json")
+    return path if not options.module and not options.profile and path.is_file() else None
+
+
 def run(options: argparse.Namespace) -> int:
     """Plan, and tell; returns the exit code. Raises `DistribError` for what cannot be planned."""
+    from distrib_launch.console import perhaps_unread
     from distrib_launch.outlook import ask, drawing, text
 
     for path in options.plot:
@@ -49,11 +72,11 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         import msgspec
 
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode() + "\n")
+        with perhaps_unread():
+            print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
         return 0
-    print("\n".join(text.lines(question, answer)))
-    for path in options.plot:
-        print(f"drawn in {path}")
+    with perhaps_unread():
+        print("\n".join([*text.lines(question, answer), *(f"drawn in {path}" for path in options.plot)]))
     return 0
 
 
