@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distrib_launch import engines, job, training
+from distrib_launch import engines, job, outlook, training
 from distrib_launch.console import complain, perhaps_unread
 from distrib_launch.placement import HOW
 
@@ -72,8 +72,6 @@ def parser() -> Parser:
                      "Slurm job whose hosts are used)")  # fmt: skip
     how.add_argument("--bind", choices=HOW, default="auto", help="which processors a rank may use: cores near its GPU, "
                      "or its share of the host's (auto, core), whole NUMA nodes, or all")  # fmt: skip
-    how.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) for "
-                     "--workload and distrib-topo plan, and end the script after 25 steps")  # fmt: skip
     how.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as with python -m")
     how.add_argument("--sync", metavar="DIR", help="first bring this folder to the same path on every host (rsync)")
     how.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a "
@@ -90,6 +88,7 @@ def parser() -> Parser:
     )
     how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
     training.add_options(p)
+    outlook.add_launch_options(p)
     pods = p.add_argument_group("with --engine kubernetes")
     pods.add_argument("--image", metavar="NAME", help="the image of the Dockerfile, as the cluster finds it")
     pods.add_argument("--manifest", metavar="FILE", help="write the MPIJob there (default: to standard output)")
@@ -227,6 +226,8 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
         first = last + 1
     for note in plan.notes:
         print(f"note: {note}")
+    if plan.outlook and plan.outlook.warning:
+        print(f"warning: {plan.outlook.warning}")
     import shlex
 
     print(f"each rank runs: {shlex.join(plan.script)}")

@@ -15,7 +15,7 @@ from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
-    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.plan import Here, LaunchPlan, Options
     from distrib_launch.results import Result
 
     from distrib.cluster.hostfile import HostList
@@ -110,16 +110,12 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    plan = planning.make_plan(
-        wanted,
-        hosts,
-        topology,
-        planning.Here(
-            names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
-            gpus=visible_gpus({**os.environ, **environment}),
-            machine=placement.read_machine(),
-        ),
+    here = planning.Here(
+        names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
+        gpus=visible_gpus({**os.environ, **environment}),
+        machine=placement.read_machine(),
     )
+    plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
     if topology and hosts and (note := _not_described(topology, hosts)):
         import msgspec
 
@@ -127,6 +123,35 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
+
+
+def _with_outlook(
+    plan: LaunchPlan,
+    wanted: Options,
+    options: argparse.Namespace,
+    hosts: HostList | None,
+    topology: Topology | None,
+    here: Here,
+) -> LaunchPlan:
+    """The plan with what is foretold of it, and in mode auto with the strategy that is best for it."""
+    import msgspec
+    from distrib_launch import outlook as outlooks
+    from distrib_launch import plan as planning
+
+    outlook, strategy, notes = None, plan.strategy, ()
+    if outlooks.is_wanted(options):
+        from distrib_launch.outlook import before
+
+        outlook, strategy, notes = before.look(plan, options, topology)
+    if strategy != plan.strategy:
+        plan = planning.make_plan(msgspec.structs.replace(wanted, strategy=strategy), hosts, topology, here)
+    return msgspec.structs.replace(
+        plan,
+        notes=(*plan.notes, *notes),
+        topology=topology.source if topology else None,
+        outlook=outlook,
+        warn_below=options.warn_below,
+    )
 
 
 def _refuse_broken_text(words: list[str]) -> None:
@@ -214,6 +239,9 @@ def _launch_in(
             keep_value=bool(script_input or options.profile),
         )
         supervisor.warnings += warnings
+        if plan.outlook and plan.outlook.warning:
+            supervisor.warnings.append(plan.outlook.warning)
+            console.say(f"warning: {plan.outlook.warning}")
         result = supervisor.run()
     try:
         results.write_json(run_dir / "result.json", result)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch import choose, engines, placement
+from distrib_launch.outlook.record import Outlook
 from distrib_launch.ranges import ranges
 
 from distrib import strategy as strategies
@@ -142,6 +143,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses for the control channel; empty: those by which the hosts reach this machine."""
     engine_environment: dict[str, str] = {}
     """What is set for the engine's own processes."""
+    topology: str | None = None
+    """The file that says what the hosts are made of."""
+    outlook: Outlook | None = None
+    """What was foretold of the job; None where its workload is not known."""
+    warn_below: float = 0.8
+    """The efficiency below which the wire is warned of."""
 
     def script_on(self, host: HostPlan) -> tuple[str, ...]:
         """The command of each rank on a host: the script, run by the host's own interpreter where it has one."""

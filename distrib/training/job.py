@@ -22,6 +22,7 @@ from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, from_environment
 from distrib.training import checkpoint, leaving
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.meter import Meter
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
@@ -88,6 +89,7 @@ class Job:
         self._models: list[nn.Module] = []
         self._loaders = 0
         self._profiler: Profiler | None = None
+        self._meter = Meter(device, self._status.measured) if self._status.is_read and world.size > 1 else None
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
 
@@ -121,9 +123,10 @@ class Job:
         """
         self._check_open()
         prepared = [self._prepare(thing, find_unused_parameters) for thing in things]
-        if self._profiler:
-            for thing in prepared:
-                self._profiler.watch(thing)
+        for observer in (self._profiler, self._meter):
+            if observer:
+                for thing in prepared:
+                    observer.watch(thing)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepare(self, thing: Any, find_unused_parameters: bool) -> Any:
