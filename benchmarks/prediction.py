@@ -30,10 +30,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from distrib_launch import cli, training
+
 from distrib.bandwidth.scaling import foretell
 from distrib.bandwidth.workload import Gradient, Workload
 from distrib.cluster.topology import parse_topology
-from distrib.strategy import Strategy, parse_gradients
 from tests.cluster import Cluster
 from tests.cluster.virtual import names, parse_rate
 
@@ -42,8 +43,11 @@ STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path("distrib-runs/prediction.json")
 SEED = 20250
 THRESHOLD = 0.8
-LONGEST_SECONDS = 2.2
+LONGEST_SECONDS = 1.5
 """By the ring's limit; cases that would communicate for longer are not drawn."""
+
+REAL_FLOP_PER_SECOND = 5e10
+"""About what a core multiplies matrices with."""
 
 SHAPES: dict[str, tuple[str, ...]] = {
     "2x1": ("200mbit", "500mbit", "1gbit", "2gbit"),
@@ -60,8 +64,14 @@ SHAPES: dict[str, tuple[str, ...]] = {
 }
 """Hosts x slots, and the rates of their links."""
 
+KINDS: dict[str, list[str]] = {
+    "default": [],
+    "flat": ["--all-reduce", "flat"],
+    "bf16": ["--gradients", "bf16"],
+    "async": ["--mode", "async"],
+}
 CASES = 4
-"""Of each shape and rate."""
+"""Of each shape and rate. With two ranks, one for each core here, the last of them computes in earnest."""
 PASSES, STEPS_OF_A_PASS = 2, 4
 
 
@@ -84,13 +94,15 @@ def cases_of(shape: str, rate: str) -> list[dict[str, Any]]:
         else:  # as in convolutional networks: a few large ones
             weights = [draw.expovariate(1.0) ** 2 + 0.01 for _ in range(tensors)]
             sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
-        if real:
+        batch = 1
+        if real:  # square layers, and as many samples as fill the time
             tensors = max(4, min(tensors, 12))
             sizes = [megabytes * 1e6 / 4 / tensors] * tensors
+            batch = max(1, round(1.5 * backward * REAL_FLOP_PER_SECOND / (6 * sum(sizes))))
         name = f"{shape}@{rate}/{number}"
         found.append(
             {
-                "name": name, "real": real, "batch": 64, "steps": STEPS_OF_A_PASS,
+                "name": name, "real": real, "batch": batch, "steps": STEPS_OF_A_PASS,
                 "elements": [max(1, round(size)) for size in sizes],
                 "forward_seconds": round(backward / 2, 4), "backward_seconds": round(backward, 4),
             }
@@ -150,20 +162,8 @@ def ask(folder: Path, cases: list[dict[str, Any]], seconds: float = 600) -> dict
 
 
 def options_of(kind: str) -> list[str]:
-    """`flat`, `hierarchical`, `bf16`, `hierarchical-bf16`."""
-    words = []
-    if "hierarchical" in kind:
-        words += ["--all-reduce", "hierarchical"]
-    if "bf16" in kind:
-        words += ["--gradients", "bf16"]
-    return words
-
-
-def strategy_of(kind: str) -> Strategy:
-    return Strategy(
-        all_reduce="hierarchical" if "hierarchical" in kind else "flat",
-        gradients=parse_gradients("bf16" if "bf16" in kind else "fp32"),
-    )
+    """Those of distrib-launch."""
+    return KINDS[kind]
 
 
 def probe(shape: str, rate: str, kind: str, results: dict[str, Any]) -> None:
@@ -191,7 +191,7 @@ def profile(shape: str, kind: str, results: dict[str, Any]) -> None:
     cluster = Cluster.load(cluster_name(shape, kind))
     folder = cluster.directory / "alone"
     folder.mkdir()
-    start(cluster, folder, "flat", "-np", "1")
+    start(cluster, folder, "default", "-np", "1")
     results["profiles"] |= ask(folder, [case for rate in SHAPES[shape] for case in cases_of(shape, rate)])
     ask(folder, [])
 
@@ -206,6 +206,8 @@ def measure(shape: str, rate: str, kind: str, half: str | None, results: dict[st
 
 
 def down(shape: str, kind: str) -> None:
+    if cluster_name(shape, kind) not in names():
+        return
     cluster = Cluster.load(cluster_name(shape, kind))
     ask(cluster.directory / "job", [])
     time.sleep(1)
@@ -237,7 +239,13 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
         hosts, slots = map(int, shape.split("x"))
         case = next(case for case in cases_of(shape, rate) if case["name"] == name)
         workload = workload_of(case, results["profiles"][name])
-        told = foretell(topologies[place], workload, strategy_of(kind), hosts=hosts, ranks_per_host=slots)
+        told = foretell(
+            topologies[place],
+            workload,
+            training.strategy_of(cli.parser().parse_args([*KINDS[kind], "x"])),
+            hosts=hosts,
+            ranks_per_host=slots,
+        )
         seconds = statistics.median(second for taken in passes for second in taken)
         medians = [statistics.median(taken) for taken in passes]
         efficiency = min(1.0, told.compute_seconds / seconds)
@@ -290,7 +298,7 @@ def main() -> int:
     parser.add_argument("part", choices=["all", "up", "probe", "profile", "measure", "down", "table"])
     parser.add_argument("shape", nargs="?", help=f"of {', '.join(SHAPES)}")
     parser.add_argument("rate", nargs="?", help="of the links")
-    parser.add_argument("--kind", default="flat", help="flat, hierarchical, bf16 or hierarchical-bf16")
+    parser.add_argument("--kind", choices=list(KINDS), default="default", help="how the ranks train together")
     parser.add_argument("--half", choices=["tune", "held-out"])
     parser.add_argument("--each", action="store_true", help="print every case")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -320,8 +328,7 @@ def run(options: argparse.Namespace, shape: str, results: dict[str, Any]) -> Non
     whole = options.part == "all"
     rates = SHAPES[shape] if whole else (options.rate,)
     if whole or options.part == "up":
-        if cluster_name(shape, options.kind) in names():
-            down(shape, options.kind)
+        down(shape, options.kind)
         up(shape, options.kind)
     if whole or options.part == "profile":
         profile(shape, options.kind, results)

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth import collectives, curves, timeline
+from distrib.bandwidth import collectives, curves, pieces, timeline
 from distrib.bandwidth.advice import advise, best_exact, options_of
+from distrib.bandwidth.buckets import Wire
 from distrib.bandwidth.fabric import find_fabric
 from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling
-from distrib.bandwidth.timeline import Bucket
+from distrib.bandwidth.timeline import Transfer
 from distrib.bandwidth.workload import Gradient, Workload
 from distrib.cluster.measured import Point
 from distrib.cluster.topology import Topology, parse_topology
@@ -98,9 +99,9 @@ def test_a_curve_goes_through_what_was_measured_and_between():
     assert curve.seconds(400 * MB) == pytest.approx(4.0, rel=0.01)
 
 
-def test_a_larger_message_that_took_less_time_is_read_as_taking_as_long():
+def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
     curve = curves.measured([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
-    assert curve.seconds(4000) == curve.seconds(2000) == pytest.approx(0.002)
+    assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
 
 
 @given(
@@ -157,7 +158,7 @@ def test_ranks_of_one_host_share_its_wire():
     fabric = find_fabric(lab("1 GbE"), job(device="cpu"), 4, 2)
     rate = 1e9 / 8 * 0.94
     assert collectives.all_reduce(fabric, 100 * MB) == pytest.approx(2 * 7 / 8 * 100 * MB / rate, rel=0.01)
-    inside = 2 * 1 / 2 * 100 * MB / 3e9
+    inside = (1 + 1 / 2) * 100 * MB / 5e9
     grouped = collectives.all_reduce(fabric, 100 * MB, hierarchical=True)
     assert grouped == pytest.approx(2 * 3 / 4 * 100 * MB / rate + inside, rel=0.01)
 
@@ -167,31 +168,49 @@ def test_ranks_of_one_host_share_its_wire():
 
 def test_buckets_are_those_of_ddp():
     """1 MiB first, then 25 MiB, each closed by the gradient with which it is full (torch/nn/parallel/distributed.py)."""
-    found = timeline.buckets(job(megabytes=100, tensors=20).gradients, None)
+    found = pieces.of_ddp(job(megabytes=100, tensors=20).gradients)
     assert [part.size_bytes / MB for part in found] == [5, 30, 30, 30, 5]
     assert [round(part.ready_seconds, 6) for part in found] == [0.005, 0.035, 0.065, 0.095, 0.1]
-    assert len(timeline.buckets(job(tensors=20).gradients, 1)) == 20
+    assert len(pieces.of_ddp(job(tensors=20).gradients, 1)) == 20
 
 
-def test_the_last_bucket_is_exposed():
-    parts = [Bucket(size_bytes=1, elements=1, ready_seconds=at, tensors=1) for at in (0.02, 0.1)]
-    step = timeline.synchronous(job(), parts, lambda _: 0.03, spans=True)
-    # forward 0.05, backward 0.1 with the first bucket beside it, 0.03 of the last, optimizer 0.002
+def test_the_pieces_of_distrib_are_all_of_the_gradients():
+    gradients = job(megabytes=50, tensors=7).gradients
+    wire = Wire(overhead_seconds=1e-3, seconds_per_byte=1e-8)
+    for strategy in (Strategy(), Strategy(bucket_bytes=3 << 20)):
+        for found in (pieces.of_distrib(gradients, strategy, wire), pieces.of_distrib(gradients, strategy, None)):
+            assert sum(piece.size_bytes for piece in found) == sum(gradient.size_bytes for gradient in gradients)
+            assert sum(piece.elements for piece in found) == pytest.approx(sum(g.elements for g in gradients))
+            ready = [piece.ready_seconds for piece in found]
+            assert ready == sorted(ready)
+            assert ready[-1] == gradients[-1].ready_seconds
+
+
+def transfers(*wire_seconds_at: tuple[float, float]) -> list[Transfer]:
+    return [Transfer(ready_seconds=at, wire_seconds=seconds) for at, seconds in wire_seconds_at]
+
+
+def test_the_last_piece_is_exposed():
+    step = timeline.synchronous(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
+    # forward 0.05, backward 0.1 with the first piece beside it, 0.03 of the last, optimizer 0.002
     assert step.seconds == pytest.approx(0.182)
     assert (step.communication_seconds, step.exposed_seconds) == (pytest.approx(0.06), pytest.approx(0.03))
     assert {span.phase for span in step.spans} == {"forward", "backward", "communication", "wait", "optimizer"}
     assert max(span.end_seconds for span in step.spans) == pytest.approx(step.seconds)
 
 
-def test_a_bucket_waits_for_the_one_before():
-    parts = [Bucket(size_bytes=1, elements=1, ready_seconds=at, tensors=1) for at in (0.02, 0.1)]
-    step = timeline.synchronous(job(), parts, lambda _: 0.2)
+def test_a_piece_waits_for_the_one_before():
+    step = timeline.synchronous(job(), transfers((0.02, 0.2), (0.1, 0.2)))
     assert step.seconds == pytest.approx(0.05 + 0.02 + 0.2 + 0.2 + 0.002)
 
 
+def test_packing_makes_backward_longer_and_unpacking_follows_the_wire():
+    parts = [Transfer(ready_seconds=0.1, wire_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
+    assert timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
+
+
 def test_computing_is_slower_while_the_wire_is_busy():
-    parts = [Bucket(size_bytes=1, elements=1, ready_seconds=0.02, tensors=1)]
-    step = timeline.synchronous(job(), parts, lambda _: 0.055, overlap_slowdown=0.1)
+    step = timeline.synchronous(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
     # 0.055 s of overlap bring 0.05 s of the backward pass
     assert step.seconds == pytest.approx(0.05 + 0.1 + 0.005 + 0.002)
 

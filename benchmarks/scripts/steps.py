@@ -17,6 +17,9 @@ from torch import nn
 
 import distrib
 
+SETTLING_STEPS = 5
+"""In which DDP puts its buckets into order, and distrib cuts the stream of gradients into pieces."""
+
 
 class _Sleep(torch.autograd.Function):
     """Nothing forward; backward takes its time, then there is a gradient."""
@@ -113,14 +116,14 @@ def profile(model: nn.Module, x: torch.Tensor, repetitions: int) -> dict[str, An
 
 
 def timed(model: nn.Module, x: torch.Tensor, case: dict[str, Any]) -> list[float]:
-    """Seconds of each step; the first ones, in which DDP puts its buckets into order, are left out."""
+    """Seconds of each step; the first ones are left out."""
     taken = []
-    for _ in range(case["steps"] + 2):
+    for _ in range(case["steps"] + SETTLING_STEPS):
         begun = time.perf_counter()
         model(x).sum().backward()
         model.zero_grad()
         taken.append(time.perf_counter() - begun)
-    return taken[2:]
+    return taken[SETTLING_STEPS:]
 
 
 def next_order(folder: Path) -> list[dict[str, Any]]:

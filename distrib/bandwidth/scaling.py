@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from distrib.bandwidth import collectives
+from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
 from distrib.bandwidth.fabric import Fabric, Wire, find_fabric
 from distrib.bandwidth.payload import payload_of
+from distrib.bandwidth.pieces import Piece
 from distrib.bandwidth.prediction import Cap, Prediction
-from distrib.bandwidth.timeline import Bucket, Step
+from distrib.bandwidth.timeline import Step, Transfer
 from distrib.bandwidth.workload import Workload, checked
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -21,6 +22,11 @@ NEGLIGIBLE = 0.02
 
 GPU_OVERLAP_SLOWDOWN = 0.08
 """How much longer a GPU computes while it communicates: up to 15 % (Zhang et al. 2020, arXiv:2006.10103); half of it."""
+
+TRIAL_BYTES = 2 << 20
+
+GPU_PASSES, CPU_PASSES = (1.0, 1.0), (2.0, 1.0)
+"""How often a gradient is copied before it travels and after: into DDP's bucket and back; on CPUs into shared memory too."""
 
 INNER_STEPS = 100
 """Steps alone in mode local where nobody says."""
@@ -122,8 +128,7 @@ def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
         workload,
-        _buckets(workload, strategy.bucket_bytes) if fabric.ranks > 1 else (),
-        _cost(fabric, strategy),
+        _transfers(fabric, workload, strategy),
         batches=strategy.accumulate,
         slowness=slowest,
         overlap_slowdown=GPU_OVERLAP_SLOWDOWN if fabric.gpus else 0.0,
@@ -131,24 +136,45 @@ def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool
     )
 
 
-def _buckets(workload: Workload, bucket_bytes: int | None) -> tuple[Bucket, ...]:
-    return steps.buckets(workload.gradients, bucket_bytes)
-
-
-def _cost(fabric: Fabric, strategy: Strategy) -> Callable[[Bucket], float]:
-    """What each bucket costs on the wire, packing included."""
-
-    def cost(bucket: Bucket) -> float:
-        payload = payload_of(bucket, strategy.gradients)
-        packing = (
-            payload.passes * bucket.size_bytes / (fabric.memory_bytes_per_second or 5e9) if payload.passes else 0.0
+def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy) -> list[Transfer]:
+    """What averaging each piece of the gradients costs, in the order in which they travel."""
+    if fabric.ranks == 1:
+        return []
+    copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
+    packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
+    return [
+        Transfer(
+            ready_seconds=piece.ready_seconds,
+            wire_seconds=_wire_seconds(fabric, strategy, piece, copying),
+            pack_seconds=packing * piece.size_bytes / copying,
+            unpack_seconds=unpacking * piece.size_bytes / copying,
         )
-        size = payload.size_bytes
-        if payload.collective == "all_gather":  # everybody's to everybody: half of an all-reduce of n times as much
-            return packing + collectives.all_reduce(fabric, size * fabric.ranks) / 2
-        return packing + collectives.all_reduce(fabric, size, hierarchical=strategy.all_reduce == "hierarchical")
+        for piece in _pieces(fabric, workload, strategy)
+    ]
 
-    return cost
+
+def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Piece, ...]:
+    if fabric.gpus or strategy.backend == "horovod":
+        return pieces.of_ddp(workload.gradients, strategy.bucket_bytes)
+    if fabric.wire is None:
+        return pieces.of_distrib(workload.gradients, strategy, None)
+    # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
+    grouped = strategy.all_reduce != "flat"
+    small, large = (collectives.all_reduce(fabric, size, hierarchical=grouped) for size in (64, TRIAL_BYTES))
+    wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
+    return pieces.of_distrib(workload.gradients, strategy, wire)
+
+
+def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: float) -> float:
+    payload = payload_of(piece, strategy.gradients)
+    grouped = strategy.all_reduce == "hierarchical" or (strategy.all_reduce == "auto" and not fabric.gpus)
+    size = payload.size_bytes
+    if payload.collective == "all_gather":  # everybody's to everybody: half of an all-reduce of n times as much
+        wire = collectives.all_reduce(fabric, size * fabric.ranks, hierarchical=grouped) / 2
+    else:
+        wire = collectives.all_reduce(fabric, size, hierarchical=grouped)
+    # One piece is packed while another travels.
+    return max(wire, payload.passes * piece.size_bytes / copying)
 
 
 def _slowness(fabric: Fabric, strategy: Strategy) -> float:
@@ -163,7 +189,7 @@ def _slowness(fabric: Fabric, strategy: Strategy) -> float:
 
 def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: float) -> Step:
     """Steps alone, and after `inner_steps` of them the mean of all parameters, which nothing hides; of one step its share."""
-    alone = steps.synchronous(workload, (), lambda _: 0.0, batches=strategy.accumulate, slowness=slowest)
+    alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=slowest)
     inner = strategy.inner_steps or INNER_STEPS
     averaging = collectives.all_reduce(fabric, workload.parameter_bytes) / inner if fabric.ranks > 1 else 0.0
     return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
@@ -176,13 +202,11 @@ def _asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy) -> Ste
     servers' wires busy for max(M/B, nM/kB) a step with k dedicated servers, and for 2(n-1)M/nB where every host
     serves a share (BytePS, OSDI '20).
     """
-    alone = steps.synchronous(
-        workload, (), lambda _: 0.0, batches=strategy.accumulate, slowness=_slowness(fabric, strategy)
-    ).seconds
+    alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=_slowness(fabric, strategy)).seconds
     wire = fabric.wire or fabric.inside
     if wire is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
-    pushed = sum(payload_of(bucket, strategy.gradients).size_bytes for bucket in _buckets(workload, 1 << 62))
+    pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
     pulled = float(workload.parameter_bytes)
     each = fabric.ranks_per_host
     if strategy.servers:
