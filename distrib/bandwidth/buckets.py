@@ -12,13 +12,13 @@ FINEST = 192
 
 
 class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """What averaging a piece of the gradients costs: `overhead_seconds`, and `seconds_per_byte` of the gradient.
-
-    The overhead is what one more piece costs while others are on their way.
-    """
+    """What averaging a piece of the gradients costs: an overhead, and seconds for every byte of the gradient."""
 
     overhead_seconds: float
+    """What one more piece costs the wire while others are on their way."""
     seconds_per_byte: float
+    inside_seconds_per_byte: float = 0.0
+    """How long a piece is copied and summed before it is on the wire, and again after it."""
 
     @property
     def large_enough_bytes(self) -> int:
@@ -34,15 +34,21 @@ def finish_seconds(
     `sizes_bytes` are the gradients in the order in which they get ready, `ready_seconds` when they do; a piece begins
     once its last byte is ready.
     """
-    finish, start, index, gradient_end = 0.0, 0, -1, 0
+    finish, start, last, index, gradient_end = 0.0, 0, 0, -1, 0
     for end in ends:
         while gradient_end < end:
             index += 1
             gradient_end += sizes_bytes[index]
-        begin = max(finish, ready_seconds[index] if index >= 0 else 0.0)
-        finish = begin + wire.overhead_seconds + (end - start) * wire.seconds_per_byte
-        start = end
-    return finish
+        ready = max(ready_seconds[: index + 1], default=0.0)
+        finish = _finish(finish, ready, end - start, wire)
+        last, start = end - start, end
+    return finish + last * wire.inside_seconds_per_byte
+
+
+def _finish(free: float, ready: float, length: int, wire: Wire) -> float:
+    """When a piece that is ready then has crossed a wire that is free then."""
+    begin = max(free, ready + length * wire.inside_seconds_per_byte)
+    return begin + wire.overhead_seconds + length * wire.seconds_per_byte
 
 
 def cut(
@@ -74,7 +80,9 @@ def cut(
             length = offsets[end] - offsets[start]
             if length > bound:
                 break
-            finish = max(best[start][0], ready[end - 1]) + wire.overhead_seconds + length * wire.seconds_per_byte
+            finish = _finish(best[start][0], ready[end - 1], length, wire)
+            if end == len(atoms):
+                finish += length * wire.inside_seconds_per_byte
             if finish < choice[0] or (finish == choice[0] and best[start][1] + 1 < choice[1]):
                 choice = (finish, best[start][1] + 1, start)
         best.append(choice)

@@ -21,6 +21,7 @@ from distrib.training.gradients.neighbours import Neighbours
 
 COPIED, SUMMED = 0, 1
 COUNTERS = 2
+STOP_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,8 @@ class Engine:
         self._stopped = False
         self.sent_bytes = 0
         """What this rank has sent over the wire."""
-        threading.Thread(target=self._run, name="distrib-gradients", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="distrib-gradients", daemon=True)
+        self._thread.start()
 
     def copied(self, piece: Piece) -> None:
         """This rank's gradients of the piece lie in its input."""
@@ -120,9 +122,14 @@ class Engine:
         self._errors.clear()
 
     def stop(self) -> None:
-        """Ends the thread; what was promised and is not kept never will be."""
+        """Ends the thread; what was promised and is not kept never will be.
+
+        Python that ends while the thread runs kills it anywhere, and inside of torch's destructors that aborts the process.
+        """
         self._stopped = True
         self._neighbours.wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(STOP_SECONDS)
 
     # In the thread
 
