@@ -18,9 +18,11 @@ from torch.utils.data import DataLoader
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
+from distrib.training.backend import Backend, backend_for
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.rendezvous import join
-from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
+from distrib.training.steps import take_steps
+from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world
 
@@ -42,12 +44,11 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     global _job
     if _job is None:
         strategy = from_environment(os.environ)
-        if strategy.mode != "sync":
-            raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")
         world = find_world()
         device = find_device(world.local_rank)
+        backend = backend_for(strategy, world, device)
         join(world, device, timedelta(seconds=timeout_seconds))
-        _job = Job(world, device)
+        _job = Job(world, device, backend)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -71,11 +72,12 @@ class Job:
     device: torch.device
     """Where this rank computes."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, backend: Backend) -> None:
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
         self.device = device
         self.closed = False
+        self._backend = backend
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
@@ -119,13 +121,13 @@ class Job:
         if isinstance(thing, ShardedLoader) or thing is not unwrapped(thing):
             return thing
         if isinstance(thing, nn.Module):
-            # The one place where the mode of training is chosen; asynchronous and local come here.
-            model = synchronous(thing, self.device, self.world_size, find_unused_parameters=find_unused_parameters)
+            model = self._backend.model(thing, find_unused_parameters=find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._models.append(model)
             return model
         if isinstance(thing, torch.optim.Optimizer):
-            follow_parameters(thing)
+            self._backend.optimizer(thing)
+            take_steps(thing, self._backend)
             thing.register_step_post_hook(self._step_counter())
             return thing
         if isinstance(thing, DataLoader):
@@ -277,7 +279,9 @@ class Job:
         if self.closed:
             return
         try:
+            self._backend.settle()
             self.barrier()
+            self._backend.close()
         except BaseException:
             self._abandon()
             raise

@@ -1,0 +1,82 @@
+"""How the ranks train together, one class for each way: what becomes of a model, and what a step of an optimizer is.
+
+`backend_for` is the one place where the strategy that was chosen at launch becomes code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.synchronous import follow_parameters, synchronous
+from distrib.training.world import World
+
+
+class Backend:
+    """One rank alone, which has nobody to agree with; what the others are made from.
+
+    A job calls `model` and `optimizer` from `prepare`, in the same order on every rank, and the rest while it trains. What says
+    "every rank" may communicate; the others must not wait for anybody, as a script may do them on one rank only.
+    """
+
+    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        self.strategy, self.world, self.device = strategy, world, device
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        """`model` on the device, with rank 0's parameters: itself, or in a wrapper that `unwrapped` sees through. Every rank."""
+        model.to(self.device)
+        if not hasattr(model, "no_sync"):
+            model.no_sync = nullcontext  # type: ignore[assignment]  # what scripts for DDP call
+        return model
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        """Sees an optimizer before its first step. Every rank."""
+        follow_parameters(optimizer)
+
+    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+        """Whether the next backward of `models` ends with gradients that all ranks share, or leaves each its own."""
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        """One step of `optimizer`, whose own is `update`; what that returns. Every rank."""
+        return update()
+
+    def settle(self) -> None:
+        """Makes the models the same on all ranks, where they have drifted apart: at the end of an epoch of training,
+        and before the job is closed. Every rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be in a checkpoint beside models and optimizers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from the state that `state_dict` gave on rank 0, with the parameters that the models have now."""
+
+    def close(self) -> None:
+        """Ends what the backend has running. Every rank, unless the job has failed."""
+
+
+class Synchronous(Backend):
+    """Every rank holds the whole model, and gradients are averaged in each step."""
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        return synchronous(model, self.device, self.world.size, find_unused_parameters=find_unused_parameters)
+
+    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = on  # what DDP's no_sync() sets
+
+
+def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backend:
+    """The backend that carries out `strategy`. Raises TrainingError where this machine cannot."""
+    if strategy.mode == "sync" and strategy.backend == "torch":
+        return Synchronous(strategy, world, device) if world.size > 1 else Backend(strategy, world, device)
+    raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")
