@@ -162,7 +162,8 @@ def _launch_in(
     from distrib_launch import admission, failures, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
-    from distrib_launch.supervisor import Supervisor
+    from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
+    from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
     results.make_run_dir(run_dir)
     said = plan.notes
@@ -188,7 +189,8 @@ def _launch_in(
             console,
             timeout_seconds=options.timeout,
             hang_timeout_seconds=options.hang_timeout,
-            host_timeout_seconds=options.host_timeout,
+            host_timeout_seconds=options.host_timeout
+            or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
             grace_seconds=options.grace,
             script_input=script_input,
         )

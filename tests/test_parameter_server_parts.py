@@ -113,8 +113,8 @@ def test_only_what_is_committed_counts():
     shard = Shard([0], [0], None)
     assert not applied(push(shard, 0, 1, final=False))
     assert not applied(push(shard, 0, 1, final=False))  # another gradient of the same step, after clipping
-    assert not applied(shard.commit(0, 2))
-    assert applied(shard.commit(0, 1)) == [[(0, 1)]]
+    assert not applied(shard.commit(0, 2, [0]))
+    assert applied(shard.commit(0, 1, [0])) == [[(0, 1)]]
 
 
 def test_a_round_that_is_over_refuses_who_comes_late():
@@ -248,7 +248,7 @@ class Anything(RuleBasedStateMachine):
             chunk, step, base, gradient, final = rest
             self._carry_out(shard.push(number, chunk, step, base, gradient, final=final))
         elif kind == "commit":
-            self._carry_out(shard.commit(number, rest[0]))
+            self._carry_out(shard.commit(number, rest[0], range(self.CHUNKS)))
         else:
             worker = self.workers[number]
             worker.step, worker.joining = max(worker.step, shard.newest()), False

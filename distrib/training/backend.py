@@ -79,4 +79,8 @@ def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backe
     """The backend that carries out `strategy`. Raises TrainingError where this machine cannot."""
     if strategy.mode == "sync" and strategy.backend == "torch":
         return Synchronous(strategy, world, device) if world.size > 1 else Backend(strategy, world, device)
+    if strategy.mode == "async":
+        from distrib.training.parameter_server.worker import Asynchronous
+
+        return Asynchronous(strategy, world, device)
     raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")

@@ -20,11 +20,12 @@ from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
 from distrib.training.backend import Backend, backend_for
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.rendezvous import join
 from distrib.training.steps import take_steps
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
-from distrib.training.world import World, find_device, find_world
+from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
 Operation = Literal["mean", "sum", "max", "min"]
@@ -44,10 +45,13 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     global _job
     if _job is None:
         strategy = from_environment(os.environ)
-        world = find_world()
+        # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
+        elastic = strategy.mode == "async"
+        world = planned_world() if elastic else find_world()
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
-        join(world, device, timedelta(seconds=timeout_seconds))
+        if not elastic:
+            join(world, device, timedelta(seconds=timeout_seconds))
         _job = Job(world, device, backend)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
@@ -78,6 +82,7 @@ class Job:
         self.device = device
         self.closed = False
         self._backend = backend
+        self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
@@ -156,9 +161,14 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD.
+        It is meant for SGD. In asynchronous training each rank's batch makes a step of its own, and `lr` is right as it is.
         """
-        return lr * self.world_size
+        return lr * self._ranks_in_step
+
+    @property
+    def _ranks_in_step(self) -> int:
+        """How many ranks' batches make one step of the optimizer."""
+        return self.world_size if self._backend.strategy.in_step else 1
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
@@ -166,7 +176,7 @@ class Job:
         Call its `step()` after each `optimizer.step()`. With one rank it changes nothing.
         """
         return torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / self.world_size, end_factor=1.0, total_iters=steps
+            optimizer, start_factor=1 / self._ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
     def _training(self) -> bool | None:
@@ -204,12 +214,16 @@ class Job:
         if not isinstance(value, torch.Tensor):
             return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
         result = value.detach().clone(memory_format=torch.contiguous_format)
+        if self._elastic:
+            return self._elastic.reduce(result, op)
         if self.world_size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         return result / self.world_size if op == "mean" else result
 
     def _from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, where alone it is called; what it raises is raised on every rank."""
+        if self._elastic:
+            return self._elastic.from_main(work)
         if self.world_size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -280,14 +294,15 @@ class Job:
             return
         try:
             self._backend.settle()
-            self.barrier()
+            if not self._elastic:
+                self.barrier()
             self._backend.close()
         except BaseException:
             self._abandon()
             raise
         self.closed = True
         self._end_watch()
-        if self.world_size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's threads still drop the tensors of the last collectives, for which they take Python's lock; where a
             # model keeps the group alive, nothing waits for them, and one that asks for the lock when Python has begun

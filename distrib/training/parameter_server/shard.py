@@ -81,7 +81,7 @@ class Shard:
         self.members = set(members)
         self.staleness = staleness
         self.index = 0
-        self._acknowledged: int | None = None
+        self.replicated_to: int | None = None
         self._unacknowledged: deque[tuple[int, Answer]] = deque()
         self._chunks = {number: _Chunk() for number in sorted(chunks)}
 
@@ -100,10 +100,11 @@ class Shard:
         at.held[worker] = _Held(step, base, gradient, final)
         return effects + self._settle(chunk, at)
 
-    def commit(self, worker: int, step: int) -> list[Effect]:
-        """Makes what the worker has pushed of `step` final."""
+    def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Effect]:
+        """Makes what the worker has pushed of `step` for these chunks final."""
         effects: list[Effect] = []
-        for number, at in self._chunks.items():
+        for number in chunks:
+            at = self._chunks[number]
             held = at.held.get(worker)
             if held and held.step == step and not held.final:
                 at.held[worker] = held._replace(final=True)
@@ -139,7 +140,7 @@ class Shard:
 
     def replicate(self, acknowledged: int | None) -> list[Effect]:
         """The replica has every entry up to `acknowledged`; None: there is no replica."""
-        self._acknowledged = acknowledged
+        self.replicated_to = acknowledged
         effects: list[Effect] = []
         while self._unacknowledged and (acknowledged is None or self._unacknowledged[0][0] <= acknowledged):
             effects.append(self._unacknowledged.popleft()[1])
@@ -223,7 +224,7 @@ class Shard:
             if self.staleness is None or floor is None or step - floor <= self.staleness:
                 del at.waiting[worker]
                 answer = Answer(number, worker, step, at.refused.get(worker) != step)
-                if self._acknowledged is not None and self._acknowledged < self.index:
+                if self.replicated_to is not None and self.replicated_to < self.index:
                     self._unacknowledged.append((self.index, answer))
                 else:
                     released.append(answer)

@@ -44,7 +44,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to LEAVE; from servers: WELCOME to REFUSED; between servers: LOG to DETACH."""
+    """What a frame is. From workers: HELLO to FETCH; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -61,11 +61,14 @@ class Kind(enum.IntEnum):
     GATHER = 13
     STATISTICS = 14
     LEAVE = 15
+    AGREED = 16
+    KEEP = 17
+    FETCH = 18
     WELCOME = 32
     VALUE = 33
     DONE = 34
     REFUSED = 35
-    FOLLOW = 48
+    ALONE = 36
     STATE = 49
     LOG = 50
     LOGGED = 51
