@@ -130,7 +130,9 @@ def _check_async(strategy: Strategy) -> None:
     if strategy.replicas and strategy.servers == 1:
         raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
     if strategy.staleness == 0 and (strategy.stale_rate or strategy.delay_compensation or strategy.momentum_correction):
-        raise ConfigError("--staleness 0 has nothing to correct: its updates are synchronous", hint="leave corrections out")
+        raise ConfigError(
+            "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave corrections out"
+        )
 
 
 def from_environment(environ: Mapping[str, str]) -> Strategy:

@@ -47,7 +47,9 @@ def place_servers(
     room = sum(host.slots or 1 for host in apart) if apart else sum(host.ranks for host in workers)
     if count > room:
         what = f"the hosts with role=server have {room} slot(s)" if apart else f"there are {room} worker(s)"
-        raise ConfigError(f"--servers {count}, but {what}", hint=f"ask for {room} or fewer, or give those hosts more slots")
+        raise ConfigError(
+            f"--servers {count}, but {what}", hint=f"ask for {room} or fewer, or give those hosts more slots"
+        )
     if not own:
         counts = [count // len(workers) + (n < count % len(workers)) for n in range(len(workers))]
         return tuple(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
 
@@ -145,6 +146,7 @@ class Job:
                 device=self.device,
                 seed=seed,
                 training=self._training,
+                view=self._elastic and partial(self._elastic.view, self._loaders),
             )
         if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             return thing
@@ -294,7 +296,9 @@ class Job:
             return
         try:
             self._backend.settle()
-            if not self._elastic:
+            if self._elastic:
+                self._tell_staleness(self._elastic.staleness())
+            else:
                 self.barrier()
             self._backend.close()
         except BaseException:
@@ -312,6 +316,13 @@ class Job:
             from mpi4py import MPI
 
             MPI.Finalize()
+
+    def _tell_staleness(self, seen: dict[str, float]) -> None:
+        """How late updates were, for the log of the run."""
+        if self.is_main and seen and self.world_size > 1:
+            self.log(staleness=seen)
+            told = ", ".join(f"{name} {value:g}" for name, value in seen.items())
+            self.print(f"distrib: staleness of the updates, in updates of others meanwhile: {told}")
 
     def __enter__(self) -> Job:
         self._check_open()

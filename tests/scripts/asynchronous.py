@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
 from pathlib import Path
@@ -55,6 +55,56 @@ def fifty(job: distrib.Job, name: str, path: str) -> None:
             if steps == 50:
                 break
     job.save(path, model=model, optimizer=optimizer)
+
+
+class Counter(nn.Module):
+    """Parameters of which each worker counts its own elements, in every chunk: what the servers hold is how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.zeros(60_000)) for _ in range(4))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([numbers[0] for numbers in self.numbers])
+
+
+def counting(job: distrib.Job, folder: str, steps: str, seconds: str) -> None:
+    """`steps` steps of `seconds` each, every one of them noted when it is acknowledged; then what the servers hold."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model, optimizer = job.prepare(model, optimizer)
+    mine = torch.arange(60_000) % job.world_size == job.rank
+    notes = Path(folder, f"acknowledged.{job.rank}")
+    for step in range(1, int(steps) + 1):
+        for parameter in model.parameters():
+            parameter.grad = -mine.float()
+        optimizer.step()
+        model()
+        notes.write_text(str(step))
+        time.sleep(float(seconds))
+    job.all_reduce(0.0)
+    state = model.state_dict()
+    torch.save(state, Path(folder, f"held.{job.rank}.pt"))
+    refused = sum(slot.refused for table in job._backend.tables for slot in table.slots)  # type: ignore[attr-defined]
+    Path(folder, f"done.{job.rank}").write_text(str(refused))
+
+
+def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
+    """Steps that compute by sleeping, the last rank's `slow` times as long; prints when each step began."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model, optimizer = job.prepare(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    times: list[float] = []
+    job.all_reduce(0.0)
+    begun = time.monotonic()
+    while time.monotonic() - begun < float(seconds):
+        model()
+        times.append(time.monotonic())
+        time.sleep(float(compute) * (float(slow) if job.rank == job.world_size - 1 else 1.0))
+        optimizer.step()
+    print(json.dumps({"times": times}), flush=True)
 
 
 def main() -> None:

@@ -87,7 +87,9 @@ class _Link:
 
     def call(self) -> None:
         addresses = self.client.addresses
-        places = [(self.shard + n) % len(addresses) for n in range(len(addresses))] if self.client.replicas else [self.shard]
+        places = (
+            [(self.shard + n) % len(addresses) for n in range(len(addresses))] if self.client.replicas else [self.shard]
+        )
         place = places[self._tries % len(places)]
         host, port = addresses[place]
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

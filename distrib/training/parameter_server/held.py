@@ -21,7 +21,9 @@ from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
 class HeldTable:
     """Table number `number` as a worker holds it. Every rank makes the same ones in the same order."""
 
-    def __init__(self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: Client, wire: Wire) -> None:
+    def __init__(
+        self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: Client, wire: Wire
+    ) -> None:
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
         specs = []
@@ -79,7 +81,9 @@ class HeldTable:
     def pull(self) -> None:
         """Gives the model the servers' present values, all of them, exactly."""
         self.client.wait(self.slots)
-        answers = [self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots]
+        answers = [
+            self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots
+        ]
         for chunk, slot, answer in zip(self.chunks, self.slots, answers, strict=True):
             frame, payload = self.client.result(answer)
             slot.fresh, slot.version = False, frame.version
@@ -110,7 +114,9 @@ class HeldTable:
             self.client.options(self.number, settings)
             self._settings_sent = settings
         unchanged = {p for p, (grad, version) in self._seen.items() if p.grad is grad and grad._version == version}
-        sure = [c for c in self._pushed if all(self.parameters[p.parameter] in unchanged for p in self.chunks[c].pieces)]
+        sure = [
+            c for c in self._pushed if all(self.parameters[p.parameter] in unchanged for p in self.chunks[c].pieces)
+        ]
         if len(sure) < len(self._pushed):  # they are clipped or scaled after the backward pass: do not send them before
             self._eager = False
         for chunk in self.chunks:
@@ -160,7 +166,9 @@ class HeldTable:
                 _refuse_sparse(gradient)
                 target.copy_(gradient.reshape(-1)[piece.start : piece.stop], non_blocking=True)
             offset += size
-        self.client.push(slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter]))
+        self.client.push(
+            slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter])
+        )
 
     def get(self, numbers: Iterable[int]) -> None:
         """Gives the model the new values of these chunks, as soon as they are there."""

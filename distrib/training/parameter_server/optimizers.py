@@ -40,7 +40,9 @@ def recipe_of(optimizer: torch.optim.Optimizer) -> Recipe:
     kind = type(optimizer)
     name = kind.__name__
     if why := REFUSED.get(name):
-        raise TrainingError(f"{name} cannot be the optimizer of mode async: {why}", hint="use --mode sync, or SGD or AdamW")
+        raise TrainingError(
+            f"{name} cannot be the optimizer of mode async: {why}", hint="use --mode sync, or SGD or AdamW"
+        )
     if getattr(torch.optim, name, None) is not kind:
         raise TrainingError(
             f"{kind.__module__}.{name} is not one of torch.optim's: the parameter servers cannot make it",
@@ -72,7 +74,9 @@ class Updater:
         self._fused = recipe.name in FUSED
         kind = getattr(torch.optim, recipe.name)
         try:
-            self._optimizer = kind([self.value], **({"fused": True} if self._fused else {}), **_arguments(kind, options))
+            self._optimizer = kind(
+                [self.value], **({"fused": True} if self._fused else {}), **_arguments(kind, options)
+            )
         except (TypeError, ValueError) as error:
             raise TrainingError(f"torch.optim.{recipe.name} refuses its settings: {error}") from None
 

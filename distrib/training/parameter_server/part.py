@@ -38,6 +38,7 @@ class Part:
         self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
         self._pulls: list[tuple[int, Frame]] = []
         self._kept: dict[int, bytes] = {}
+        self._views: dict[tuple[int, int], list[int]] = {}  # who shares an epoch of a loader
         self._fetches: list[tuple[int, Frame]] = []
         self._gathering = Gathering(lambda: self.members)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
@@ -119,6 +120,9 @@ class Part:
         elif frame.kind is Kind.FETCH:
             self._fetches.append((worker, frame))
             self._answer_fetches()
+        elif frame.kind is Kind.VIEW:
+            view = self._views.setdefault((frame.table, frame.version), sorted(self.members))
+            self._reply(worker, frame, packed(view))
         elif frame.kind is Kind.SUSPEND:
             self._drop(worker)
         elif frame.kind is Kind.LEAVE:
@@ -173,7 +177,9 @@ class Part:
             self._begin_replica(table)
         elif why := table.description.differs(description):
             refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
-            self._send(worker, refusal, packed(f"worker {worker} has another model or optimizer than the others: {why}"))
+            self._send(
+                worker, refusal, packed(f"worker {worker} has another model or optimizer than the others: {why}")
+            )
             return
         self._reply(worker, frame, packed({"set": table.is_set}))
 
@@ -249,8 +255,12 @@ class Part:
         self.follower.send(Frame(Kind.STATE, MORE, table.number), packed(about))
         for chunk in table.updaters:
             self._send_state(table, chunk)
-        self.follower.send(Frame(Kind.STATE, APPLIED, table.number, step=state["index"]))  # asks for a word that it is there
-        table.shard.replicate(min(-1 if table.shard.replicated_to is None else table.shard.replicated_to, state["index"]))
+        self.follower.send(
+            Frame(Kind.STATE, APPLIED, table.number, step=state["index"])
+        )  # asks for a word that it is there
+        table.shard.replicate(
+            min(-1 if table.shard.replicated_to is None else table.shard.replicated_to, state["index"])
+        )
 
     def _send_state(self, table: Table, chunk: int) -> None:
         if self.follower:
@@ -298,7 +308,9 @@ class Part:
             updates = [(worker, step) for worker, step in about["updates"]]
             if table.shard.follow(frame.chunk, updates, frame.version, frame.step):
                 target = table.updaters[frame.chunk].value
-                table.apply(frame.chunk, torch.frombuffer(payload, dtype=target.dtype).view(target.shape), about["options"])
+                table.apply(
+                    frame.chunk, torch.frombuffer(payload, dtype=target.dtype).view(target.shape), about["options"]
+                )
             primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
 
     def take_charge(self, epoch: int) -> None:
@@ -308,5 +320,3 @@ class Part:
         self._gone = dict.fromkeys(self.members, now)
         for table in self.tables.values():
             table.shard.members = set(self.members)
-
-

@@ -66,7 +66,9 @@ class _Peer:
 class Server:
     """Server number `number` of those at `addresses`, for `workers` workers."""
 
-    def __init__(self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy) -> None:
+    def __init__(
+        self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy
+    ) -> None:
         self.number, self.addresses, self.workers, self.key, self.strategy = number, addresses, workers, key, strategy
         self.loop = Loop()
         self.pool = Pool()
@@ -211,7 +213,9 @@ class Server:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for peer in [p for p in self._peers if not p.connection.proven and now - p.connection.opened > STRANGER_SECONDS]:
+        for peer in [
+            p for p in self._peers if not p.connection.proven and now - p.connection.opened > STRANGER_SECONDS
+        ]:
             self._end(peer)
         for part in list(self.parts.values()):
             if part.in_charge:
@@ -239,9 +243,8 @@ class _ReplicaLink:
         self._broken = False
 
     def tick(self, now: float) -> None:
-        if not self.part.in_charge:
-            self._close()
-        elif self.connection and not self.connection.proven and now - self.connection.opened > STRANGER_SECONDS:
+        silent = self.connection and not self.connection.proven and now - self.connection.opened > STRANGER_SECONDS
+        if not self.part.in_charge or silent:
             self._close()
         elif self._sock is None:
             alone = self.part.follower is None and all(t.shard.replicated_to is None for t in self.part.tables.values())
@@ -258,7 +261,9 @@ class _ReplicaLink:
         sock.connect_ex(address)
         self._sock = sock
         self.connection = Connection(sock, self.server.key, listener=False, room=lambda _: None, receive=self._hear)
-        if self._broken:  # workers may have given their voice to the replica meanwhile: for the next epoch, no later one
+        if (
+            self._broken
+        ):  # workers may have given their voice to the replica meanwhile: for the next epoch, no later one
             self.part.epoch += 1
             self._broken = False
         hello = {"shard": self.part.shard, "epoch": self.part.epoch}
@@ -316,7 +321,9 @@ def servers_from(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], byt
         if host and port.isdigit():
             found.append((host.strip("[]"), int(port)))
     if not found or not environ.get("DISTRIB_KEY"):
-        raise TrainingError("no parameter servers are known here", hint="start the script with distrib-launch --mode async")
+        raise TrainingError(
+            "no parameter servers are known here", hint="start the script with distrib-launch --mode async"
+        )
     return found, environ["DISTRIB_KEY"].encode()
 
 

@@ -119,7 +119,9 @@ class Table:
             like = self.description.parameters[at.pieces[0].parameter]
             shape = like.shape if self.description.recipe.whole else (at.elements,)
             self.updaters[chunk] = Updater(
-                self.description.recipe, torch.empty(shape, dtype=getattr(torch, at.kind)), self.description.options[at.group]
+                self.description.recipe,
+                torch.empty(shape, dtype=getattr(torch, at.kind)),
+                self.description.options[at.group],
             )
         elif not replace:
             return

@@ -44,7 +44,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to FETCH; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to VIEW; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -64,6 +64,7 @@ class Kind(enum.IntEnum):
     AGREED = 16
     KEEP = 17
     FETCH = 18
+    VIEW = 19
     WELCOME = 32
     VALUE = 33
     DONE = 34
@@ -272,7 +273,11 @@ def settle(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(SILENCE_SECONDS) - 2))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, int(os.environ.get("PS_LOWAT", UNSENT_BYTES)))
+        if "PS_CC" in os.environ:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, os.environ["PS_CC"].encode())
+        if "PS_SNDBUF" in os.environ:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["PS_SNDBUF"]))
 
 
 def packed(value: Any) -> bytes:

@@ -53,7 +53,9 @@ class Asynchronous(Backend):
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = super().model(model, find_unused_parameters=find_unused_parameters)
-        state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+        state = {
+            name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
+        }
 
         def pack() -> bytes:
             file = io.BytesIO()
@@ -203,15 +205,28 @@ class Asynchronous(Backend):
             result = stacked.amax(0) if op == "max" else stacked.amin(0)
         return result.to(tensor.device)
 
-    def staleness(self) -> dict[int, int]:
-        """How many updates of a chunk were how many versions late, over all servers so far."""
+    def view(self, loader: int, epoch: int, training: bool) -> tuple[int, int]:
+        """Which share of how many this rank reads in an epoch of a loader.
+
+        While training, shares go round, so that those of workers that are gone are read by the others in other epochs, and an
+        epoch keeps the length that schedules count with. An evaluation is shared by those who were there when it began.
+        """
+        size = self.world.size
+        if training:
+            return (self.world.rank + epoch) % size, size
+        asked = self.client.ask(0, Frame(Kind.VIEW, table=loader, version=epoch))
+        there = unpacked(self.client.result(asked)[1])
+        return (there.index(self.world.rank), len(there)) if self.world.rank in there else (self.world.rank, size)
+
+    def staleness(self) -> dict[str, float]:
+        """How late updates were so far: mean, median, 95th percentile and maximum, over all chunks; empty before any."""
         found: dict[int, int] = {}
         for shard in range(len(self.client.addresses)):
             told = unpacked(self.client.result(self.client.ask(shard, Frame(Kind.STATISTICS)))[1])
             for counts in told["staleness"].values():
                 for staleness, count in counts.items():
                     found[int(staleness)] = found.get(int(staleness), 0) + count
-        return found
+        return summary(found)
 
     def settle(self) -> None:
         """Waits until all that was sent is answered, and gives the models the servers' values."""
