@@ -196,7 +196,7 @@ class Anything(RuleBasedStateMachine):
                 assert all(u.staleness >= 0 for u in effect.updates)
                 self.primary.seen[effect.chunk] += updates
                 if self.replica:
-                    self.log.append((effect.chunk, updates, effect.version, effect.index))
+                    self.log.append((effect.chunk, updates, effect.version, effect.entry))
             elif isinstance(effect, Answer):
                 at = self.primary.shard._chunks[effect.chunk]
                 behind = min((at.clock.get(m, 0) for m in self.primary.shard.members), default=effect.step)

@@ -146,7 +146,7 @@ class Job:
                 device=self.device,
                 seed=seed,
                 training=self._training,
-                view=self._elastic and partial(self._elastic.view, self._loaders),
+                view=partial(self._elastic.view, self._loaders) if self._elastic else None,
             )
         if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             return thing

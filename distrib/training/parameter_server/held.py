@@ -26,7 +26,7 @@ class HeldTable:
     ) -> None:
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
-        specs = []
+        specs: list[Parameter] = []
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -263,6 +263,6 @@ def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
     """What to wait for before memory that a GPU was told to copy into is read."""
     if parameter.device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize

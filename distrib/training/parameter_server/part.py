@@ -92,7 +92,7 @@ class Part:
 
     # -- what workers ask ---------------------------------------------------------------------------------------------
 
-    def room(self, frame: Frame) -> torch.Tensor | None:
+    def room(self, frame: Frame) -> torch.Tensor:
         """Memory for a gradient that is about to come."""
         table = self.tables.get(frame.table)
         if table is None or frame.chunk not in table.chunks or frame.length != table.wire_bytes(frame.chunk):
@@ -276,7 +276,7 @@ class Part:
             table.give_back(gradient)
             return
         about = {"updates": [[u.worker, u.step] for u in entry.updates], "options": options}
-        frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.index, entry.version)
+        frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.follower.send(frame, packed(about))
         self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(gradient))
 

@@ -46,8 +46,8 @@ class _Peer:
 
     def room(self, frame: Frame) -> memoryview | None:
         if frame.kind is Kind.PUSH and self.part and self.worker is not None:
-            self.gradient = self.part.room(frame)
-            return raw(self.gradient)
+            self.gradient = memory = self.part.room(frame)
+            return raw(memory)
         return None
 
     def receive(self, frame: Frame, payload: Any) -> None:

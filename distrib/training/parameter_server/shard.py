@@ -32,12 +32,12 @@ class Update(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Update a chunk with the mean of these gradients; its version is then `version`. The shard's entry number `index`."""
+    """Update a chunk with the mean of these gradients; its version is then `version`. The shard's entry number `entry`."""
 
     chunk: int
     updates: tuple[Update, ...]
     version: int
-    index: int
+    entry: int
 
 
 class Answer(NamedTuple):

@@ -52,12 +52,13 @@ def _shown(parameter: Parameter) -> str:
 
 def wire_dtype(wire: Wire, kind: str) -> torch.dtype:
     """In which format numbers of `kind` travel."""
-    return _WIRE.get(wire, getattr(torch, kind))
+    own: torch.dtype = getattr(torch, kind)
+    return _WIRE.get(wire, own)
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, where they are."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # before Python 3.12 numpy cannot say
 
 
 class Pool:
@@ -138,17 +139,18 @@ class Table:
     def effective(self, chunk: int, updates: tuple[Update, ...]) -> tuple[torch.Tensor, dict[str, Any]]:
         """The gradient and the settings with which the chunk is updated; the gradients' memory is given back."""
         at, shape = self.chunks[chunk], self.updaters[chunk].value.shape
-        target = getattr(torch, at.kind)
-        memory = self._pool.take(at.bytes)
-        result = memory.view(target)
+        dtype, target = self.dtype(chunk), getattr(torch, at.kind)
         first = updates[0]
-        result.copy_(first.gradient.view(self.dtype(chunk)))
+        result = first.gradient.view(dtype)
+        if dtype != target:
+            result = self._pool.take(at.bytes).view(target).copy_(result)
+            self._pool.give(first.gradient)
         for update in updates[1:]:
-            result.add_(update.gradient.view(self.dtype(chunk)))
+            result.add_(update.gradient.view(dtype))
+            self._pool.give(update.gradient)
         if len(updates) > 1:
             result.div_(len(updates))
         for update in updates:
-            self._pool.give(update.gradient)
             self.staleness[update.staleness] += 1
         options = self.options.get(first.worker, list(self.description.options))[at.group]
         return result.view(shape), self._corrected(chunk, result, first, options) if len(updates) == 1 else options

@@ -73,8 +73,8 @@ class Asynchronous(Backend):
             for module in model.modules():
                 if next(module.parameters(recurse=False), None) is not None:
                     module.register_forward_pre_hook(self._before_forward)
-            model.register_state_dict_pre_hook(lambda *_: self._refresh())
-            model.register_load_state_dict_post_hook(lambda *_: self._restored())
+            model.register_state_dict_pre_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_post_hook(lambda *_: self._restored())  # type: ignore[no-untyped-call]
         return model
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
@@ -105,7 +105,9 @@ class Asynchronous(Backend):
 
     def optimizer(self, optimizer: Optimizer) -> None:
         follow_parameters(optimizer)
-        names = {parameter: name for model in self._models for name, parameter in model.named_parameters()}
+        names: dict[torch.Tensor, str] = {
+            parameter: name for model in self._models for name, parameter in model.named_parameters()
+        }
         wire: Any = self.strategy.gradients.format
         table = HeldTable(len(self.tables), optimizer, names, self.client, wire)
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
@@ -117,7 +119,7 @@ class Asynchronous(Backend):
             if parameter in self._holders:
                 raise TrainingError("a parameter belongs to two optimizers", hint="give it to one of them")
             self._holders[parameter] = table, chunks
-            parameter.register_post_accumulate_grad_hook(table.ready)
+            parameter.register_post_accumulate_grad_hook(table.ready)  # type: ignore[no-untyped-call]
         hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
