@@ -48,6 +48,18 @@ def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     return read_topology(path)
 
 
+def _not_described(topology: Topology, hosts: HostList) -> str:
+    """A note on hosts that the topology does not know; they are launched on all the same."""
+    from distrib.cluster.topology import check_hosts
+    from distrib.errors import TopologyError
+
+    try:
+        check_hosts(topology, hosts)
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
 def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
     from distrib_launch import choose, engines, placement, results, sync, training
@@ -104,6 +116,10 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
             machine=placement.read_machine(),
         ),
     )
+    if topology and hosts and (note := _not_described(topology, hosts)):
+        import msgspec
+
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, note))
     if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
