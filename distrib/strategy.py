@@ -57,6 +57,20 @@ def parse_gradients(text: str) -> Gradients:
     )
 
 
+class Outer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The outer optimizer of mode local: SGD with Nesterov momentum on the mean way that the ranks have gone.
+
+    The defaults are DiLoCo's (arXiv:2311.08105); `lr` 1 and `momentum` 0 are local SGD, the mean of the ranks' parameters.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    """Parts of the parameters that are exchanged at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
+    overlap_steps: int = 0
+    """Steps that ranks go on for while an exchange is on its way."""
+
+
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A way of training together. What is None is the library's to choose."""
 
@@ -73,6 +87,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Whether faster ranks get larger batches."""
     inner_steps: int | None = None
     """Steps that a rank takes alone before parameters are averaged (mode local)."""
+    outer: Outer = Outer()
+    """What becomes of the average (mode local)."""
     servers: int | None = None
     """Dedicated parameter servers (mode async); None: a share of them on every host."""
     staleness: int | None = None
@@ -99,6 +115,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 _ONLY_IN: dict[str, Mode] = {
     "inner_steps": "local",
+    "outer": "local",
     **dict.fromkeys(
         ("servers", "staleness", "replicas", "stale_rate", "delay_compensation", "momentum_correction"), "async"
     ),
@@ -116,6 +133,20 @@ def checked(strategy: Strategy) -> Strategy:
             )
     if strategy.mode == "async":
         _check_async(strategy)
+    if strategy.mode == "local" and strategy.gradients.format not in ("fp32", "fp16", "bf16"):
+        raise ConfigError(
+            f"mode local sends no {strategy.gradients}: parameters travel, not gradients", hint="use fp32, bf16 or fp16"
+        )
+    if strategy.balance and strategy.mode != "sync":
+        raise ConfigError(
+            f"--balance means nothing in mode {strategy.mode}: no rank waits in each step", hint="leave it out"
+        )
+    outer, inner_steps = strategy.outer, strategy.inner_steps
+    if outer.overlap_steps and inner_steps is not None and outer.overlap_steps >= inner_steps:
+        raise ConfigError(
+            f"an exchange that {outer.overlap_steps} steps overlap is not over after the {inner_steps} of a round",
+            hint="overlap fewer steps, or give more --inner-steps",
+        )
     if strategy.backend == "horovod":
         if strategy.mode != "sync":
             raise ConfigError(f"--backend horovod cannot train in mode {strategy.mode}", hint="use --mode sync")

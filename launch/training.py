@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+import msgspec
+
 from distrib import strategy, units
 from distrib.errors import ConfigError
-from distrib.strategy import Strategy
+from distrib.strategy import Outer, Strategy
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +25,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--accumulate", type=_count, default=1, metavar="N", help="sum the gradients of N batches before "
                      "they are averaged")  # fmt: skip
     how.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
-    how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages")
+    how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages "
+                     "(default: 500)")  # fmt: skip
+    how.add_argument("--outer", default="diloco", metavar="HOW", help="mode local: what the average becomes: diloco (outer "
+                     "Nesterov momentum, the default), average (local SGD), or LR:MOMENTUM")  # fmt: skip
+    how.add_argument("--fragments", type=_count, default=1, metavar="F", help="mode local: parts of the parameters that are "
+                     "averaged at different steps")  # fmt: skip
+    how.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: steps that ranks go on for "
+                     "while an average is on its way")  # fmt: skip
     how.add_argument("--servers", type=_count, metavar="K", help="mode async: dedicated servers (default: a share of the "
                      "parameters on every host)")  # fmt: skip
     how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
@@ -49,6 +58,7 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             accumulate=options.accumulate,
             balance=options.balance,
             inner_steps=options.inner_steps,
+            outer=_outer(options),
             servers=options.servers,
             staleness=_staleness(options.staleness),
             replicas=options.replicas,
@@ -57,6 +67,23 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             momentum_correction=options.momentum_correction,
         )
     )
+
+
+def _outer(options: argparse.Namespace) -> Outer:
+    """`diloco`, `average`, or a learning rate and a momentum such as `0.9:0.5`. Raises ConfigError for anything else."""
+    known = {"diloco": Outer(), "average": Outer(lr=1.0, momentum=0.0)}
+    found = known.get(options.outer)
+    if found is None:
+        lr, _, momentum = options.outer.partition(":")
+        try:
+            found = Outer(lr=float(lr), momentum=float(momentum or "0"))
+        except ValueError:
+            found = None
+        if found is None or not (0 < found.lr < 100 and 0 <= found.momentum < 1):
+            raise ConfigError(f"--outer {options.outer}: no such way", hint="give diloco, average, or LR:MOMENTUM")
+    if not 0 <= options.overlap_steps < 1 << 20:
+        raise ConfigError(f"--overlap-steps {options.overlap_steps}: no number of steps", hint="give 0 or more")
+    return msgspec.structs.replace(found, fragments=options.fragments, overlap_steps=options.overlap_steps)
 
 
 def _bucket(text: str | None) -> int | None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
+from distrib.training.flat import broadcast
 from distrib.training.synchronous import follow_parameters, synchronous
 from distrib.training.world import World
 
@@ -26,6 +27,9 @@ class Backend:
     A job calls `model` and `optimizer` from `prepare`, in the same order on every rank, and the rest while it trains. What says
     "every rank" may communicate; the others must not wait for anybody, as a script may do them on one rank only.
     """
+
+    together = False
+    """Whether gradients, when a step is taken, are the mean over all ranks."""
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         self.strategy, self.world, self.device = strategy, world, device
@@ -41,12 +45,21 @@ class Backend:
         """Sees an optimizer before its first step. Every rank."""
         follow_parameters(optimizer)
 
+    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        """Learns which of the prepared models `optimizer` trains; again whenever there is another."""
+
     def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
         """Whether the next backward of `models` ends with gradients that all ranks share, or leaves each its own."""
+
+    def check_used(self, models: Sequence[nn.Module]) -> None:
+        """Comes before each step. Raises TrainingError where gradients are missing that other ranks wait for."""
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         """One step of `optimizer`, whose own is `update`; what that returns. Every rank."""
         return update()
+
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        """Comes after each step of the optimizer that trains `models`, also after one that was left out. Every rank."""
 
     def settle(self) -> None:
         """Makes the models the same on all ranks, where they have drifted apart: at the end of an epoch of training,
@@ -66,8 +79,31 @@ class Backend:
 class Synchronous(Backend):
     """Every rank holds the whole model, and gradients are averaged in each step."""
 
+    together = True
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         return synchronous(model, self.device, self.world.size, find_unused_parameters=find_unused_parameters)
+
+    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            if isinstance(model, DistributedDataParallel):
+                model.broadcast_buffers = False  # `stepped` does it, at a time at which every rank is there
+
+    def check_used(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+                continue
+            unused = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
+            if unused and any(p.grad is not None for p in model.parameters()):
+                raise TrainingError(
+                    f"rank {self.world.rank}: {', '.join(unused[:3])}{f' and {len(unused) - 3} more' * (len(unused) > 3)} "
+                    f"got no gradient in this step of {type(model.module).__name__}, and the other ranks wait for it",
+                    hint="job.prepare(..., find_unused_parameters=True), or freeze what is not used with requires_grad_(False)",
+                )
+
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            broadcast(list(model.buffers()))
 
     def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
         for model in models:
@@ -77,8 +113,18 @@ class Synchronous(Backend):
 
 def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backend:
     """The backend that carries out `strategy`. Raises TrainingError where this machine cannot."""
+    if strategy.mode in ("sync", "local") and world.size == 1:
+        return Backend(strategy, world, device)
     if strategy.mode == "sync" and strategy.backend == "torch":
-        return Synchronous(strategy, world, device) if world.size > 1 else Backend(strategy, world, device)
+        return Synchronous(strategy, world, device)
+    if strategy.mode == "sync":
+        from distrib.training.horovod import Horovod
+
+        return Horovod(strategy, world, device)
+    if strategy.mode == "local":
+        from distrib.training.local import Local
+
+        return Local(strategy, world, device)
     if strategy.mode == "async":
         from distrib.training.parameter_server.worker import Asynchronous
 

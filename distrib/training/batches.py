@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from distrib.errors import TrainingError
+from distrib.training.balance import Balance
 from distrib.training.shards import ShardSampler
 
 _COPIED = (
@@ -28,13 +30,23 @@ _COPIED = (
 )
 
 
+def _ignore(own: int, every: int) -> None: ...
+
+
+def _nothing() -> None: ...
+
+
+def _evenly(step: int) -> tuple[float, ...]:
+    return ()
+
+
 class ShardedLoader(Iterable[Any]):
     """This rank's share of a DataLoader, its batches on this rank's device.
 
     `batch_size` counts the samples of one rank, so a step of the job reads `world_size` times as many. All ranks
     take the same number of steps and no sample is read twice (`distrib.training.shards` says how, and names the
     one corner, batches of a single sample, where training repeats some samples and evaluation may have one batch
-    less on some ranks). Where the last shares differ by a sample, the gradient is still the plain mean over ranks.
+    less on some ranks). Where shares differ, at the end or as `balance` wants it, each sample still counts the same.
 
     Each iteration is a new epoch: a shuffled loader has a new order, the same on every rank, that follows from the
     initial seed of its generator, or else of rank 0's torch, and the epoch. Worker processes are seeded
@@ -45,7 +57,8 @@ class ShardedLoader(Iterable[Any]):
     - A batch sampler likewise, batch by batch.
     - A DistributedSampler stays as it is: the samples are shared out already. Its epoch is set for you.
     - An IterableDataset is read whole on every rank, which must see the same stream, and each rank keeps every
-      `world_size`-th batch. While a model trains, an incomplete last round of batches is left out.
+      `world_size`-th batch. While a model trains, an incomplete last round of batches is left out. How many samples
+      a batch has nobody knows here: all count the same, as with a DistributedSampler.
 
     What else a DataLoader has (`dataset`, `num_workers`, ...) is had by this one too.
     """
@@ -59,18 +72,24 @@ class ShardedLoader(Iterable[Any]):
         device: torch.device,
         seed: int,
         training: Callable[[], bool | None],
+        samples: Callable[[int, int], None] = _ignore,
+        ended: Callable[[], None] = _nothing,
+        balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models train now, None while the job has none.
 
-        `view`, given an epoch and whether all ranks must take the same number of steps in it, says which share of how many
-        this rank reads then, where ranks may come and go.
+        While they do, `samples` is told before each batch how many samples it has and all ranks' together, and `ended`
+        is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
+        all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
+        may come and go.
         """
         self._view = view
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self._rank, self._ranks, self._device = rank, ranks, device
         self._training = training
+        self._samples, self._ended, self._balance = samples, ended, balance
         self._epoch = 0
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
@@ -103,7 +122,10 @@ class ShardedLoader(Iterable[Any]):
             drop_last=loader.drop_last,
             seed=seed,
             wrap=self._evenly,
+            speeds=self._balance.speeds if self._balance else _evenly,
         )
+        if self._balance:
+            self._balance.ahead = loader.num_workers * (loader.prefetch_factor or 0)
         known = inspect.signature(DataLoader.__init__).parameters
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
@@ -131,10 +153,32 @@ class ShardedLoader(Iterable[Any]):
             self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
         elif hasattr(self._loader.sampler, "set_epoch"):
             self._loader.sampler.set_epoch(epoch)
+        if self._balance:
+            self._balance.epoch()
+        training = self._evenly()
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
-            batches = every_nth(batches, rank, ranks, whole_rounds=self._evenly())
-        return (moved(batch, self._device) for batch in batches)
+            batches = every_nth(batches, rank, ranks, whole_rounds=training)
+        return self._read(batches, self._shard.sizes if self._shard else deque(), training)
+
+    def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], training: bool) -> Iterator[Any]:
+        balance = self._balance if training and self._shard else None
+        for step in count():
+            if balance:
+                balance.begin()
+            try:
+                batch = moved(next(batches), self._device)
+            except StopIteration:
+                break
+            own, every = sizes.popleft() if sizes else (1, self._ranks)
+            if training:
+                self._samples(own, every)
+            yield batch
+            if balance:
+                balance.end(step, own)
+        if training:
+            self._samples(1, self._ranks)
+            self._ended()
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""

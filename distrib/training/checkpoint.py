@@ -16,13 +16,15 @@ from distrib.training.synchronous import unwrapped
 _FORMAT = 1
 
 
-def write(path: str | os.PathLike[str], objects: dict[str, Any]) -> None:
+def write(path: str | os.PathLike[str], objects: dict[str, Any], backend: dict[str, Any] | None = None) -> None:
     """Writes the states of `objects` and the plain values among them to `path`, in place of what is there.
+
+    Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training.
 
     The file is complete at every moment: it is written beside `path`, brought to the disk and then renamed.
     Raises TrainingError for a value that `read` could not open safely.
     """
-    states = {name: unwrapped(thing).state_dict() for name, thing in objects.items() if has_state(thing)}
+    states = {name: _state(thing) for name, thing in objects.items() if has_state(thing)}
     values = {name: thing for name, thing in objects.items() if not has_state(thing)}
     for name, value in values.items():
         if not _is_plain(value):
@@ -35,7 +37,7 @@ def write(path: str | os.PathLike[str], objects: dict[str, Any]) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save({"distrib": _FORMAT, "states": states, "values": values}, file)
+            torch.save({"distrib": _FORMAT, "states": states, "values": values, "backend": backend or {}}, file)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
@@ -56,8 +58,8 @@ def content(path: str | os.PathLike[str]) -> bytes | None:
         return None
 
 
-def read(data: bytes, objects: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """Gives the states in `data` to `objects`, and returns the plain values, over the ones in `objects`.
+def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gives the states in `data` to `objects`; returns the plain values, over the ones in `objects`, and the backend's state.
 
     Raises TrainingError when `data` is no checkpoint, or lacks the state of an object.
     """
@@ -73,10 +75,32 @@ def read(data: bytes, objects: dict[str, Any], *, source: str) -> dict[str, Any]
         )
     for name, thing in wanted.items():
         try:
-            unwrapped(thing).load_state_dict(states[name])
+            _load(thing, states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise TrainingError(f"{source}: the state of {name} does not fit: {error}") from error
-    return {**{name: thing for name, thing in objects.items() if name not in wanted}, **values}
+    return {**{name: thing for name, thing in objects.items() if name not in wanted}, **values}, saved.get(
+        "backend", {}
+    )
+
+
+_COMPILED = "_orig_mod."
+"""What torch.compile puts before the names in a module that it compiled inside another one."""
+
+
+def _state(thing: Any) -> Any:
+    state = unwrapped(thing).state_dict()
+    if isinstance(thing, torch.nn.Module) and any(_COMPILED in name for name in state):
+        return {name.replace(_COMPILED, ""): value for name, value in state.items()}
+    return state
+
+
+def _load(thing: Any, state: Any) -> None:
+    thing = unwrapped(thing)
+    if isinstance(thing, torch.nn.Module):
+        names = {name.replace(_COMPILED, ""): name for name in thing.state_dict()}
+        if any(_COMPILED in name for name in names.values()):
+            state = {names.get(name, name): value for name, value in state.items()}
+    thing.load_state_dict(state)
 
 
 def has_state(thing: Any) -> bool:

@@ -9,26 +9,42 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
+from distrib.training.alike import check_alike, gather_numbers
 from distrib.training.backend import Backend, backend_for
+from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.finite import OnNan
+from distrib.training.gradients import Samples
+from distrib.training.normalization import with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.rendezvous import join
-from distrib.training.steps import take_steps
+from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
+
+
+class _Options(NamedTuple):
+    """What `prepare` was told besides the things."""
+
+    find_unused_parameters: bool
+    sync_batchnorm: bool
+    on_nan: OnNan
+
+
 Operation = Literal["mean", "sum", "max", "min"]
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -48,7 +64,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         strategy = from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
-        world = planned_world() if elastic else find_world()
+        world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
         if not elastic:
@@ -87,6 +103,9 @@ class Job:
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
+        self._steps: list[Steps] = []
+        self._samples = Samples(own=1, all=world.size)
+        self._batches = backend.strategy.accumulate
         self._loaders = 0
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
@@ -104,55 +123,136 @@ class Job:
     @overload
     def prepare(self, thing: DataLoader[Any], /) -> ShardedLoader: ...
     @overload
-    def prepare(self, thing: T, /, *, find_unused_parameters: bool = ...) -> T: ...
+    def prepare(
+        self,
+        thing: T,
+        /,
+        *,
+        find_unused_parameters: bool = ...,
+        sync_batchnorm: bool = ...,
+        accumulate: int | None = ...,
+        on_nan: OnNan = ...,
+    ) -> T: ...
     @overload
-    def prepare(self, *things: Any, find_unused_parameters: bool = ...) -> tuple[Any, ...]: ...
-    def prepare(self, *things: Any, find_unused_parameters: bool = False) -> Any:
+    def prepare(
+        self,
+        *things: Any,
+        find_unused_parameters: bool = ...,
+        sync_batchnorm: bool = ...,
+        accumulate: int | None = ...,
+        on_nan: OnNan = ...,
+    ) -> tuple[Any, ...]: ...
+    def prepare(
+        self,
+        *things: Any,
+        find_unused_parameters: bool = False,
+        sync_batchnorm: bool = False,
+        accumulate: int | None = None,
+        on_nan: OnNan = "raise",
+    ) -> Any:
         """Makes models, optimizers and loaders those of the job, and returns them in the order given.
 
-        - a module: on `device`, with rank 0's parameters, its gradients averaged over the ranks. What it is
-          wrapped in is DistributedDataParallel, or nothing when there is one rank; `unwrap` gives the module itself.
-        - an optimizer: the same object, which reports its steps to the launcher.
+        - a module: on `device`, with rank 0's parameters. In mode sync its gradients are averaged over the ranks, and it is
+          wrapped in DistributedDataParallel where there are others; `unwrap` gives the module itself.
+        - an optimizer: the same object, the steps of which are now the job's.
         - a DataLoader: a `ShardedLoader` of this rank's batches, already on `device`.
-        - a learning rate scheduler: the same object.
+        - a GradScaler, a learning rate scheduler: the same object.
 
         Every rank must prepare the same things in the same order. `find_unused_parameters` is for models that do
-        not use all their parameters in each step. Raises TrainingError for anything else, and for too few samples.
+        not use all their parameters in each step. `sync_batchnorm` makes batch normalization that of all ranks' samples.
+        `accumulate` is what the method of that name sets. `on_nan` says what becomes of a step whose gradients are nan or
+        infinite: `raise` a TrainingError that names rank and parameter, `skip` it on all ranks, or `ignore` that.
+        Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
-        prepared = [self._prepare(thing, find_unused_parameters) for thing in things]
+        if self.world_size > 1 and not self._elastic:  # there the servers compare
+            check_alike(things)
+        options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
+        prepared = [self._prepare(thing, options) for thing in things]
+        if accumulate is not None:
+            self.accumulate(accumulate)
+        for steps in self._steps:
+            steps.pair(self._models)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def _prepare(self, thing: Any, find_unused_parameters: bool) -> Any:
-        if isinstance(thing, ShardedLoader) or thing is not unwrapped(thing):
+    def _prepare(self, thing: Any, options: _Options) -> Any:
+        if isinstance(thing, (ShardedLoader, DistributedDataParallel)):
             return thing
         if isinstance(thing, nn.Module):
-            model = self._backend.model(thing, find_unused_parameters=find_unused_parameters)
+            if options.sync_batchnorm:
+                thing = with_synchronized_batches(thing, self.device)
+            model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._models.append(model)
             return model
         if isinstance(thing, torch.optim.Optimizer):
             self._backend.optimizer(thing)
-            take_steps(thing, self._backend)
-            thing.register_step_post_hook(self._step_counter())
+            steps = Steps(thing, self._backend, self._samples, on_nan=options.on_nan, told=self._status.step)
+            self._steps.append(steps)
+            steps.accumulate(self._batches)
             return thing
         if isinstance(thing, DataLoader):
-            self._loaders += 1
-            seed = self._from_main(torch.initial_seed) + self._loaders - 1
-            return ShardedLoader(
-                thing,
-                rank=self.rank,
-                ranks=self.world_size,
-                device=self.device,
-                seed=seed,
-                training=self._training,
-                view=partial(self._elastic.view, self._loaders) if self._elastic else None,
-            )
+            return self._prepare_loader(thing)
+        if isinstance(thing, torch.amp.GradScaler):
+            follow_scaler(thing, self._steps)
+            return thing
         if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             return thing
         raise TrainingError(
-            f"cannot prepare a {type(thing).__name__}", hint="prepare modules, optimizers, schedulers and DataLoaders"
+            f"cannot prepare a {type(thing).__name__}",
+            hint="prepare modules, optimizers, schedulers, GradScalers and DataLoaders",
         )
+
+    def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
+        self._loaders += 1
+        seed = self._from_main(torch.initial_seed) + self._loaders - 1
+        balance = None
+        if self._backend.strategy.balance and self.world_size > 1:
+            balance = Balance(
+                gather=gather_numbers, parameters=lambda: [p for model in self._models for p in model.parameters()]
+            )
+        return ShardedLoader(
+            loader,
+            rank=self.rank,
+            ranks=self.world_size,
+            device=self.device,
+            seed=seed,
+            training=self._training,
+            samples=self._next_batch,
+            ended=self._backend.settle,
+            balance=balance,
+            view=partial(self._elastic.view, self._loaders) if self._elastic else None,
+        )
+
+    def _next_batch(self, own: int, every: int) -> None:
+        self._samples.own, self._samples.all = own, every
+        for steps in self._steps:
+            steps.mean.follow()
+
+    def accumulate(self, batches: int) -> None:
+        """Makes one step of every `batches` batches: their gradients are averaged, and then once over the ranks.
+
+        The script's loop stays what it is: `optimizer.step()` does nothing after the first `batches` - 1 of them, and gradients
+        are not exchanged. Groups of batches go on from one epoch to the next. `--accumulate N` at launch goes before
+        what the script says. Raises TrainingError between the batches of one step.
+        """
+        self._check_open()
+        if batches < 1:
+            raise TrainingError(f"accumulate({batches})", hint="give the number of batches, 1 or more")
+        if self._backend.strategy.accumulate > 1:
+            return
+        self._batches = batches
+        for steps in self._steps:
+            steps.accumulate(batches)
+
+    def settle(self) -> None:
+        """Makes the models the same on all ranks, now: every rank must call it.
+
+        They are so in mode sync. In mode local they become so by themselves after `--inner-steps` steps, at the end of each epoch
+        of a prepared loader on which a model trains, and when the job is closed.
+        """
+        self._check_open()
+        self._backend.settle()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as it was before `prepare`, for its own attributes and methods."""
@@ -183,16 +283,6 @@ class Job:
 
     def _training(self) -> bool | None:
         return any(model.training for model in self._models) if self._models else None
-
-    def _step_counter(self) -> Callable[..., None]:
-        steps = 0
-
-        def count(*_: Any) -> None:
-            nonlocal steps
-            steps += 1
-            self._status.step(steps)
-
-        return count
 
     # Between the ranks
 
@@ -254,7 +344,7 @@ class Job:
         """
         self._check_open()
         if self.is_main:
-            checkpoint.write(path, objects)
+            checkpoint.write(path, objects, self._backend.state_dict())
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Gives each object the state that `save` wrote under its name, and returns the plain values.
@@ -270,8 +360,10 @@ class Job:
         data = self._from_main(lambda: checkpoint.content(path))
         if data is None:
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
-        values: dict[str, Any] = moved(checkpoint.read(data, objects, source=os.fspath(path)), self.device)
-        return values
+        values, state = checkpoint.read(data, objects, source=os.fspath(path))
+        self._backend.load_state_dict(moved(state, self.device))
+        restored: dict[str, Any] = moved(values, self.device)
+        return restored
 
     def log(self, /, **metrics: Any) -> None:
         """Tells the launcher what this rank measured: numbers, strings, or lists and dicts of them.

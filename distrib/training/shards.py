@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -53,11 +54,32 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
     return edges
 
 
-def share(start: int, stop: int, rank: int, ranks: int) -> range:
-    """The part of the samples `start` to `stop` that is this rank's; the parts' sizes differ by at most one."""
+def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] = ()) -> range:
+    """The part of the samples `start` to `stop` that is this rank's.
+
+    The parts' sizes differ by at most one; or are in proportion to `speeds`, where there are some and a sample for each rank.
+    """
+    if len(speeds) == ranks <= stop - start:
+        sizes = proportional(stop - start, speeds)
+        begin = start + sum(sizes[:rank])
+        return range(begin, begin + sizes[rank])
     size, longer = divmod(stop - start, ranks)
     begin = start + rank * size + min(rank, longer)
     return range(begin, begin + size + (rank < longer))
+
+
+def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
+    """`samples` in parts of at least one, as near to the proportion of `speeds` as whole numbers are (largest remainders)."""
+    spare = samples - len(speeds)
+    whole = sum(speeds)
+    wishes = [max(samples * speed / whole - 1, 0.0) for speed in speeds]
+    scale = spare / sum(wishes) if any(wishes) else 0.0
+    exact = [wish * scale for wish in wishes]
+    sizes = [int(wish) for wish in exact]
+    order = sorted(range(len(speeds)), key=lambda rank: (sizes[rank] - exact[rank], rank))
+    for rank in order[: spare - sum(sizes)]:
+        sizes[rank] += 1
+    return [size + 1 for size in sizes]
 
 
 class ShardSampler(Sampler[Any]):
@@ -67,6 +89,8 @@ class ShardSampler(Sampler[Any]):
     `source` must yield the same on every rank. That is seen to for samplers that draw from torch's, numpy's or
     Python's global random numbers or have a `generator`: all of these are seeded with `seed` + epoch meanwhile.
     `wrap` is asked at the beginning of each epoch whether the last step may begin again with the first samples.
+    `speeds` is asked, as step number n of the epoch is drawn, in what proportion the ranks share it; with nothing, evenly.
+    `sizes` has, of each batch that was drawn in the present epoch, how many samples it has and all ranks' together.
     """
 
     def __init__(
@@ -79,6 +103,7 @@ class ShardSampler(Sampler[Any]):
         drop_last: bool,
         seed: int,
         wrap: Callable[[], bool],
+        speeds: Callable[[int], Sequence[float]] = lambda step: (),
     ) -> None:
         self.source = source
         self.rank, self.ranks = rank, ranks
@@ -86,23 +111,34 @@ class ShardSampler(Sampler[Any]):
         self.seed = seed
         self.epoch = 0
         self._wrap = wrap
+        self._speeds = speeds
 
     def __len__(self) -> int:
-        return len(self._shares(len(self.source)))
+        return sum(1 for start, stop in self._steps(len(self.source)) if share(start, stop, self.rank, self.ranks))
 
     def __iter__(self) -> Iterator[Any]:
+        self.sizes: deque[tuple[int, int]] = deque()
+        return self._drawn(self.sizes)
+
+    def _drawn(self, sizes: deque[tuple[int, int]]) -> Iterator[Any]:
         order = self._order()
-        for part in self._shares(len(order)):
+        for step, (start, stop) in enumerate(self._steps(len(order))):
+            speeds = self._speeds(step) if self.batch_size is not None else ()
+            part = share(start, stop, self.rank, self.ranks, speeds)
+            if not part:
+                continue
             items = [order[index % len(order)] for index in part]
             if self.batch_size is None:
+                every = [_samples(order[index % len(order)]) for index in range(start, stop)]
+                sizes.extend((_samples(item), sum(every)) for item in items)
                 yield from items
             else:
+                sizes.append((len(items), stop - start))
                 yield items
 
-    def _shares(self, samples: int) -> list[range]:
+    def _steps(self, samples: int) -> Iterable[tuple[int, int]]:
         edges = global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
-        shares = [share(start, stop, self.rank, self.ranks) for start, stop in pairwise(edges)]
-        return [part for part in shares if part]
+        return pairwise(edges)
 
     def _order(self) -> Sequence[Any]:
         if isinstance(self.source, SequentialSampler):
@@ -112,6 +148,11 @@ class ShardSampler(Sampler[Any]):
                 sampler.set_epoch(self.epoch)
         with _seeded(self.seed + self.epoch, self.source):
             return list(self.source)
+
+
+def _samples(item: Any) -> int:
+    """How many samples an item is that a sampler yielded: those of a batch, or itself."""
+    return len(item) if isinstance(item, (list, tuple)) else 1
 
 
 @contextmanager

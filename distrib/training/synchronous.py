@@ -22,8 +22,14 @@ def synchronous(model: nn.Module, device: torch.device, ranks: int, *, find_unus
 
 
 def unwrapped(thing: Any) -> Any:
-    """The model inside DistributedDataParallel; anything else as it is."""
-    return thing.module if isinstance(thing, DistributedDataParallel) else thing
+    """The model inside DistributedDataParallel and torch.compile's wrapper; anything else as it is."""
+    while isinstance(thing, nn.Module):
+        compiled = thing._modules.get("_orig_mod")  # to import torch.compile's own class takes most of a second
+        inner = thing.module if isinstance(thing, DistributedDataParallel) else compiled
+        if inner is None:
+            break
+        thing = inner
+    return thing
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -28,8 +28,8 @@ class World:
         return self.local_size == self.size
 
 
-def find_world(environ: Mapping[str, str] | None = None) -> World:
-    """The world as whoever started this process made it.
+def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = False) -> World:
+    """The world as whoever started this process made it. `threads`: others than this library talk to MPI too, at any time.
 
     MPI is asked first, where an MPI runtime started the process; then the variables that torchrun and
     `distrib-launch` set (under `srun` there may be nothing else); a process with neither is alone.
@@ -39,7 +39,7 @@ def find_world(environ: Mapping[str, str] | None = None) -> World:
     planned = "RANK" in environ and "WORLD_SIZE" in environ
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
         try:
-            comm = _start_mpi()
+            comm = _start_mpi(threads)
         except (ImportError, RuntimeError) as error:
             if not planned:
                 raise TrainingError(
@@ -89,7 +89,7 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
     return device
 
 
-def _start_mpi() -> Any:
+def _start_mpi(threads: bool) -> Any:
     """MPI's world, with MPI started. Leaving MPI is ours to do: after a failure its Finalize can hang."""
     import mpi4py
 
@@ -98,7 +98,7 @@ def _start_mpi() -> Any:
     from mpi4py import MPI
 
     if not MPI.Is_initialized():
-        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+        MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
     return MPI.COMM_WORLD
 
 

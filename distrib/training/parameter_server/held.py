@@ -46,6 +46,8 @@ class HeldTable:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
         self.step = 0
+        self.sending = True
+        """Whether the next backward pass is the last before a step."""
         self._begun = False
         self._eager = True
         self._settings_sent: list[dict[str, Any]] = list(self.description.options)
@@ -93,7 +95,7 @@ class HeldTable:
 
     def ready(self, parameter: torch.Tensor) -> None:
         """The backward pass has this parameter's gradient: chunks that are complete are on their way."""
-        if not self._eager:
+        if not self._eager or not self.sending:
             return
         assert parameter.grad is not None
         _refuse_sparse(parameter.grad)

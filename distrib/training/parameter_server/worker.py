@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -160,6 +160,10 @@ class Asynchronous(Backend):
         if self.world.rank == 0:
             table.give_state(table.optimizer.state)
         table.optimizer.state.clear()
+
+    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+        for table in self.tables:
+            table.sending = on
 
     def _rejoin(self) -> None:
         self.client.outside = False

@@ -1,0 +1,65 @@
+"""Whether the ranks do the same thing: asked before they wait for each other over it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from distrib.errors import TrainingError
+
+
+def check_alike(things: Sequence[Any]) -> None:
+    """Raises TrainingError, on every rank, where one prepares other things than rank 0, or another model. Every rank."""
+    own = [_described(thing) for thing in things]
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    if len(set(digests)) == 1:
+        return
+    all_: list[list[list[str]]] = [[] for _ in digests]
+    dist.all_gather_object(all_, own)
+    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    raise TrainingError(
+        f"rank {other} prepares something else than rank 0: {_difference(all_[0], all_[other])}",
+        hint="every rank must make the same model and prepare the same things in the same order",
+    )
+
+
+def gather_numbers(own: list[float]) -> list[list[float]]:
+    """The numbers of all ranks, in the order of ranks. Every rank."""
+    all_: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_, own)
+    return all_
+
+
+def _described(thing: Any) -> list[str]:
+    """What must be the same on all ranks, in words: the kind, then each parameter and buffer."""
+    kind = type(thing).__name__
+    if not isinstance(thing, nn.Module):
+        return [f"a {kind}"]
+    parameters = [
+        f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+        for name, p in thing.named_parameters()
+    ]
+    return [f"a {kind}", *parameters, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in thing.named_buffers())]
+
+
+def _difference(first: list[list[str]], other: list[list[str]]) -> str:
+    if [thing[0] for thing in first] != [thing[0] for thing in other]:
+        return f"{_listed([thing[0] for thing in other])}, not {_listed([thing[0] for thing in first])}"
+    for one, two in zip(first, other, strict=True):
+        for a, b in zip(one, two, strict=False):
+            if a != b:
+                return f"in {one[0]}, parameter or buffer {b}, not {a}"
+        if len(one) != len(two):
+            longer, word = (two, "has") if len(two) > len(one) else (one, "lacks")
+            return f"{one[0]} {word} the parameter or buffer {longer[min(len(one), len(two))]}"
+    return "nothing that has a name"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return ", ".join(words) or "nothing"

@@ -1,0 +1,144 @@
+"""Larger batches for faster ranks, so that none waits for the slowest.
+
+What is shared stays the global batch: only where it is cut changes, and gradients are weighted by samples
+(`distrib.training.gradients`). A rank's speed is that of its own part of a step, from the end of the last one until
+its last gradient is there; what it waits for the others afterwards does not count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+SKIPPED = 2
+"""First batches of an epoch, or after a change, that are not measured: caches and compilers warm up in them."""
+MEASURED = 5
+"""Batches of which the median counts."""
+REPEATED = 50
+"""Batches between two measurements, once shares have settled."""
+NEGLIGIBLE = 0.05
+"""Differences in time below this share change nothing: a step's length varies as much."""
+
+
+class Balance:
+    """The proportion in which the ranks share one loader's batches.
+
+    Decided by all ranks together, at the same batch on each, from what all have measured.
+    """
+
+    def __init__(
+        self, *, gather: Callable[[list[float]], list[list[float]]], parameters: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """`gather` gives every rank the numbers of all; `parameters` are those that train."""
+        self.ahead = 0
+        """Batches that are drawn before they are needed, by a loader's worker processes."""
+        self._gather, self._parameters = gather, parameters
+        self._new: tuple[float, ...] = ()
+        self._old: tuple[float, ...] = ()
+        self._since = 0
+        self._next = SKIPPED
+        self._taken: list[tuple[int, float]] = []
+        self._handles: list[RemovableHandle] = []
+        self._clock: _Clock | None = None
+
+    def speeds(self, step: int) -> tuple[float, ...]:
+        """The ranks' speeds, for the batch of step number `step` of this epoch; none: not known yet."""
+        return self._new if step >= self._since else self._old
+
+    def epoch(self) -> None:
+        """The loader begins again."""
+        self._old, self._since, self._next = self._new, 0, SKIPPED
+        self._rest()
+
+    def begin(self) -> None:
+        """This rank goes for a batch."""
+        if self._clock:
+            self._clock.begin()
+
+    def end(self, step: int, samples: int) -> None:
+        """The script is done with the batch of step number `step`, of `samples` samples. Every rank."""
+        if self._clock and (seconds := self._clock.seconds()) is not None:
+            self._taken.append((samples, seconds))
+        if step + 1 == self._next:
+            self._watch()
+        elif step + 1 == self._next + MEASURED:
+            self._decide(step)
+
+    def _decide(self, step: int) -> None:
+        mine = (
+            [float(median(s for s, _ in self._taken)), median(t for _, t in self._taken)] if self._taken else [0.0, 0.0]
+        )
+        self._rest()
+        self._next = step + 1 + REPEATED
+        decided = new_speeds(self._gather(mine), self._new)
+        if decided != self._new:
+            self._old, self._new = self._new, decided
+            self._since = step + 1 + self.ahead
+            self._next = self._since + SKIPPED
+
+    def _watch(self) -> None:
+        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
+        on_gpu = any(parameter.is_cuda for parameter in parameters)
+        self._clock = clock = _GpuClock() if on_gpu else _Clock()
+        self._handles = [parameter.register_hook(clock.tick) for parameter in parameters]  # type: ignore[no-untyped-call]
+
+    def _rest(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._clock, self._taken = [], None, []
+
+
+def new_speeds(measured: Sequence[Sequence[float]], present: tuple[float, ...]) -> tuple[float, ...]:
+    """The speeds, in samples per second, of ranks that took so many samples in so many seconds each.
+
+    `present` where somebody measured nothing, or all took about as long.
+    """
+    times = [seconds for _, seconds in measured]
+    if min(times) <= 0 or max(times) - min(times) <= NEGLIGIBLE * max(times):
+        return present
+    return tuple(samples / seconds for samples, seconds in measured)
+
+
+class _Clock:
+    """The time from `begin` to the last gradient."""
+
+    def __init__(self) -> None:
+        self._begun = self._last = 0.0
+
+    def begin(self) -> None:
+        self._begun = self._last = time.perf_counter()
+
+    def tick(self, gradient: Any) -> None:
+        self._last = time.perf_counter()
+
+    def seconds(self) -> float | None:
+        """None where there was no gradient."""
+        return self._last - self._begun if self._last > self._begun > 0 else None
+
+
+class _GpuClock(_Clock):
+    """The same on a GPU, which computes later than the script runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._ticked = False
+
+    def begin(self) -> None:
+        self._start.record()
+        self._ticked = False
+
+    def tick(self, gradient: Any) -> None:
+        self._end.record()
+        self._ticked = True
+
+    def seconds(self) -> float | None:
+        if not self._ticked:
+            return None
+        self._end.synchronize()
+        return float(self._start.elapsed_time(self._end)) / 1000

@@ -1,0 +1,140 @@
+"""Horovod carries the gradients, where it is installed and asked for: the same job, models and optimizers otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.backend import Backend
+from distrib.training.flat import broadcast
+from distrib.training.world import World
+
+
+class Horovod(Backend):
+    """Gradients are averaged by `hvd.DistributedOptimizer`, and are when backward returns: so that they can be clipped."""
+
+    together = True
+
+    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        super().__init__(strategy, world, device)
+        try:
+            import horovod.torch as hvd
+        except ImportError as error:
+            raise TrainingError(
+                f"Horovod is not installed here: {error}",
+                hint="scripts/build-horovod builds it; or leave out --backend horovod",
+            ) from None
+        self._hvd = hvd
+        if world.comm is None:
+            raise TrainingError("Horovod needs ranks that MPI started", hint="use --engine mpirun, or --backend torch")
+        hvd.init(comm=world.comm)
+        if (hvd.rank(), hvd.size()) != (world.rank, world.size):
+            raise TrainingError(f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}")
+        self._reducers: dict[Optimizer, Reducer] = {}
+        self._pairs: dict[Optimizer, list[nn.Module]] = {}
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = super().model(model, find_unused_parameters=find_unused_parameters)
+        model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
+        if any(True for _ in model.parameters()):
+            self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return model
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        super().optimizer(optimizer)
+        self._reducers[optimizer] = Reducer(self._hvd, optimizer, len(self._reducers), self.strategy.gradients.format)
+
+    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        self._pairs[optimizer] = list(models)
+
+    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+        for reducer in self._of(models):
+            reducer.exchange(on)
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        self._reducers[optimizer].finish()
+        return update()
+
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            broadcast(list(model.buffers()))
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+    @contextmanager
+    def without_exchange(self, model: nn.Module) -> Iterator[None]:
+        """Gradients of the backward passes inside stay this rank's."""
+        reducers = [reducer for reducer in self._of([model]) if reducer.on]
+        for reducer in reducers:
+            reducer.exchange(False)
+        try:
+            yield
+        finally:
+            for reducer in reducers:
+                reducer.exchange(True)
+
+    def _of(self, models: Sequence[nn.Module]) -> list[Reducer]:
+        wanted = {id(model) for model in models}
+        return [self._reducers[o] for o, owned in self._pairs.items() if any(id(model) in wanted for model in owned)]
+
+
+class Reducer:
+    """Horovod's optimizer around one that never steps: what is wanted of it is that it averages gradients.
+
+    So the script's optimizer stays the object it is. Horovod waits for its all-reduces in `step`; here it does so at the end
+    of backward, as DistributedDataParallel does, since a script may clip or unscale gradients before it steps.
+    """
+
+    def __init__(self, hvd: Any, optimizer: Optimizer, number: int, format: str) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self.on = True
+        self._waiting = False
+        self._hvd = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.0),
+            named_parameters=[(f"{number}.{index}", parameter) for index, parameter in enumerate(parameters)],
+            compression=hvd.Compression.fp16 if format == "fp16" else hvd.Compression.none,
+        )
+        for parameter in parameters:
+            parameter.register_hook(self._arrived)
+
+    def exchange(self, on: bool) -> None:
+        """Whether the next backward passes exchange their gradients."""
+        self.on = on
+        self._hvd.set_backward_passes_per_step(1 if on else 1 << 30)  # Horovod counts passes until it exchanges
+
+    def finish(self) -> None:
+        """Waits for what is on its way."""
+        if self._waiting:
+            self._waiting = False
+            self._hvd.synchronize()
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        if self.on and not self._waiting:
+            self._waiting = True
+            Variable._execution_engine.queue_callback(self.finish)
+
+
+class _NoSync:
+    """`model.no_sync`, which is not copied with the model."""
+
+    def __init__(self, backend: Horovod, model: nn.Module) -> None:
+        self._backend, self._model = backend, model
+
+    def __call__(self) -> Any:
+        return self._backend.without_exchange(self._model)
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> Any:
+    return nullcontext

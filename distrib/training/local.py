@@ -1,0 +1,227 @@
+"""Ranks that train alone for some steps and then agree on parameters: local SGD, DiLoCo and its streaming form.
+
+After H steps of its own a rank has moved by some way from the parameters that all began with. The mean of these ways, over
+the ranks, is a gradient to an outer SGD with Nesterov momentum, which takes the common parameters on from where they were:
+DiLoCo (Douillard et al. 2023, arXiv:2311.08105: H = 500, outer learning rate 0.7, momentum 0.9). With an outer learning
+rate of 1 and no momentum that is the mean of the ranks' parameters, local SGD (Stich 2018, arXiv:1805.09767).
+
+In fragments (Streaming DiLoCo, arXiv:2501.18512) the parameters are exchanged part by part, at steps spread over the H, so that
+the wire is never asked for all at once; overlapped, the ranks go on for some steps while a fragment travels, and mix what comes
+back half and half with what they have become meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.strategy import Outer, Strategy
+from distrib.training.backend import Backend
+from distrib.training.flat import broadcast, flatten, unflatten
+
+INNER_STEPS = 500
+"""H of DiLoCo; its loss is hardly worse at 1000, and better at 50 to 250 (figure 4)."""
+MIXED = 0.5
+"""The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
+TRAVELS_AS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class Local(Backend):
+    """Every rank has its own parameters, which become the same on all every H steps and at the end of each epoch."""
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = super().model(model, find_unused_parameters=find_unused_parameters)
+        broadcast([*model.parameters(), *model.buffers()])
+        self._models.append(model)
+        return model
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._models: list[nn.Module] = []
+        self._rounds: dict[Optimizer, Round] = {}
+        self._loaded: list[dict[str, Any]] = []
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        super().optimizer(optimizer)
+        self._rounds[optimizer] = Round(optimizer, self.strategy, self.world.size)
+
+    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        self._rounds[optimizer].models = list(models)
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        round_ = self._rounds[optimizer]
+        round_.begin()
+        result = update()
+        round_.go_on()
+        return result
+
+    def settle(self) -> None:
+        for round_ in self._rounds.values():
+            round_.end()
+        self._check_trained()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"local": [round_.state() for round_ in self._rounds.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        states = state.get("local", [{}] * len(self._rounds))
+        if len(states) != len(self._rounds):
+            raise TrainingError(
+                f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
+                hint="prepare the same optimizers before restoring",
+            )
+        for round_, one in zip(self._rounds.values(), states, strict=True):
+            round_.restore(one)
+
+    def _check_trained(self) -> None:
+        """Raises TrainingError where a parameter learns and no prepared optimizer tells the other ranks."""
+        known = {id(p) for optimizer in self._rounds for group in optimizer.param_groups for p in group["params"]}
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and id(parameter) not in known:
+                    raise TrainingError(
+                        f"{name} has a gradient, but no prepared optimizer has it: in mode local every rank would have its own",
+                        hint="prepare the optimizer too, or freeze the parameter with requires_grad_(False)",
+                    )
+
+
+class Round:
+    """The steps of one optimizer between two times at which all ranks have the same parameters."""
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, ranks: int) -> None:
+        self.models: list[nn.Module] = []
+        self._optimizer, self._ranks = optimizer, ranks
+        self._steps = strategy.inner_steps or INNER_STEPS
+        self._outer = strategy.outer
+        self._dtype = TRAVELS_AS[strategy.gradients.format]
+        self._taken = 0
+        self._settled = 0
+        self._fragments: list[Fragment] = []
+
+    def begin(self) -> None:
+        """A step is about to be taken: here the parameters are known that a round begins with."""
+        if sum(len(fragment.parameters) for fragment in self._fragments) != len(_trained(self._optimizer)):
+            self._divide()
+        for fragment in self._fragments:
+            fragment.begin()
+
+    def go_on(self) -> None:
+        """A step was taken. Every rank."""
+        self._taken += 1
+        for number, fragment in enumerate(self._fragments):
+            if fragment.due is not None and self._taken >= fragment.due:
+                fragment.finish(own_share=MIXED)
+            if (self._taken - self._settled - self._offset(number)) % self._steps == 0:
+                if fragment.due is not None:  # the wire is slower than the steps
+                    fragment.finish(own_share=MIXED)
+                fragment.send(self._taken + self._outer.overlap_steps)
+                if not self._outer.overlap_steps:
+                    fragment.finish(own_share=0.0)
+        if (self._taken - self._settled) % self._steps == 0:
+            self._average_buffers()
+
+    def end(self) -> None:
+        """Makes the parameters the same on all ranks. Every rank, after as many steps on each."""
+        if self._taken == self._settled:
+            return
+        for fragment in self._fragments:
+            if fragment.due is not None:
+                fragment.finish(own_share=MIXED)
+        if self._outer.overlap_steps or (self._taken - self._settled) % self._steps or len(self._fragments) > 1:
+            for fragment in self._fragments:
+                fragment.send(self._taken)
+            for fragment in self._fragments:
+                fragment.finish(own_share=0.0)
+            self._average_buffers()
+        self._settled = self._taken
+
+    def state(self) -> dict[str, Any]:
+        return {"momentum": [fragment.momentum for fragment in self._fragments]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._settled = self._taken
+        self._divide()
+        momenta = state.get("momentum", [])
+        for fragment, momentum in zip(self._fragments, momenta, strict=len(momenta) > 0):
+            fragment.momentum = momentum
+
+    def _divide(self) -> None:
+        """Fragments of about the same size, in the order of the parameters."""
+        parameters = _trained(self._optimizer)
+        whole, gone = sum(p.numel() for p in parameters), 0
+        parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
+        for parameter in parameters:
+            parts[min(gone * len(parts) // max(whole, 1), len(parts) - 1)].append(parameter)
+            gone += parameter.numel()
+        self._fragments = [Fragment(part, self._outer, self._ranks, self._dtype) for part in parts if part]
+
+    def _offset(self, number: int) -> int:
+        """At which step of a round fragment `number` is exchanged; the only one, at the last."""
+        return number * self._steps // max(len(self._fragments), 1)
+
+    def _average_buffers(self) -> None:
+        """Running means become the mean of all ranks', what counts that of rank 0."""
+        buffers = [buffer for model in self.models for buffer in model.buffers() if buffer.numel()]
+        means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
+        if means:
+            flat = flatten(means)
+            dist.all_reduce(flat)
+            unflatten(flat / self._ranks, means)
+        broadcast([buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())])
+
+
+class Fragment:
+    """Some parameters, and the outer optimizer's momentum for them."""
+
+    def __init__(self, parameters: list[torch.Tensor], outer: Outer, ranks: int, dtype: torch.dtype | None) -> None:
+        self.parameters = parameters
+        self.due: int | None = None
+        """The step after which what is on its way is waited for; None when nothing is."""
+        self.momentum: torch.Tensor | None = None
+        self._outer, self._ranks, self._dtype = outer, ranks, dtype
+        self._common: torch.Tensor | None = None
+        self._way: torch.Tensor | None = None
+        self._work: Any = None
+
+    def begin(self) -> None:
+        """Keeps the common parameters, from which this round begins."""
+        if self._common is None:
+            self._common = flatten(self.parameters)
+
+    def send(self, due: int) -> None:
+        """Sends how far this rank has come. Every rank."""
+        assert self._common is not None
+        self._way = self._common - flatten(self.parameters)
+        if self._dtype is not None:
+            self._way = self._way.to(self._dtype)
+        self._work = dist.all_reduce(self._way, async_op=True)
+        self.due = due
+
+    def finish(self, *, own_share: float) -> None:
+        """Waits for the mean way of all ranks, and takes the outer step; of what this rank has now, `own_share` stays."""
+        assert self._common is not None and self._way is not None
+        self._work.wait()
+        common = self._outer_step(self._way.to(self._common.dtype) / self._ranks)
+        unflatten(torch.lerp(common, flatten(self.parameters), own_share) if own_share else common, self.parameters)
+        # What is common is kept while it is not what the parameters are; otherwise it is read from them, which the
+        # script may have changed.
+        self._common = common if own_share else None
+        self._way = self._work = self.due = None
+
+    def _outer_step(self, way: torch.Tensor) -> torch.Tensor:
+        """The common parameters after a step of SGD with Nesterov momentum, as torch.optim.SGD takes it."""
+        assert self._common is not None
+        if self._outer.momentum:
+            self.momentum = way.clone() if self.momentum is None else self.momentum.mul_(self._outer.momentum).add_(way)
+            way = way + self.momentum * self._outer.momentum
+        return self._common - way * self._outer.lr
+
+
+def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
