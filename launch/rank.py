@@ -277,6 +277,10 @@ class Rank:
     # -- the script ---------------------------------------------------------------------------------------------
 
     def _start(self, order: dict[str, Any]) -> None:
+        if self.guard:  # it has run before, and is started again
+            self.guard.dismiss()
+            self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
+            self.tail.clear()
         give_up_on_silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
         if "DISTRIB_SERVERS" in environ:

@@ -282,17 +282,14 @@ class Supervisor:
                 environment["DISTRIB_ADDRESS"] = host.address or state.address
             for start in range(0, len(self.script_input), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, self.script_input[start : start + INPUT_PIECE_BYTES])
-            self._send(
-                state,
-                Kind.ASSIGN,
-                {
+            state.order = {
                     "command": self.plan.script_on(host, state.plan.role), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
                     "host_timeout_seconds": self.liveness.silence_seconds,
                     "chosen": host.chosen, "bind": self.plan.bind if state.plan.role == "worker" else "none",
                     "sharers": host.workers if state.plan.role == "worker" else host.ranks,
-                },
-            )  # fmt: skip
+                }  # fmt: skip
+            self._send(state, Kind.ASSIGN, state.order)
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -410,12 +407,30 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
+        if tolerance.may_start_again(self.plan, state.ending, state.restarts):
+            self._start_again(state)
+            return
         if tolerance.goes_on_without(self.plan, state.ending, self.endings):
             how = message or (failures.signal_name(number) if number else f"exit code {exit_code}")
             self.warnings.append(tolerance.lines(self.plan, state.ending, how))
             self.console.say(f"warning: {self.warnings[-1]}")
         else:
             self.first_bad = time.monotonic()
+
+    def _start_again(self, state: RankState) -> None:
+        """A parameter server died and its host is there: another takes its place."""
+        assert state.ending
+        state.restarts += 1
+        how = (
+            failures.signal_name(state.ending.signal) if state.ending.signal else f"exit code {state.ending.exit_code}"
+        )
+        self.warnings.append(
+            f"parameter server rank {state.plan.rank} on {state.plan.host} died ({how}) and was started again"
+        )
+        self.console.say(f"warning: {self.warnings[-1]}")
+        state.ending = None
+        environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
+        self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel

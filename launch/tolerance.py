@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from distrib_launch.failures import Ending
 from distrib_launch.plan import LaunchPlan
 
+MOST_RESTARTS = 3
 HOST_SILENCE_SECONDS = 30.0
 """A host that is cut off for less than that may come back: its workers join the others again."""
 
@@ -19,6 +20,12 @@ def goes_on_without(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending])
     role = plan.ranks[ending.rank].role
     left = [rank for rank in plan.ranks if rank.role == role and rank.rank not in failed]
     return bool(left) and (role == "worker" or plan.strategy.replicas > 0)
+
+
+def may_start_again(plan: LaunchPlan, ending: Ending, before: int) -> bool:
+    """Whether a rank is started anew where it was: a server whose host is there, `before` times already."""
+    is_server = plan.strategy.mode == "async" and plan.ranks[ending.rank].role == "server"
+    return is_server and not ending.lost and before < MOST_RESTARTS
 
 
 def succeeded(plan: LaunchPlan, endings: Sequence[Ending]) -> bool:

@@ -184,6 +184,10 @@ class _Link:
         if not said["member"]:
             self.client.outside = True
             self.client.round = max(self.client.round, said["round"])
+        for number, about in self.client.tables.items():
+            if number not in said["tables"]:  # a server that was started again, and has lost everything
+                for frame, payload in about(self.shard):
+                    self.connection.send(frame, payload)
         if self.last_gather:
             self.connection.send(*self.last_gather)
         for frame, payload, _ in self.requests.values():
@@ -215,6 +219,8 @@ class Client:
         self.life = os.urandom(8).hex()
         self.outside = False
         """Whether some server does not wait for this worker: it has to join again."""
+        self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
+        """Of each table, what a server must be told that knows nothing of it."""
         self.rejoin: Callable[[], None] = lambda: None
         self.round = 0
         self.loop = Loop()

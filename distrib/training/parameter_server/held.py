@@ -69,6 +69,18 @@ class HeldTable:
         if main and not all(are_set):
             self.give(replace=False)
         self.pull()
+        self.client.tables[self.number] = self._all_we_know
+
+    def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
+        """The table and the values that this worker had last, for a server that has lost them; its state is new then."""
+        told: list[tuple[Frame, Any]] = [
+            (Frame(Kind.DESCRIBE, table=self.number), msgspec.json.encode(self.description))
+        ]
+        for chunk, slot in zip(self.chunks, self.slots, strict=True):
+            if slot.shard == shard:
+                value = slot.value.to(getattr(torch, chunk.kind)).clone()
+                told.append((Frame(Kind.SET, table=self.number, chunk=slot.chunk), raw(value)))
+        return told
 
     def give(self, *, replace: bool) -> None:
         """Sends the servers the model's values."""
@@ -89,7 +101,9 @@ class HeldTable:
         for chunk, slot, answer in zip(self.chunks, self.slots, answers, strict=True):
             frame, payload = self.client.result(answer)
             slot.fresh, slot.version = False, frame.version
-            self._install(chunk, torch.frombuffer(payload, dtype=getattr(torch, chunk.kind)))
+            value = torch.frombuffer(payload, dtype=getattr(torch, chunk.kind))
+            slot.value.copy_(value)
+            self._install(chunk, value)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

@@ -62,7 +62,14 @@ class Part:
         self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
         connection.send(
             Frame(Kind.WELCOME),
-            packed({"member": worker in self.members, "epoch": self.epoch, "round": self._gathering.newest()}),
+            packed(
+                {
+                    "member": worker in self.members,
+                    "epoch": self.epoch,
+                    "round": self._gathering.newest(),
+                    "tables": [table.number for table in self.tables.values() if table.is_set],
+                }
+            ),
         )
 
     def lose(self, worker: int, connection: Connection) -> None:
@@ -313,10 +320,13 @@ class Part:
                 )
             primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
 
+    def await_again(self) -> None:
+        """After a restart: the workers call at once if they are there."""
+        self._gone = dict.fromkeys(self.members, time.monotonic())
+
     def take_charge(self, epoch: int) -> None:
         """The replica is the primary from now on; members that do not call are soon dropped."""
         self.epoch, self.in_charge = epoch, True
-        now = time.monotonic()
-        self._gone = dict.fromkeys(self.members, now)
+        self.await_again()
         for table in self.tables.values():
             table.shard.members = set(self.members)

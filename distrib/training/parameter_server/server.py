@@ -25,6 +25,7 @@ import torch
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, from_environment
 from distrib.training.parameter_server.part import DROP_SECONDS, Part
+from distrib.training.parameter_server.snapshots import Snapshots
 from distrib.training.parameter_server.tables import Pool, raw
 from distrib.training.parameter_server.wire import Connection, Frame, Kind, Loop, WireError, packed, unpacked
 
@@ -42,7 +43,10 @@ class _Peer:
         self.worker: int | None = None
         self.primary = False
         self.gradient: torch.Tensor | None = None
-        self.connection = Connection(sock, server.key, listener=True, room=self.room, receive=self.receive)
+        self.connection = Connection(
+            sock, server.key, listener=True, room=self.room, receive=self.receive, queued=lambda: server.talk_to(self)
+        )
+        self.attend = lambda events: server.attend(self, events)
 
     def room(self, frame: Frame) -> memoryview | None:
         if frame.kind is Kind.PUSH and self.part and self.worker is not None:
@@ -72,23 +76,41 @@ class Server:
         self.number, self.addresses, self.workers, self.key, self.strategy = number, addresses, workers, key, strategy
         self.loop = Loop()
         self.pool = Pool()
-        own = Part(number, workers, len(addresses), strategy, self.pool)
-        own.in_charge = True
-        self.parts = {number: own}
+        self.parts: dict[int, Part] = {}
+        self.snapshots: Snapshots | None = None
+        again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
+        if not again or not strategy.replicas:  # else its replica is in charge by now
+            self._take_own_part(again)
         self._peers: set[_Peer] = set()
+        self._talkative: set[_Peer] = set()
         self._links: dict[int, _ReplicaLink] = {}
         self._votes: dict[int, set[int]] = {}  # by shard: who cannot reach its primary
         self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
         self._listener = socket.create_server(("", addresses[number][1]), reuse_port=False, backlog=1024)
         self._listener.setblocking(False)
 
+    def _take_own_part(self, again: bool) -> None:
+        own = Part(self.number, self.workers, len(self.addresses), self.strategy, self.pool)
+        own.in_charge = True
+        self.parts[self.number] = own
+        if self.strategy.replicas:
+            return
+        self.snapshots = Snapshots(self.number)
+        if again:
+            own.await_again()
+            age = self.snapshots.restore(own)
+            source = "the parameters that workers have" if age is None else f"a snapshot of {age:.1f} s before"
+            say(f"was started again; its shard comes from {source}, without a replica (--replicas 1 loses nothing)")
+
     def run(self) -> None:
         """Until SIGTERM."""
         self.loop.watch(self._listener, self._accept)
         self._tick()
-        if self.strategy.replicas and len(self.addresses) > 1:
+        if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.parts:
             self._replicate(self.parts[self.number])
         self.loop.run()
+        if self.snapshots:
+            self.snapshots.remove()
 
     def _accept(self, _: int) -> None:
         try:
@@ -97,15 +119,15 @@ class Server:
             return
         peer = _Peer(self, sock)
         self._peers.add(peer)
-        self.loop.watch(sock, lambda events: self._attend(peer, events))
+        self.talk_to(peer)
+        self.flush()
 
-    def _attend(self, peer: _Peer, events: int) -> None:
-        connection = peer.connection
+    def attend(self, peer: _Peer, events: int) -> None:
+        """A connection can be read or written."""
+        self.talk_to(peer)
         try:
             if events & selectors.EVENT_READ:
-                connection.read()
-            if events & selectors.EVENT_WRITE:
-                connection.flush()
+                peer.connection.read()
         except DistribError as error:
             say(f"a worker sent what cannot be: {error}")
             self._end(peer)
@@ -113,21 +135,23 @@ class Server:
             self._end(peer)
         self.flush()
 
+    def talk_to(self, peer: _Peer) -> None:
+        """There may be something to send to this peer."""
+        self._talkative.add(peer)
+
     def flush(self) -> None:
         """Send what the sockets take, to everybody for whom there is something."""
-        for peer in list(self._peers):
+        while self._talkative:
+            peer = self._talkative.pop()
+            if peer not in self._peers:
+                continue
             try:
                 peer.connection.flush()
-                self.loop.watch(peer.connection.sock, self._attender(peer), writing=peer.connection.waits_to_send)
+                self.loop.watch(peer.connection.sock, peer.attend, writing=peer.connection.waits_to_send)
             except (OSError, ValueError):
                 self._end(peer)
         for link in self._links.values():
             link.flush()
-
-    def _attender(self, peer: _Peer) -> Any:
-        if not hasattr(peer, "attend"):
-            peer.attend = lambda events: self._attend(peer, events)  # type: ignore[attr-defined]
-        return peer.attend  # type: ignore[attr-defined]
 
     def _end(self, peer: _Peer) -> None:
         if peer not in self._peers:
@@ -184,7 +208,7 @@ class Server:
         """Keeps a replica of a part on the next server that can be one."""
         others = [(self.number + n) % len(self.addresses) for n in range(1, len(self.addresses))]
         if part.shard != self.number:
-            others = [other for other in others if other != part.shard] or others
+            others = sorted(others, key=lambda other: other == part.shard)  # its own server is gone, or started anew
         if others:
             for table in part.tables.values():
                 table.shard.replicate(table.shard.index)
@@ -220,6 +244,8 @@ class Server:
         for part in list(self.parts.values()):
             if part.in_charge:
                 part.tick(now)
+                if self.snapshots and part.shard == self.number:
+                    self.snapshots.take(part, now)
             for note in part.notes:
                 if part.shard == 0:
                     say(note)

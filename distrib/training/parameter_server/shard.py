@@ -212,7 +212,8 @@ class Shard:
         for worker in workers:
             held = at.held.pop(worker)
             at.clock[worker] = at.waiting[worker] = held.step
-            updates.append(Update(worker, held.step, held.gradient, at.version - held.base))
+            # A server that went on from a snapshot may have an older version than a worker.
+            updates.append(Update(worker, held.step, held.gradient, max(0, at.version - held.base)))
         at.version += 1
         self.index += 1
         return Apply(number, tuple(updates), at.version, self.index)

@@ -39,6 +39,9 @@ SILENCE_SECONDS = 5.0
 UNSENT_BYTES = 512 << 10
 """What the kernel may hold of a connection that is not yet on the wire: all that nothing can overtake any more."""
 
+WORTHWHILE_BYTES = 128 << 10
+"""What must have arrived of a large payload before the process is woken to take it: waking costs as much as 50 KiB."""
+
 TURN_BYTES = 4 << 20
 """What is read from one connection before others have their turn."""
 
@@ -109,6 +112,7 @@ class Connection:
     """One end of a connection. `OSError` and `WireError` mean that it is of no more use.
 
     `room(frame)` gives the memory for a payload, or None for memory of the frame's own; `receive(frame, payload)` gets it whole.
+    `queued` is called when there is something to send.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Connection:
         listener: bool,
         room: Callable[[Frame], memoryview | None],
         receive: Callable[[Frame, Any], None],
+        queued: Callable[[], None] = lambda: None,
     ) -> None:
         sock.setblocking(False)
         settle(sock)
@@ -126,7 +131,8 @@ class Connection:
         self.proven = False
         self.opened = time.monotonic()
         self._key, self._listener = key, listener
-        self._room, self._receive = room, receive
+        self._room, self._receive, self._queued = room, receive, queued
+        self._least = 1
         self._nonce = os.urandom(NONCE_BYTES)
         self._greeting = bytearray()
         self._raw = deque([] if listener else [memoryview(GREETING + self._nonce)])
@@ -147,6 +153,7 @@ class Connection:
         outgoing = Outgoing(frame, memoryview(payload), sent)
         self._count += 1
         heapq.heappush(self._queue, (priority, self._count, outgoing))
+        self._queued()
         return outgoing
 
     @property
@@ -207,6 +214,17 @@ class Connection:
                     left -= got
                 if self._got == len(target):
                     self._complete()
+        if self.proven:
+            self._sleep_until_worthwhile()
+
+    def _sleep_until_worthwhile(self) -> None:
+        """Be woken when the rest of a payload, or much of it, is there, not for each packet."""
+        left = len(self._body) - self._got if self._frame is not None else 1
+        least = min(left, WORTHWHILE_BYTES)
+        if least != self._least:
+            self._least = least
+            with contextlib.suppress(OSError):
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
 
     def _complete(self) -> None:
         self._got = 0
@@ -273,11 +291,7 @@ def settle(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(SILENCE_SECONDS) - 2))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, int(os.environ.get("PS_LOWAT", UNSENT_BYTES)))
-        if "PS_CC" in os.environ:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, os.environ["PS_CC"].encode())
-        if "PS_SNDBUF" in os.environ:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, int(os.environ["PS_SNDBUF"]))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
 
 
 def packed(value: Any) -> bytes:

@@ -49,6 +49,10 @@ class Asynchronous(Backend):
         self._exact = False  # the models hold the servers' values, all of them
         self._kept = 0
 
+    @property
+    def averaged(self) -> int:
+        return self.world.size if self.strategy.staleness == 0 else 1
+
     # -- models -------------------------------------------------------------------------------------------------------
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
