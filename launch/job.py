@@ -138,7 +138,8 @@ def _with_outlook(
     from distrib_launch import outlook as outlooks
     from distrib_launch import plan as planning
 
-    outlook, strategy, notes = None, plan.strategy, ()
+    notes: tuple[str, ...] = ()
+    outlook, strategy = None, plan.strategy
     if outlooks.is_wanted(options):
         from distrib_launch.outlook import before
 
@@ -207,7 +208,8 @@ def _launch_in(
     from distrib_launch import admission, failures, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
-    from distrib_launch.supervisor import Supervisor
+    from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
+    from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
     results.make_run_dir(run_dir)
     said = plan.notes
@@ -233,7 +235,8 @@ def _launch_in(
             console,
             timeout_seconds=options.timeout,
             hang_timeout_seconds=options.hang_timeout,
-            host_timeout_seconds=options.host_timeout,
+            host_timeout_seconds=options.host_timeout
+            or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
             grace_seconds=options.grace,
             script_input=script_input,
             keep_value=bool(script_input or options.profile),

@@ -34,6 +34,11 @@ class Backend:
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         self.strategy, self.world, self.device = strategy, world, device
 
+    @property
+    def averaged(self) -> int:
+        """Of how many ranks' gradients a step takes the mean, each weighted alike."""
+        return self.world.size if self.together else 1
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         """`model` on the device, with rank 0's parameters: itself, or in a wrapper that `unwrapped` sees through. Every rank."""
         model.to(self.device)
@@ -131,4 +136,8 @@ def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backe
         from distrib.training.local import Local
 
         return Local(strategy, world, device)
+    if strategy.mode == "async":
+        from distrib.training.parameter_server.worker import Asynchronous
+
+        return Asynchronous(strategy, world, device)
     raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")

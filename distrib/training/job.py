@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -29,13 +30,14 @@ from distrib.training.batches import ShardedLoader, moved
 from distrib.training.finite import OnNan
 from distrib.training.meter import Meter
 from distrib.training.normalization import with_synchronized_batches
+from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
 from distrib.training.samples import Samples
 from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
-from distrib.training.world import World, find_device, find_world
+from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
 
@@ -65,10 +67,13 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     global _job
     if _job is None:
         strategy = from_environment(os.environ)
-        world = find_world(threads=strategy.backend == "horovod")
+        # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
+        elastic = strategy.mode == "async"
+        world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
-        join(world, device, timedelta(seconds=timeout_seconds))
+        if not elastic:
+            join(world, device, timedelta(seconds=timeout_seconds))
         _job = Job(world, device, backend)
         if wish := wish_from(os.environ):
             _job._profile_for_launcher(wish)
@@ -101,6 +106,7 @@ class Job:
         self.device = device
         self.closed = False
         self._backend = backend
+        self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
@@ -168,7 +174,7 @@ class Job:
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
-        if self.world_size > 1:
+        if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         prepared = [self._prepare(thing, options) for thing in things]
@@ -228,6 +234,7 @@ class Job:
             samples=self._next_batch,
             ended=self._backend.settle,
             balance=balance,
+            view=partial(self._elastic.view, self._loaders) if self._elastic else None,
         )
 
     def _next_batch(self, own: int, every: int) -> None:
@@ -269,9 +276,14 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD.
+        It is meant for SGD. In asynchronous training each rank's batch makes a step of its own, and `lr` is right as it is.
         """
-        return lr * self.world_size
+        return lr * self._ranks_in_step
+
+    @property
+    def _ranks_in_step(self) -> int:
+        """How many ranks' batches make one step of the optimizer."""
+        return self.world_size if self._backend.strategy.in_step else 1
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
@@ -279,7 +291,7 @@ class Job:
         Call its `step()` after each `optimizer.step()`. With one rank it changes nothing.
         """
         return torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / self.world_size, end_factor=1.0, total_iters=steps
+            optimizer, start_factor=1 / self._ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
     def _training(self) -> bool | None:
@@ -307,12 +319,16 @@ class Job:
         if not isinstance(value, torch.Tensor):
             return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
         result = value.detach().clone(memory_format=torch.contiguous_format)
+        if self._elastic:
+            return self._elastic.reduce(result, op)
         if self.world_size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         return result / self.world_size if op == "mean" else result
 
     def _from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, where alone it is called; what it raises is raised on every rank."""
+        if self._elastic:
+            return self._elastic.from_main(work)
         if self.world_size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -437,14 +453,17 @@ class Job:
         self._end_profile()
         try:
             self._backend.settle()
-            self.barrier()
+            if self._elastic:
+                self._tell_staleness(self._elastic.staleness())
+            else:
+                self.barrier()
             self._backend.close()
         except BaseException:
             self._abandon()
             raise
         self.closed = True
         self._end_watch()
-        if self.world_size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's threads still drop the tensors of the last collectives, for which they take Python's lock; where a
             # model keeps the group alive, nothing waits for them, and one that asks for the lock when Python has begun
@@ -454,6 +473,13 @@ class Job:
             from mpi4py import MPI
 
             MPI.Finalize()
+
+    def _tell_staleness(self, seen: dict[str, float]) -> None:
+        """How late updates were, for the log of the run."""
+        if self.is_main and seen and self.world_size > 1:
+            self.log(staleness=seen)
+            told = ", ".join(f"{name} {value:g}" for name, value in seen.items())
+            self.print(f"distrib: staleness of the updates, in updates of others meanwhile: {told}")
 
     def __enter__(self) -> Job:
         self._check_open()

@@ -33,7 +33,7 @@ class Steps:
         told: Callable[[int], None],
     ) -> None:
         self.optimizer = optimizer
-        self.mean = Mean(optimizer, samples, ranks=backend.world.size if backend.together else 1)
+        self.mean = Mean(optimizer, samples, ranks=backend.averaged)
         self.taken = 0
         """Steps, with those that were left out because of a gradient that was no number."""
         self._backend, self._told = backend, told
