@@ -381,7 +381,7 @@ def test_what_always_holds(workload, strategy, hosts, each, cpu):
     faster = foretell(lab("25 GbE"), workload, strategy, hosts=hosts, ranks_per_host=each)
     assert faster.step_seconds <= told.step_seconds * (1 + 1e-9)
     if hosts == each == 1:
-        assert told.efficiency == 1.0
+        assert told.efficiency == pytest.approx(1.0)
 
 
 @settings(max_examples=100, deadline=None)
