@@ -139,3 +139,17 @@ ROWS = (
     Row(what="64 x V100, VGG-16, 100 GbE over TCP", source=ZHANG, cluster="8 V100, 100 GbE TCP", network="VGG-16",
         precision="fp32", batch=32, hosts=8, gpus=8, published=0.60, strategy=FUSED),
 )  # fmt: skip
+
+
+def table() -> str:
+    """The rows of docs/scaling.md."""
+    lines = ["|what|published|foretold|error|source|", "|-|-|-|-|-|"]
+    lines += [
+        f"|{row.what}|{row.published:.1%}|{row.foretold:.1%}|{row.foretold / row.published - 1:+.1%}|{row.source}|"
+        for row in ROWS
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

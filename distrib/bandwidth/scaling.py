@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
-from distrib.bandwidth.fabric import Fabric, Wire, find_fabric
+from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.payload import payload_of
 from distrib.bandwidth.pieces import Piece
 from distrib.bandwidth.prediction import Cap, Prediction
@@ -76,14 +76,15 @@ def needed_bandwidth(
 ) -> float | None:
     """Bytes per second that each host's wire must carry for this efficiency; None where no wire is fast enough, or none is there."""
     fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host)
-    return _needed(fabric, workload, strategy, efficiency)
+    return _needed(fabric, workload, strategy, _pieces(fabric, workload, strategy), efficiency)
 
 
 def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:
-    step = _step(fabric, workload, strategy, spans=spans)
+    parts = _pieces(fabric, workload, strategy)
+    step = _step(fabric, workload, strategy, parts, spans=spans)
     alone = _alone(fabric, workload, strategy)
     efficiency = _efficiency(fabric, workload, strategy, step)
-    cap = _cap(fabric, workload, strategy, step, efficiency)
+    cap = _cap(fabric, workload, strategy, parts, step)
     notes = fabric.notes
     if workload.loader_seconds > NEGLIGIBLE * alone:
         part = workload.loader_seconds * strategy.accumulate / alone
@@ -120,7 +121,9 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
     return min(1.0, _alone(fabric, workload, strategy) / step.seconds) if step.seconds > 0 else 1.0
 
 
-def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Step:
+def _step(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
+) -> Step:
     slowest = _slowness(fabric, strategy) * steps.slowest_of(fabric.ranks, workload.variation)
     if strategy.mode == "async":
         return _asynchronous(fabric, workload, strategy)
@@ -128,7 +131,7 @@ def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
         workload,
-        _transfers(fabric, workload, strategy),
+        _transfers(fabric, strategy, parts),
         batches=strategy.accumulate,
         slowness=slowest,
         overlap_slowdown=GPU_OVERLAP_SLOWDOWN if fabric.gpus else 0.0,
@@ -136,10 +139,8 @@ def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool
     )
 
 
-def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy) -> list[Transfer]:
+def _transfers(fabric: Fabric, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
     """What averaging each piece of the gradients costs, in the order in which they travel."""
-    if fabric.ranks == 1:
-        return []
     copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
     return [
@@ -149,11 +150,14 @@ def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy) -> list[T
             pack_seconds=packing * piece.size_bytes / copying,
             unpack_seconds=unpacking * piece.size_bytes / copying,
         )
-        for piece in _pieces(fabric, workload, strategy)
+        for piece in parts
     ]
 
 
 def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Piece, ...]:
+    """What is averaged in a step, in the order in which it travels."""
+    if fabric.ranks == 1 or strategy.mode != "sync":
+        return ()
     if fabric.gpus or strategy.backend == "horovod":
         return pieces.of_ddp(workload.gradients, strategy.bucket_bytes)
     if fabric.wire is None:
@@ -224,13 +228,15 @@ def _asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy) -> Ste
     return Step(seconds=seconds, communication_seconds=shared, exposed_seconds=seconds - alone)
 
 
-def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, efficiency: float) -> Cap | None:
-    link = _narrowest(fabric)
+def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:
+    link = min(
+        (link for link in (fabric.wire, fabric.inside) if link), key=lambda link: link.bytes_per_second, default=None
+    )
     if link is None or step.exposed_seconds <= NEGLIGIBLE * step.seconds:
         return None
     needed = None
-    if efficiency < WANTED_EFFICIENCY and link is fabric.wire:
-        needed = _needed(fabric, workload, strategy, WANTED_EFFICIENCY)
+    if link is fabric.wire and _efficiency(fabric, workload, strategy, step) < WANTED_EFFICIENCY:
+        needed = _needed(fabric, workload, strategy, parts, WANTED_EFFICIENCY)
     return Cap(
         link=link.name,
         source=link.source,
@@ -241,12 +247,10 @@ def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, eff
     )
 
 
-def _narrowest(fabric: Fabric) -> Wire | None:
-    links = [link for link in (fabric.wire, fabric.inside) if link]
-    return min(links, key=lambda link: link.bytes_per_second, default=None)
-
-
-def _needed(fabric: Fabric, workload: Workload, strategy: Strategy, wanted: float) -> float | None:
+def _needed(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], wanted: float
+) -> float | None:
+    """By bisection, with the gradients cut as they are for the wires that there are."""
     if not 0 < wanted <= 1:
         raise ConfigError(f"an efficiency of {wanted} cannot be", hint="it is more than 0 and at most 1")
     if fabric.wire is None:
@@ -254,7 +258,7 @@ def _needed(fabric: Fabric, workload: Workload, strategy: Strategy, wanted: floa
 
     def reached(bytes_per_second: float) -> bool:
         faster = fabric.with_wire(bytes_per_second)
-        return _efficiency(faster, workload, strategy, _step(faster, workload, strategy)) >= wanted
+        return _efficiency(faster, workload, strategy, _step(faster, workload, strategy, parts)) >= wanted
 
     low, high = fabric.wire.bytes_per_second, _FASTEST
     if reached(low):
