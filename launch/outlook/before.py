@@ -171,7 +171,7 @@ def _named(advice: Advice) -> str:
     if strategy.all_reduce == "hierarchical":
         words.append("hierarchical")
     if not strategy.gradients.exact:
-        words.append(f"{strategy.gradients} gradients")
+        words.append(f"gradients as {strategy.gradients}")
     if strategy.bucket_bytes:
         words.append(f"buckets of {text.size(strategy.bucket_bytes)}")
     if strategy.accumulate > 1:
