@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distrib_launch.failures import signal_name
-from distrib_launch.outlook import text
+from distrib_launch.outlook import words
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.results import Result
 
@@ -56,8 +56,8 @@ def write(plan: LaunchPlan, result: Result, run_dir: Path, started: float) -> No
 
 
 def _script(plan: LaunchPlan) -> str:
-    words = plan.script[1:]
-    return words[1] if words[0] == "-m" else words[0]
+    first = plan.script[1]
+    return plan.script[2] if first == "-m" else first
 
 
 def _failure(result: Result) -> list[str]:
@@ -74,13 +74,13 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
     if told is None and seen is None:
         return []
 
-    def cells(name: str, field: str, show: Any) -> tuple[str, str, str]:
+    def cells(name: str, field: str, show: Any) -> tuple[str, ...]:
         return name, *(show(getattr(side, field)) if side else "-" for side in (told, seen))
 
     rows = [
-        cells("a step", "step_seconds", text.time),
-        cells("computing", "compute_seconds", text.time),
-        cells("waiting for others", "exposed_seconds", text.time),
+        cells("a step", "step_seconds", words.time),
+        cells("computing", "compute_seconds", words.time),
+        cells("waiting for others", "exposed_seconds", words.time),
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]
     parts = ["<h2>Speed</h2>", _table(("", "foretold", "measured"), rows, numbers=(1, 2))]
@@ -90,13 +90,13 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
             f"({escape(plan.outlook.source)}; error to expect {plan.outlook.expected_error:.0%}).</p>"
         )
     if told and told.cap:
-        parts.append(f"<p>Capped by {escape(told.cap.link)}, {text.rate(told.cap.bandwidth_bytes_per_second)}.</p>")
+        parts.append(f"<p>Capped by {escape(told.cap.link)}, {words.rate(told.cap.bandwidth_bytes_per_second)}.</p>")
     if told and seen:
         parts.append(_bars({"foretold": told, "measured": seen}))
     if seen and seen.links:
         links = [
-            (f"{link.source} to {link.target}", text.rate(link.bytes_per_second),
-             text.rate(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
+            (f"{link.source} to {link.target}", words.rate(link.bytes_per_second),
+             words.rate(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
             for link in sorted(seen.links, key=lambda link: link.bytes_per_second)[:32]
         ]  # fmt: skip
         parts += ["<h2>Links, slowest first</h2>", _table(("", "carried", "expected"), links, numbers=(1, 2))]

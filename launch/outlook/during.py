@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
-from distrib_launch.outlook import text
+from distrib_launch.outlook import words
 from distrib_launch.outlook.record import LinkSeen, Measured
 from distrib_launch.plan import LaunchPlan
 
@@ -118,8 +118,8 @@ class Watch:
             foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
             self._warn(
                 "wire",
-                f"the wire holds this job at {seen.efficiency:.0%} of its speed{foretold}: of {text.time(seen.step_seconds)} a step, "
-                f"{text.time(seen.exposed_seconds)} are waiting for gradients{self._narrowest(seen)}",
+                f"the wire holds this job at {seen.efficiency:.0%} of its speed{foretold}: of {words.time(seen.step_seconds)} a step, "
+                f"{words.time(seen.exposed_seconds)} are waiting for gradients{self._narrowest(seen)}",
             )
         if outlook is None:
             return
@@ -127,7 +127,7 @@ class Watch:
         if seen.step_seconds > (1 + tolerated) * outlook.foretold.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {text.time(seen.step_seconds)}, {text.time(outlook.foretold.step_seconds)} was foretold: "
+                f"a step takes {words.time(seen.step_seconds)}, {words.time(outlook.foretold.step_seconds)} was foretold: "
                 + self._suspect(seen),
             )
 
@@ -141,7 +141,7 @@ class Watch:
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
-            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {text.rate(worst.bytes_per_second)}"
+            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {words.rate(worst.bytes_per_second)}"
         cap = self._plan.outlook.foretold.cap if self._plan.outlook else None
         return f"; link {cap.link}" if cap else ""
 
@@ -160,18 +160,18 @@ class Watch:
             elif len(below) > 1 and not common:
                 where, carries = f"{len(below)} links, {worst.source}-{worst.target} the worst of them,", "carry"
             usual = worst.expected_bytes_per_second
-            beside = f", {text.rate(usual)} was expected" if usual else " while the others carry more"
-            return f"{where} {carries} {text.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
+            beside = f", {words.rate(usual)} was expected" if usual else " while the others carry more"
+            return f"{where} {carries} {words.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
         more = seen.step_seconds - foretold.step_seconds
         if seen.compute_seconds - foretold.compute_seconds > more / 2:
             return (
-                f"rank {rank.rank} on {rank.host} computes for {text.time(seen.compute_seconds)}, {text.time(foretold.compute_seconds)} "
+                f"rank {rank.rank} on {rank.host} computes for {words.time(seen.compute_seconds)}, {words.time(foretold.compute_seconds)} "
                 "was profiled; is its processor shared, or hot?"
             )
         cap = foretold.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""
-        return f"{text.time(seen.exposed_seconds)} are waiting for gradients, {text.time(foretold.exposed_seconds)} was foretold{guess}"
+        return f"{words.time(seen.exposed_seconds)} are waiting for gradients, {words.time(foretold.exposed_seconds)} was foretold{guess}"
 
     def _expect(self, source: str, target: str) -> tuple[float | None, str]:
         """What a link should carry by the topology, and what it is."""
