@@ -81,19 +81,43 @@ class Backend:
         """Ends what the backend has running. Every rank, unless the job has failed."""
 
 
-class Synchronous(Backend):
-    """Every rank holds the whole model, and gradients are averaged in each step."""
+class Together(Backend):
+    """Every rank holds the whole model, and gradients are averaged in each step.
+
+    Buffers are rank 0's after each step: not before each forward, as with DistributedDataParallel, since one rank may
+    evaluate by itself, and what was computed forward must not be changed before it is computed backward.
+    """
 
     together = True
 
+    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        super().__init__(strategy, world, device)
+        self._models: list[nn.Module] = []
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        return synchronous(
+        self._models.append(model)
+        return model
+
+    def stepped(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            broadcast(list(model.buffers()))
+
+    def settle(self) -> None:
+        self.stepped(self._models)  # there may have been batches since the last step
+
+
+class Synchronous(Together):
+    """Gradients are averaged by torch's DistributedDataParallel."""
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = synchronous(
             model,
             self.device,
             self.world.size,
             find_unused_parameters=find_unused_parameters,
             strategy=self.strategy,
         )
+        return super().model(model, find_unused_parameters=find_unused_parameters)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         for model in models:
@@ -111,10 +135,6 @@ class Synchronous(Backend):
                     f"got no gradient in this step of {type(model.module).__name__}, and the other ranks wait for it",
                     hint="job.prepare(..., find_unused_parameters=True), or freeze what is not used with requires_grad_(False)",
                 )
-
-    def stepped(self, models: Sequence[nn.Module]) -> None:
-        for model in models:
-            broadcast(list(model.buffers()))
 
     def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
         for model in models:

@@ -13,15 +13,12 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.backend import Backend
-from distrib.training.flat import broadcast
+from distrib.training.backend import Backend, Together
 from distrib.training.world import World
 
 
-class Horovod(Backend):
+class Horovod(Together):
     """Gradients are averaged by `hvd.DistributedOptimizer`, and are when backward returns: so that they can be clipped."""
-
-    together = True
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
@@ -42,11 +39,11 @@ class Horovod(Backend):
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        model = super().model(model, find_unused_parameters=find_unused_parameters)
+        model = Backend.model(self, model, find_unused_parameters=find_unused_parameters)
         model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
         if any(True for _ in model.parameters()):
             self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        return model
+        return super().model(model, find_unused_parameters=find_unused_parameters)
 
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
@@ -62,10 +59,6 @@ class Horovod(Backend):
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         self._reducers[optimizer].finish()
         return update()
-
-    def stepped(self, models: Sequence[nn.Module]) -> None:
-        for model in models:
-            broadcast(list(model.buffers()))
 
     def close(self) -> None:
         self._hvd.shutdown()

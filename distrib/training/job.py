@@ -180,6 +180,11 @@ class Job:
         self._check_open()
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
+        if sync_batchnorm and self._backend.strategy.balance:
+            raise TrainingError(
+                "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
+                hint="leave out one of them",
+            )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         prepared = [self._prepare(thing, options) for thing in things]
         for observer in (self._profiler, self._meter):
