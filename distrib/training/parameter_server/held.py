@@ -94,7 +94,7 @@ class HeldTable:
 
     def pull(self) -> None:
         """Gives the model the servers' present values, all of them, exactly."""
-        self.client.wait(self.slots)
+        self.wait()
         answers = [
             self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots
         ]
@@ -156,7 +156,7 @@ class HeldTable:
 
     def join(self) -> None:
         """Makes the servers wait for this worker again, from its next step on."""
-        self.client.wait(self.slots)
+        self.wait()
         shards = range(len(self.client.addresses))
         asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
         self.step = max(self.step, *(unpacked(self.client.result(answer)[1]) for answer in asked))
@@ -186,11 +186,15 @@ class HeldTable:
             slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter])
         )
 
+    def wait(self) -> None:
+        """Until all steps that were taken are answered. What was sent of the next one is answered when that is taken."""
+        self.client.wait(slot for slot in self.slots if slot.chunk not in self._pushed)
+
     def get(self, numbers: Iterable[int]) -> None:
         """Gives the model the new values of these chunks, as soon as they are there."""
         for number in numbers:
             slot = self.slots[number]
-            if slot.waits:
+            if slot.waits and number not in self._pushed:
                 self.client.wait([slot])
             if slot.fresh:
                 slot.fresh = False
