@@ -168,7 +168,7 @@ class _Link:
         elif frame.kind is Kind.REFUSED:
             why = unpacked(payload)
             if why:
-                self.client.fail(TrainingError(why, hint="every rank must build the same model and optimizer"))
+                self.client.fail(TrainingError(why))
             elif frame.flags:
                 self._voted.discard(self.epoch + 1)
             raise ConnectionRefusedError

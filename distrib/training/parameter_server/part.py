@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from distrib.errors import DistribError
@@ -14,6 +16,7 @@ from distrib.training.parameter_server.gathering import Gathering
 from distrib.training.parameter_server.shard import Answer, Apply, Effect
 from distrib.training.parameter_server.tables import Description, Pool, Table, raw
 from distrib.training.parameter_server.wire import APPLIED, FINAL, MORE, Connection, Frame, Kind, packed, unpacked
+from distrib.units import format_size
 
 DROP_SECONDS = 5.0
 """How long the others wait for a worker whose connection is gone."""
@@ -180,12 +183,23 @@ class Part:
         table = self.tables.get(frame.table)
         if table is None:
             table = Table(frame.table, description, self.shard, self.members, self.strategy, self.pool)
+            needed, free = table.memory_bytes(len(self.members)), psutil.virtual_memory().available
+            if needed > free:
+                where = f"parameter server {self.shard} on {socket.gethostname()}"
+                what = f"{where} needs {format_size(needed)} for its part of the model and has {format_size(free)} free"
+                refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
+                self._send(worker, refusal, packed(f"{what}; use more servers (--servers) or larger hosts"))
+                return
             self.tables[frame.table] = table
             self._begin_replica(table)
         elif why := table.description.differs(description):
             refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
             self._send(
-                worker, refusal, packed(f"worker {worker} has another model or optimizer than the others: {why}")
+                worker,
+                refusal,
+                packed(
+                    f"worker {worker} has another model or optimizer than the others: {why}; make the same everywhere"
+                ),
             )
             return
         self._reply(worker, frame, packed({"set": table.is_set}))

@@ -17,6 +17,9 @@ from distrib.training.parameter_server.placement import Chunk, Parameter, cut
 from distrib.training.parameter_server.shard import Shard, Update
 
 Wire = Literal["fp32", "bf16", "fp16"]
+STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
+"""Tensors of a parameter's size that an optimizer keeps at most, where that is not two."""
+
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -112,6 +115,11 @@ class Table:
     def wire_bytes(self, chunk: int) -> int:
         """The size of the chunk on the wire."""
         return self.chunks[chunk].elements * self.dtype(chunk).itemsize
+
+    def memory_bytes(self, workers: int) -> int:
+        """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of every worker."""
+        state = STATES.get(self.description.recipe.name, 2)
+        return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + workers)
 
     def set(self, chunk: int, value: Any, *, replace: bool) -> None:
         """Gives a chunk its value, bytes in the servers' format: the first one, or any with `replace`."""
