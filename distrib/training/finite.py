@@ -50,7 +50,7 @@ class Finite:
 
     def _keep(self, name: str) -> Any:
         def keep(gradient: torch.Tensor) -> None:
-            self._witnesses.append((name, gradient.detach()))
+            self._witnesses.append((name, gradient))  # itself: a detached one would be averaged with it
 
         return keep
 

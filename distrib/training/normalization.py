@@ -80,10 +80,12 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:
-        # Every rank's loss depends on the common moments: what they want of them is added up.
+        # Every rank's loss depends on the common moments: what they want of them is added up. Each loss counts by its
+        # samples, as it does in `distrib.training.gradients`, which multiplies by this rank's afterwards.
         input, mean, total = ctx.saved_tensors
-        gradients = torch.cat([mean_gradient, variance_gradient]).double()
+        gradients = torch.cat([mean_gradient, variance_gradient]).double() * input.shape[0]
         dist.all_reduce(gradients)
+        gradients /= input.shape[0]
         channels = input.shape[1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         of_mean = (gradients[:channels] / total).view(shape)

@@ -82,15 +82,16 @@ class Steps:
             )
         return self.take(lambda: self._own(*arguments, **options))
 
-    def take(self, update: Callable[[], Any]) -> Any:
-        """Takes a step, if the present batch is the last of its group; None if it is not."""
+    def take(self, update: Callable[[], Any] | None) -> Any:
+        """Takes a step, if the present batch is the last of its group; None if it is not. Without `update` it is left out."""
         result = None
         if self.mean.last:
             if not self.taken:
                 self._check_owned()
             self._backend.check_used(self._models)
-            fit = hasattr(self.optimizer, "found_inf") or self._finite.after(self.taken + 1)
-            result = self._backend.step(self.optimizer, update if fit else _nothing)
+            if update and not hasattr(self.optimizer, "found_inf") and not self._finite.after(self.taken + 1):
+                update = None
+            result = self._backend.step(self.optimizer, update or _nothing)
             self._backend.stepped(self._models)
             self.taken += 1
             self._told(self.taken)
@@ -122,11 +123,11 @@ class Steps:
             self._scaled = True
             self.pair(self._models)
         if not self.mean.last:
-            return self.take(_nothing)
+            return self.take(None)
         taken = self.taken
         result = own(self.optimizer, *arguments, **options)
         if self.taken == taken:
-            self.take(_nothing)
+            self.take(None)
         return result
 
 
