@@ -14,6 +14,7 @@ from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
 from distrib.training.parameter_server.optimizers import options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
+from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.tables import Description, Wire, raw, wire_dtype
 from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
 
@@ -37,10 +38,10 @@ class HeldTable:
             recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire
         )
         self.chunks: Sequence[Chunk] = self.description.chunks()
-        pinned = any(parameter.device.type == "cuda" for parameter in self.parameters)
-        self.slots = [
-            Slot(number, c.number, c.server, c.elements, wire_dtype(wire, c.kind), pinned=pinned) for c in self.chunks
-        ]
+        self._arenas: dict[int, Arena] = {}
+        if all(parameter.device.type == "cpu" for parameter in self.parameters):
+            self._arenas = _arenas(self.chunks, wire)
+        self.slots = [Slot(number, c.number, c.server, *self._memory(c, wire_dtype(wire, c.kind))) for c in self.chunks]
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -54,6 +55,13 @@ class HeldTable:
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
         self._pushed: set[int] = set()
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def _memory(self, chunk: Chunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the gradient and the value of a chunk: shared with the server, or such as GPUs copy from and to."""
+        if arena := self._arenas.get(chunk.server):
+            return arena.gradients[chunk.number].view(dtype), arena.values[chunk.number].view(dtype)
+        made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=torch.cuda.is_available()) for _ in range(2)]
+        return made[0], made[1]
 
     def _settings(self) -> list[dict[str, Any]]:
         return [options_of(group) for group in self.optimizer.param_groups]
@@ -70,6 +78,8 @@ class HeldTable:
             self.give(replace=False)
         self.pull()
         self.client.tables[self.number] = self._all_we_know
+        if self._arenas:
+            self.client.share(self.number, self._arenas)
 
     def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
         """The table and the values that this worker had last, for a server that has lost them; its state is new then."""
@@ -262,6 +272,13 @@ class HeldTable:
             asked.append(self.client.ask(slot.shard, frame, file.getvalue()))
         for answer in asked:
             self.client.result(answer)
+
+
+def _arenas(chunks: Sequence[Chunk], wire: Wire) -> dict[int, Arena]:
+    sizes: dict[int, dict[int, int]] = {}
+    for chunk in chunks:
+        sizes.setdefault(chunk.server, {})[chunk.number] = chunk.elements * wire_dtype(wire, chunk.kind).itemsize
+    return {server: Arena(of) for server, of in sizes.items()}
 
 
 def _kind(name: str, parameter: torch.Tensor) -> str:
