@@ -64,6 +64,10 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         strategy = from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
+        if elastic and not os.environ.get("DISTRIB_SERVERS"):
+            raise TrainingError(
+                "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
+            )
         world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
