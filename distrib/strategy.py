@@ -95,6 +95,17 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Steps that a worker may be ahead of the slowest one (mode async); None: any number."""
     replicas: int = 0
     """Copies of each server's parameters on other servers (mode async)."""
+    stale_rate: bool = False
+    """Whether the learning rate of an update is divided by its staleness (mode async)."""
+    delay_compensation: float | None = None
+    """DC-ASGD's strength of compensation, lambda (mode async)."""
+    momentum_correction: bool = False
+    """Whether momentum is lessened by what asynchrony adds to it (mode async)."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step of the optimizer is one of all ranks together."""
+        return self.mode != "async" or self.staleness == 0
 
     @property
     def exact(self) -> bool:
@@ -105,9 +116,9 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 _ONLY_IN: dict[str, Mode] = {
     "inner_steps": "local",
     "outer": "local",
-    "servers": "async",
-    "staleness": "async",
-    "replicas": "async",
+    **dict.fromkeys(
+        ("servers", "staleness", "replicas", "stale_rate", "delay_compensation", "momentum_correction"), "async"
+    ),
 }
 
 
@@ -120,6 +131,8 @@ def checked(strategy: Strategy) -> Strategy:
             raise ConfigError(
                 f"{option} means nothing in mode {strategy.mode}", hint=f"add --mode {mode}, or leave it out"
             )
+    if strategy.mode == "async":
+        _check_async(strategy)
     if strategy.mode == "local" and strategy.gradients.format not in ("fp32", "fp16", "bf16"):
         raise ConfigError(
             f"mode local sends no {strategy.gradients}: parameters travel, not gradients", hint="use fp32, bf16 or fp16"
@@ -140,6 +153,17 @@ def checked(strategy: Strategy) -> Strategy:
         if strategy.gradients.format not in ("fp32", "fp16"):
             raise ConfigError(f"--backend horovod sends no {strategy.gradients}", hint="use --gradients fp32 or fp16")
     return strategy
+
+
+def _check_async(strategy: Strategy) -> None:
+    if strategy.gradients.format not in ("fp32", "fp16", "bf16"):
+        raise ConfigError(f"--mode async sends no {strategy.gradients}", hint="use --gradients fp32, bf16 or fp16")
+    if strategy.replicas and strategy.servers == 1:
+        raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
+    if strategy.staleness == 0 and (strategy.stale_rate or strategy.delay_compensation or strategy.momentum_correction):
+        raise ConfigError(
+            "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave corrections out"
+        )
 
 
 def from_environment(environ: Mapping[str, str]) -> Strategy:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distrib_launch import engines, job, training
+from distrib_launch import engines, job, outlook, training
 from distrib_launch.console import complain, perhaps_unread
 from distrib_launch.placement import HOW
 
@@ -79,8 +79,8 @@ def parser() -> Parser:
     how.add_argument("--timeout", type=_seconds, metavar="TIME", help="stop the job after this long: 90, 30s, 10m, 2h")
     how.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help="end the job when no rank has printed or "
                      "reported a step for this long, saying who waits for whom (default: say it after 10m, go on)")  # fmt: skip
-    how.add_argument("--host-timeout", type=_seconds, default=1.8, metavar="TIME", help="take a host for lost that was "
-                     "silent for this long and then does not answer (default: 1.8s; more for a shaky network)")  # fmt: skip
+    how.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="take a host for lost that was silent for "
+                     "this long and then does not answer (default: 1.8s; 30s in mode async, where it may come back)")  # fmt: skip
     how.add_argument("--grace", type=_seconds, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL when the "
                      "job is stopped (default: 5s)")  # fmt: skip
     how.add_argument(
@@ -88,6 +88,7 @@ def parser() -> Parser:
     )
     how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
     training.add_options(p)
+    outlook.add_launch_options(p)
     pods = p.add_argument_group("with --engine kubernetes")
     pods.add_argument("--image", metavar="NAME", help="the image of the Dockerfile, as the cluster finds it")
     pods.add_argument("--manifest", metavar="FILE", help="write the MPIJob there (default: to standard output)")
@@ -211,20 +212,30 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if as_json:
         print(msgspec.json.encode(plan).decode())
         return
-    print(f"{plan.world_size} rank(s) on {len(plan.hosts)} host(s), engine {plan.engine}, mode {plan.mode}")
+    servers = len(plan.ranks) - plan.world_size
+    apart = f" and {servers} parameter server(s)" if servers else ""
+    print(f"{plan.world_size} rank(s){apart} on {len(plan.hosts)} host(s), engine {plan.engine}, mode {plan.mode}")
     first = 0
     for host in plan.hosts:
-        last = first + host.ranks - 1
+        beside = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
+        shown_servers = f"parameter server {_numbers(beside)}, a free port chosen at launch" if beside else ""
+        if not host.workers:
+            print(f"  {host.name}: {shown_servers}")
+            continue
+        last = first + host.workers - 1
         devices = list(dict.fromkeys(rank.device for rank in plan.ranks[first : last + 1]))
         shown = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else devices[0]
         shown += " (its GPUs, if it has any)" if shown == "auto" else ""
         if host.chosen is not None:
             shown += f", chosen: {','.join(map(str, host.chosen))}"
         ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        print(f"  {host.name}: {ranks}, device {shown}, {_processors(plan.ranks[first : last + 1])}")
+        print(f"  {host.name}: {ranks}, device {shown}, {_processors(plan.ranks[first : last + 1])}"
+              + (f"; {shown_servers}" if beside else ""))  # fmt: skip
         first = last + 1
     for note in plan.notes:
         print(f"note: {note}")
+    if plan.outlook and plan.outlook.warning:
+        print(f"warning: {plan.outlook.warning}")
     import shlex
 
     print(f"each rank runs: {shlex.join(plan.script)}")
@@ -235,6 +246,10 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if plan.sync:
         print(f"brought to every host first: {plan.sync}")
     print(f"command: {shlex.join(plan.command)}")
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def _processors(ranks: Sequence[RankPlan]) -> str:

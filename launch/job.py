@@ -15,7 +15,7 @@ from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
-    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.plan import Here, LaunchPlan, Options
     from distrib_launch.results import Result
 
     from distrib.cluster.hostfile import HostList
@@ -48,6 +48,18 @@ def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     return read_topology(path)
 
 
+def _not_described(topology: Topology, hosts: HostList) -> str:
+    """A note on hosts that the topology does not know; they are launched on all the same."""
+    from distrib.cluster.topology import check_hosts
+    from distrib.errors import TopologyError
+
+    try:
+        check_hosts(topology, hosts)
+    except TopologyError as error:
+        return str(error)
+    return ""
+
+
 def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
     from distrib_launch import choose, engines, placement, results, sync, training
@@ -67,6 +79,10 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     environment = planning.forwarded(os.environ, options.env)
+    if options.profile:
+        from distrib_launch import profile
+
+        environment |= profile.prepare(options)
     run_dir = results.choose_run_dir(options.run_dir, options.script)
     folder = sync.check_folder(options.sync) if options.sync is not None else None
     wanted = planning.Options(
@@ -76,7 +92,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
         interpreter=sys.executable,
         directory=str(Path.cwd()),
         run_dir=str(run_dir),
-        ranks=options.ranks,
+        ranks=1 if options.profile else options.ranks,
         strategy=training.strategy_of(options),
         engine=engine,
         mpirun=options.mpirun,
@@ -94,19 +110,49 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    plan = planning.make_plan(
-        wanted,
-        hosts,
-        topology,
-        planning.Here(
-            names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
-            gpus=visible_gpus({**os.environ, **environment}),
-            machine=placement.read_machine(),
-        ),
+    here = planning.Here(
+        names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
+        gpus=visible_gpus({**os.environ, **environment}),
+        machine=placement.read_machine(),
     )
+    plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
+    if topology and hosts and (note := _not_described(topology, hosts)):
+        import msgspec
+
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, note))
     if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
+
+
+def _with_outlook(
+    plan: LaunchPlan,
+    wanted: Options,
+    options: argparse.Namespace,
+    hosts: HostList | None,
+    topology: Topology | None,
+    here: Here,
+) -> LaunchPlan:
+    """The plan with what is foretold of it, and in mode auto with the strategy that is best for it."""
+    import msgspec
+    from distrib_launch import outlook as outlooks
+    from distrib_launch import plan as planning
+
+    notes: tuple[str, ...] = ()
+    outlook, strategy = None, plan.strategy
+    if outlooks.is_wanted(options):
+        from distrib_launch.outlook import before
+
+        outlook, strategy, notes = before.look(plan, options, topology)
+    if strategy != plan.strategy:
+        plan = planning.make_plan(msgspec.structs.replace(wanted, strategy=strategy), hosts, topology, here)
+    return msgspec.structs.replace(
+        plan,
+        notes=(*plan.notes, *notes),
+        topology=topology.source if topology else None,
+        outlook=outlook,
+        warn_below=options.warn_below,
+    )
 
 
 def _refuse_broken_text(words: list[str]) -> None:
@@ -162,7 +208,8 @@ def _launch_in(
     from distrib_launch import admission, failures, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
-    from distrib_launch.supervisor import Supervisor
+    from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
+    from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
     results.make_run_dir(run_dir)
     said = plan.notes
@@ -188,11 +235,16 @@ def _launch_in(
             console,
             timeout_seconds=options.timeout,
             hang_timeout_seconds=options.hang_timeout,
-            host_timeout_seconds=options.host_timeout,
+            host_timeout_seconds=options.host_timeout
+            or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
             grace_seconds=options.grace,
             script_input=script_input,
+            keep_value=bool(script_input or options.profile),
         )
         supervisor.warnings += warnings
+        if plan.outlook and plan.outlook.warning:
+            supervisor.warnings.append(plan.outlook.warning)
+            console.say(f"warning: {plan.outlook.warning}")
         result = supervisor.run()
     try:
         results.write_json(run_dir / "result.json", result)
@@ -201,6 +253,10 @@ def _launch_in(
     if result.first_failure:
         report = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
         console.say(f"error: {report}")
+    if options.profile:
+        from distrib_launch import profile
+
+        profile.keep(options, result, run_dir, console)
     if result.status != "succeeded" or options.verbose:
         console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
     return result

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import choose, engines, placement
+from distrib_launch import choose, engines, placement, roles
+from distrib_launch.outlook.record import Outlook
 from distrib_launch.ranges import ranges
 
 from distrib import strategy as strategies
@@ -83,10 +84,11 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's part: how to reach it and how many ranks it runs."""
+    """One host's part: how to reach it and how many ranks it runs, of which the last `servers` are parameter servers."""
 
     name: str
     ranks: int
+    servers: int = 0
     user: str | None = None
     port: int | None = None
     python: str | None = None
@@ -98,10 +100,16 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
     """That interface's address."""
 
+    @property
+    def workers(self) -> int:
+        """The ranks that run the script."""
+        return self.ranks - self.servers
+
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One rank: where it runs, on what, and what its script finds in the environment.
 
+    `role` is `worker`, or `server` for a parameter server: those are numbered after the workers.
     `device` is `cuda:N`, `cpu`, or `auto` where nobody has yet told whether the host has GPUs; the host decides then.
     `cpus`, such as `0-3` (empty: not bound), and `threads` are decided on the host too: None where it is not this one.
     """
@@ -142,10 +150,22 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses for the control channel; empty: those by which the hosts reach this machine."""
     engine_environment: dict[str, str] = {}
     """What is set for the engine's own processes."""
+    topology: str | None = None
+    """The file that says what the hosts are made of."""
+    outlook: Outlook | None = None
+    """What was foretold of the job; None where its workload is not known."""
+    warn_below: float = 0.8
+    """The efficiency below which the wire is warned of."""
 
-    def script_on(self, host: HostPlan) -> tuple[str, ...]:
+    @property
+    def started(self) -> tuple[RankPlan, ...]:
+        """The ranks in the order in which engines number what they start: host by host."""
+        places = {host.name: place for place, host in enumerate(self.hosts)}
+        return tuple(sorted(self.ranks, key=lambda rank: (places[rank.host], rank.local_rank)))
+
+    def script_on(self, host: HostPlan, role: str = "worker") -> tuple[str, ...]:
         """The command of each rank on a host: the script, run by the host's own interpreter where it has one."""
-        return (host.python or self.script[0], *self.script[1:])
+        return (host.python or self.script[0], *(roles.COMMAND if role == "server" else self.script[1:]))
 
 
 def plan_hosts(
@@ -266,8 +286,13 @@ def make_plan(
 
     cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
     in_step = options.strategy.mode == "sync" and not options.strategy.balance and not cpu_only
+    listed = host_list.hosts if host_list else ()
+    with_servers = options.strategy.mode == "async"
+    host_list, apart = roles.split_roles(host_list) if with_servers else (host_list, ())
     hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, options.wishes, in_step=in_step)
-    world_size = sum(host.ranks for host in hosts)
+    if with_servers:
+        hosts = roles.place_servers(hosts, apart, listed, options.strategy.servers)
+    world_size = sum(host.workers for host in hosts)
     job = secrets.token_hex(4)
     common = {
         **options.environment,
@@ -284,19 +309,19 @@ def make_plan(
         common["PYTHONUNBUFFERED"] = "1"  # lines arrive when they are printed, not when a buffer is full
     ranks: list[RankPlan] = []
     for group, host in enumerate(hosts):
-        count = 0 if cpu_only else gpus[host.name]
-        if count and host.ranks > count:
+        count = 0 if cpu_only or not host.workers else gpus[host.name]
+        if count and host.workers > count:
             raise ConfigError(
-                f"{host.name}: {host.ranks} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
+                f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
             )
         shares = _shares(host, count, here, options)
-        for local_rank in range(host.ranks):
+        for local_rank in range(host.workers):
             rank = len(ranks)
             environment = {
                 **common,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(host.ranks),
+                "LOCAL_WORLD_SIZE": str(host.workers),
                 "GROUP_RANK": str(group),
                 "ROLE_RANK": str(rank),
             }
@@ -313,6 +338,7 @@ def make_plan(
                     threads=shares[local_rank].threads if shares else None,
                 )
             )
+    ranks += _servers(hosts, common, len(ranks), "OMP_NUM_THREADS" in options.environment)
     plan = LaunchPlan(
         job=job,
         world_size=world_size,
@@ -335,6 +361,34 @@ def make_plan(
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
 
 
+def _servers(hosts: Sequence[HostPlan], common: Mapping[str, str], first: int, threads_given: bool) -> list[RankPlan]:
+    """The parameter servers, numbered after the workers."""
+    found: list[RankPlan] = []
+    total = sum(host.servers for host in hosts)
+    for group, host in enumerate(hosts):
+        for local_rank in range(host.workers, host.ranks):
+            number = len(found)
+            environment = {
+                **common,
+                "RANK": str(first + number),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(host.ranks),
+                "GROUP_RANK": str(group),
+                "ROLE_RANK": str(number),
+                "ROLE_WORLD_SIZE": str(total),
+                "DISTRIB_SERVER": str(number),
+            }
+            if not threads_given:
+                environment["OMP_NUM_THREADS"] = "1"  # threads of OpenMP's would spin beside the workers
+            found.append(
+                RankPlan(
+                    rank=first + number, host=host.name, local_rank=local_rank, role="server", device="cpu",
+                    environment=environment, cpus="", threads=1,
+                )
+            )  # fmt: skip
+    return found
+
+
 def _shares(host: HostPlan, count: int | None, here: Here, options: Options) -> list[placement.Share]:
     """What `rank.py` will decide on this machine; nothing for the others."""
     if host.name not in here.names or here.machine is None:
@@ -345,7 +399,7 @@ def _shares(host: HostPlan, count: int | None, here: Here, options: Options) -> 
         environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, host.chosen, here.gpus)
     told = environ.get("OMP_NUM_THREADS", "")
     found = []
-    for local_rank in range(host.ranks):
-        share = placement.share_of(here.machine, local_rank, host.ranks, environ, options.bind, on_gpus=bool(gpus))
+    for local_rank in range(host.workers):
+        share = placement.share_of(here.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
         found.append(share._replace(threads=int(told)) if told.isdigit() else share)
     return found

@@ -201,15 +201,15 @@ def wants_of(plan: LaunchPlan) -> dict[str, Want]:
     """What the plan wants of each host."""
     found = {}
     for host in plan.hosts:
-        ranks = [rank for rank in plan.ranks if rank.host == host.name]
+        ranks = [rank for rank in plan.ranks if rank.host == host.name and rank.role == "worker"]
         listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES") if ranks else None
         indices = None if host.chosen is None else host.chosen
         if listed is not None:
             visible = [int(part) for part in listed.split(",") if part.strip().isdigit()]
-            places = indices if indices is not None else range(host.ranks)
+            places = indices if indices is not None else range(host.workers)
             indices = tuple(visible[place] for place in places if place < len(visible))
-        devices = ("cpu",) if listed == "" else tuple(rank.device for rank in ranks)
-        found[host.name] = Want(ranks=host.ranks, devices=devices, gpu_indices=indices)
+        devices = ("cpu",) if listed == "" else tuple(rank.device for rank in ranks) or ("cpu",)
+        found[host.name] = Want(ranks=host.workers or host.servers, devices=devices, gpu_indices=indices)
     return found
 
 

@@ -93,6 +93,11 @@ def run(options: argparse.Namespace) -> int:
 
         check_name(options.plot)
     before = _baseline(options.baseline) if options.baseline else None
+    if options.output and Path(options.output).is_file() and Path(options.output).stat().st_size:
+        from distrib.cluster.topology import check_hosts, read_topology
+
+        # What is measured of hosts that the file does not know could not be written into it afterwards.
+        check_hosts(read_topology(options.output), listed)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
     results.make_run_dir(run_dir)
     journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume)
@@ -206,12 +211,23 @@ def _measure(
         print(f"distrib-topo: {failure.host} was lost: {failure.message}; going on without it", file=sys.stderr)
         lost.append(failure.host)
         journal.done_steps = tuple(dict.fromkeys(r.step for r in journal.read() if isinstance(r, StepDone) and r.whole))
+    if result and result.status == "succeeded" and not lost and _gpudirect_matters(journal.read()):
+        # NCCL reads its variables once in a process.
+        result = _launch(options, hosts, hosts, journal, run_dir / "no-gpudirect", gpudirect=False)
     if result and result.status != "succeeded" and not any(_is_pair(record) for record in journal.read()):
         failure = result.first_failure
         raise LaunchError(
             f"the probe failed: {failure.message if failure else result.status}", hint=f"see {run_dir}/ranks"
         )
     return lost, result
+
+
+def _gpudirect_matters(records: Sequence[Record]) -> bool:
+    """Whether all-reduce was measured with GPUDirect RDMA, and not yet without."""
+    from distrib.probe.records import CollectiveSeen
+
+    seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveSeen)}
+    return True in seen and False not in seen
 
 
 def _is_pair(record: Record) -> bool:
@@ -221,7 +237,13 @@ def _is_pair(record: Record) -> bool:
 
 
 def _launch(
-    options: argparse.Namespace, hosts: tuple[str, ...], present: tuple[str, ...], journal: Journal, folder: Path
+    options: argparse.Namespace,
+    hosts: tuple[str, ...],
+    present: tuple[str, ...],
+    journal: Journal,
+    folder: Path,
+    *,
+    gpudirect: bool = True,
 ) -> Result:
     from distrib_launch import cli, job
     from distrib_launch.probeview import View
@@ -236,8 +258,13 @@ def _launch(
         done=journal.done_steps,
         resumed=bool(known),
         primary=options.way,
+        gpudirect=gpudirect,
     )
-    words = ["--run-dir", str(folder), "-np", str(len(present)), "--spread", "--bind", "none", "--only-rank", "0"]
+    words = ["--run-dir", str(folder), "--bind", "none", "--only-rank", "0"]
+    if options.mode == "quick":  # links only, which one rank on each host measures
+        words += ["-np", str(len(present)), "--spread"]
+    if not gpudirect:
+        words += ["-x", "NCCL_NET_GDR_LEVEL=LOC"]
     for name in ("hosts", "topology", "interface", "engine", "mpirun", "ssh_command"):
         if (value := getattr(options, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
@@ -247,9 +274,9 @@ def _launch(
         words.append(f"--exclude={'@'.join(host for host in hosts if host not in present)}")
     wanted = cli.parser().parse_args([*words, "--module", "distrib.probe", msgspec.json.encode(spec).decode()])
     plan = job.make_plan(wanted)
-    planned = tuple(rank.host for rank in plan.ranks)
+    planned = tuple(host.name for host in plan.hosts)
     if planned != present:
-        raise LaunchError(f"ranks are planned on {', '.join(planned)}, one on each of {', '.join(present)} was wanted")
+        raise LaunchError(f"ranks are planned on {', '.join(planned)}; {', '.join(present)} were wanted")
     with View(journal.write, bar=not options.json) as view:
         return job.launch(plan, wanted, streams=view.streams, script_input=known)
 

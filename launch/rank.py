@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import json
 import os
 import selectors
@@ -145,7 +146,8 @@ class Rank:
         self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
         self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
         self.channel = call_back(environ[CONTROL], environ[TOKEN])
-        self.port = hold_port() if self.rank == 0 else None
+        self.port = hold_port()
+        self.key = hmac.digest(environ[TOKEN].encode(), b"parameter servers", "sha256").hex()
         self.selector = selectors.DefaultSelector()
         self.child: subprocess.Popen[bytes] | None = None
         self.guard: guard.Guard | None = None
@@ -207,7 +209,7 @@ class Rank:
             "rank": self.rank, "world_size": self.world_size,
             "local_rank": self.local_rank, "local_world_size": self.local_world_size,
             "host": socket.gethostname(), "pid": os.getpid(), "python": sys.version.split()[0],
-            "port": self.port.getsockname()[1] if self.port else None,
+            "port": self.port.getsockname()[1],
             "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
             "interface": interface_with(self.channel.sock.getsockname()[0]),
         }  # fmt: skip
@@ -275,8 +277,14 @@ class Rank:
     # -- the script ---------------------------------------------------------------------------------------------
 
     def _start(self, order: dict[str, Any]) -> None:
+        if self.guard:  # it has run before, and is started again
+            self.guard.dismiss()
+            self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
+            self.tail.clear()
         give_up_on_silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
+        if "DISTRIB_SERVERS" in environ:
+            environ["DISTRIB_KEY"] = self.key
         self.mark = environ[guard.MARK] = order["mark"]
         gpus = visible_gpus(environ)
         if gpus and order["chosen"] is not None:
@@ -303,7 +311,7 @@ class Rank:
         if gpus:  # count them as nvidia-smi does, not the fastest first
             environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         share = placement.share_of(
-            placement.read_machine(), self.local_rank, self.local_world_size, environ, order["bind"], on_gpus=gpus > 0
+            placement.read_machine(), self.local_rank, order["sharers"], environ, order["bind"], on_gpus=gpus > 0
         )
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         if self.device == "cpu":
@@ -316,6 +324,7 @@ class Rank:
         passed = [status_write]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
+        if order["keep_value"]:
             self.value = os.memfd_create("distrib-value")
             environ["DISTRIB_VALUE_FD"] = str(self.value)
             passed.append(self.value)

@@ -20,6 +20,9 @@ class RankState:
         self.hello: dict[str, Any] = {}
         self.address = ""
         self.ending: failures.Ending | None = None
+        self.order: dict[str, Any] = {}
+        """What it was told to run."""
+        self.restarts = 0
         self.device = plan.device
         self.placed: dict[str, Any] = {}
         self.step = -1
@@ -36,7 +39,7 @@ class RankState:
         """Add to a log; returns why not all of it could be written, if it could not."""
         try:
             if descriptor not in self._files:
-                self._files[descriptor] = self._logs[descriptor].open("wb", buffering=0)
+                self._files[descriptor] = self._logs[descriptor].open("ab", buffering=0)
             left = memoryview(data)
             while left:
                 left = left[self._files[descriptor].write(left) :]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from distrib_launch import door, engines, failures, hangs, network, preflight, results, standstill
+from distrib_launch import door, engines, failures, hangs, network, preflight, results, standstill, tolerance
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
 from distrib_launch.engine_process import EngineProcess
@@ -57,6 +57,7 @@ class Supervisor:
         host_timeout_seconds: float = HOST_SILENCE_SECONDS,
         grace_seconds: float = STOP_GRACE_SECONDS,
         script_input: bytes = b"",
+        keep_value: bool = False,
     ) -> None:
         self.plan = plan
         self.console = console
@@ -67,9 +68,11 @@ class Supervisor:
         self.hang_timeout_seconds = hang_timeout_seconds
         self.grace_seconds = grace_seconds
         self.script_input = script_input
+        self.keep_value = keep_value  # of what each rank's script writes to DISTRIB_VALUE_FD
         self.liveness = Liveness(host_timeout_seconds)
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
+        self.started_ranks = [self.ranks[rank.rank] for rank in plan.started]
         self.selector = selectors.DefaultSelector()
         self.missing = len(self.ranks)  # that have not called back
         self.engine: EngineProcess | None = None
@@ -84,6 +87,7 @@ class Supervisor:
         self.failure: results.Failure | None = None  # what was found from outside the ranks
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
         self.log_lost = False  # and said so
+        self.engine_lost = False  # and the job goes on
         self.warnings: list[str] = []
         self.started = time.time()
 
@@ -170,6 +174,8 @@ class Supervisor:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
                 self._stop(self.grace_seconds)
+            if not self.stopping and self.assigned and tolerance.servers_only(self.plan, self.endings):
+                self._stop(self.grace_seconds)
             if self.first_bad and not self.stopping and now - self.first_bad > self._settle_seconds():
                 self._stop(self.grace_seconds)
             self._watch_hosts()
@@ -228,8 +234,9 @@ class Supervisor:
     # -- who calls --------------------------------------------------------------------------------------------------
 
     def _welcome(self, channel: Channel, hello: dict[str, Any]) -> door.Hear:
-        state: RankState | None = self.ranks[hello["rank"]] if 0 <= hello["rank"] < len(self.ranks) else None
-        if hello["world_size"] != self.plan.world_size or state is None:
+        there = 0 <= hello["rank"] < len(self.ranks)
+        state: RankState | None = self.started_ranks[hello["rank"]] if there else None
+        if hello["world_size"] != len(self.ranks) or state is None:
             raise self._refuse_world(f"the engine started {hello['world_size']} ranks")
         if state.channel is not None:
             raise ProtocolError(f"rank {hello['rank']} has called already")
@@ -253,7 +260,7 @@ class Supervisor:
 
     def _refuse_world(self, what: str) -> LaunchError:
         return LaunchError(
-            f"{what}, but the plan has {self.plan.world_size}: the job is not started",
+            f"{what}, but the plan has {len(self.ranks)}: the job is not started",
             hint=f"see {self.run_dir / 'engine.log'}",
         )
 
@@ -264,6 +271,10 @@ class Supervisor:
         main = self.ranks[0]
         master = self.hosts[main.plan.host].address or main.address
         shared = {"MASTER_ADDR": master, "MASTER_PORT": str(main.hello["port"])}
+        if servers := [state for state in self.ranks if state.plan.role == "server"]:
+            shared["DISTRIB_SERVERS"] = ",".join(
+                f"{self.hosts[state.plan.host].address or state.address}:{state.hello['port']}" for state in servers
+            )
         for state in self.ranks:
             host = self.hosts[state.plan.host]
             environment = {**state.plan.environment, **shared}
@@ -273,16 +284,15 @@ class Supervisor:
                 environment["DISTRIB_ADDRESS"] = host.address or state.address
             for start in range(0, len(self.script_input), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, self.script_input[start : start + INPUT_PIECE_BYTES])
-            self._send(
-                state,
-                Kind.ASSIGN,
-                {
-                    "command": self.plan.script_on(host), "directory": self.plan.directory, "environment": environment,
+            state.order = {
+                    "command": self.plan.script_on(host, state.plan.role), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
                     "host_timeout_seconds": self.liveness.silence_seconds,
-                    "chosen": host.chosen, "bind": self.plan.bind,
-                },
-            )  # fmt: skip
+                    "chosen": host.chosen, "bind": self.plan.bind if state.plan.role == "worker" else "none",
+                    "sharers": host.workers if state.plan.role == "worker" else host.ranks,
+                    "keep_value": self.keep_value,
+                }  # fmt: skip
+            self._send(state, Kind.ASSIGN, state.order)
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -398,8 +408,32 @@ class Supervisor:
         )
         self.console.finish_rank(state.plan.rank)
         state.close_files()
-        if state.ending.failed and not self.first_bad:
+        if not state.ending.failed or self.first_bad or self.stopping:
+            return
+        if tolerance.may_start_again(self.plan, state.ending, state.restarts):
+            self._start_again(state)
+            return
+        if tolerance.goes_on_without(self.plan, state.ending, self.endings):
+            how = message or (failures.signal_name(number) if number else f"exit code {exit_code}")
+            self.warnings.append(tolerance.lines(self.plan, state.ending, how))
+            self.console.say(f"warning: {self.warnings[-1]}")
+        else:
             self.first_bad = time.monotonic()
+
+    def _start_again(self, state: RankState) -> None:
+        """A parameter server died and its host is there: another takes its place."""
+        assert state.ending
+        state.restarts += 1
+        how = (
+            failures.signal_name(state.ending.signal) if state.ending.signal else f"exit code {state.ending.exit_code}"
+        )
+        self.warnings.append(
+            f"parameter server rank {state.plan.rank} on {state.plan.host} died ({how}) and was started again"
+        )
+        self.console.say(f"warning: {self.warnings[-1]}")
+        state.ending = None
+        environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
+        self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel
@@ -501,7 +535,12 @@ class Supervisor:
         )
 
     def _engine_lost(self, code: int) -> None:
-        """The engine ended under its ranks; without it MPI is broken, so the job ends too."""
+        """The engine ended under its ranks; without it MPI is broken, so the job ends too, unless it does without MPI."""
+        if self.plan.mode == "async":
+            if not self.engine_lost:
+                self.engine_lost = True
+                self.warnings.append(f"{self.plan.engine} ended with exit code {code} while its ranks were running")
+            return
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         where = socket.gethostname()
         lost = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
@@ -527,7 +566,7 @@ class Supervisor:
 
     def _result(self) -> results.Result:
         endings = self.endings
-        first = failures.first_failure(endings)
+        first = None if tolerance.succeeded(self.plan, endings) else failures.first_failure(endings)
         status: results.Status
         if first and first.signal == signal.SIGTERM and not self.verdict:
             words = (self.run_dir / "engine.log").read_text(errors="replace")

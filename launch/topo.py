@@ -1,4 +1,4 @@
-"""`distrib-topo`: what the cluster is."""
+"""`distrib-topo`: what the cluster is, and what it will do."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distrib.errors import DistribError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    from distrib_launch import check, probe, show
+    from distrib_launch import check, outlook, probe, show
 
     parser = argparse.ArgumentParser(prog="distrib-topo", description="What the cluster is made of.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
     show_verb = verbs.add_parser("show", help="hosts, GPUs, NICs, links and switches, as the files tell")
     show.add_options(show_verb)
     show_verb.set_defaults(run=show.run)
@@ -24,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     probe_verb = verbs.add_parser("probe", help="measure every link between the hosts, and say what is wrong with it")
     probe.add_options(probe_verb)
     probe_verb.set_defaults(run=probe.run)
+    plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
+    outlook.add_options(plan_verb)
+    plan_verb.set_defaults(run=outlook.run)
     options = parser.parse_args(argv)
     try:
         code: int = options.run(options)

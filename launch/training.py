@@ -38,6 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
                      "unbounded (default)")  # fmt: skip
     how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
+    how.add_argument("--stale-rate", action="store_true", help="mode async: divide the learning rate of an update by its "
+                     "staleness (arXiv:1511.05950)")  # fmt: skip
+    how.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for "
+                     "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
+    how.add_argument("--momentum-correction", action="store_true", help="mode async: less momentum, by what asynchrony "
+                     "adds (arXiv:1605.09774)")  # fmt: skip
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:
@@ -56,6 +62,9 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             servers=options.servers,
             staleness=_staleness(options.staleness),
             replicas=options.replicas,
+            stale_rate=options.stale_rate,
+            delay_compensation=options.delay_compensation,
+            momentum_correction=options.momentum_correction,
         )
     )
 
@@ -101,3 +110,13 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number; give 1 or more")
     return int(text)
+
+
+def _strength(text: str) -> float:
+    try:
+        strength = float(text)
+    except ValueError:
+        strength = 0.0
+    if not 0 < strength < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no strength; give a number above 0, such as 0.04")
+    return strength

@@ -12,6 +12,7 @@ import warnings
 import pytest
 
 from distrib.cluster.topology import read_topology
+from distrib.cluster.ways import link_between
 from tests.conftest import TOPO
 
 pytestmark = pytest.mark.cluster
@@ -114,6 +115,39 @@ def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp
     done = probe(cluster, "--quick", "--baseline", topology, "--json")
     worse = [f for f in json.loads(done.stdout)["findings"] if f["kind"] == "worse_than_baseline"]
     assert worse and all("n2" in finding["hosts"] for finding in worse), done
+
+
+@measured_twice_if_need_be
+def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_cluster, probe, tmp_path):
+    cluster = make_cluster(3, slots=2, rate="200mbit", second_rates={"n1": "400mbit", "n2": "400mbit", "n3": "300mbit"})
+    topology = tmp_path / "topology.yaml"
+    topology.write_text("nodes:\n  - hosts: n[1-2]\n")
+    done = probe(cluster, "-o", topology)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    written = tmp_path / "written.yaml"
+    done = probe(cluster, "-o", written, "--json", "--topology", topology)
+    assert done.returncode == 0, done
+    assert "topology.yaml:1: $.nodes: n3 is in the hostfile" in done.stderr
+    output = json.loads(done.stdout)
+    found = {finding["kind"]: finding for finding in output["findings"]}
+    assert found["slow_host"]["hosts"] == ["n3"] and "198.19.0.0/16" in found["slow_host"]["what"], output["findings"]
+    assert found["wrong_interface"]["advice"] == "use it with --interface 198.19.0.0/16"
+    assert len(found) == 2, output["findings"]
+    cards = {
+        (p["source"], p["target"]): p["bandwidth_bytes_per_second"]
+        for p in output["measured"]["pairs"]
+        if p.get("network") == "198.19.0.0/16" and p["interface"] == "eth1"
+    }
+    assert len(cards) == 6
+    assert cards["n1", "n2"] * 8 == pytest.approx(382e6, rel=0.05)
+    assert cards["n1", "n3"] * 8 == pytest.approx(287e6, rel=0.05)
+    collectives = {len(c["hosts"]): c for c in output["measured"]["collectives"]}
+    assert {hosts: c["ranks"] for hosts, c in collectives.items()} == {2: 4, 3: 6}
+    largest = max(point[0] for point in collectives[3]["curve"])
+    told = any(note.startswith("all-reduce over 3 hosts: for time, nothing above") for note in output["notes"])
+    assert told == (largest < 64 << 20)
+    way = link_between(read_topology(written), "n1", "n2")
+    assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the job's own card
 
 
 def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_path):

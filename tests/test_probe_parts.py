@@ -12,9 +12,12 @@ import pytest
 from distrib_launch import topo
 from distrib_launch.probe import Journal
 from distrib_launch.probeview import View
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distrib.errors import ConfigError
 from distrib.probe import inside, tcp
+from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import Load, own_facts
 from distrib.probe.plot import check_name
@@ -30,7 +33,7 @@ def stream(listener, *, token=TOKEN, task=7, streams=1, patience=5.0, **wanted):
     def send():
         with contextlib.suppress(OSError):
             deadline = time.monotonic() + patience
-            sockets = tcp.connect("127.0.0.1", listener.port, token, task, streams, deadline)
+            sockets = tcp.connect("127.0.0.1", ("127.0.0.1", listener.port), token, task, streams, deadline)
             sent.append(tcp.send(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline))
 
     thread = threading.Thread(target=send)
@@ -168,6 +171,25 @@ def test_copies_on_gpus_are_timed_with_events():
     assert links["gpu1", "memory"].path == "PCIe"
     assert links["gpu0", "gpu1"].bandwidth_bytes_per_second == pytest.approx(400e9)
     assert links["gpu0", "gpu1"].path == "through memory"
+
+
+# -- how much of an all-reduce there is time for ----------------------------------------------------------------------------
+
+
+@given(st.floats(1e-5, 10.0), st.floats(0.0, 100.0), st.integers(0, 18))
+def test_larger_sizes_are_measured_before_smaller_ones_are_repeated(expected, left, larger):
+    sizes = [2.0**n for n in range(1, larger + 1)]
+    times = repetitions_of(expected, left, sizes)
+    if not times:
+        assert expected > left
+        return
+    spent = expected * (times + (times > 1))
+    assert spent <= left
+    # What could be reached by measuring everything once can be reached still.
+    once, still = left - expected, left - spent
+    for size in sizes:
+        once, still = once - expected * size, still - expected * size
+        assert (once >= -1e-9) == (still >= -1e-9) or times == 1
 
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------

@@ -49,6 +49,8 @@ def test_options_make_the_strategy():
         (["--backend", "horovod", "--gradients", "int8"], "horovod sends no int8"),
         (["--backend", "horovod", "--mode", "local"], "cannot train in mode local"),
         (["--mode", "async", "--staleness", "-1"], "no number of steps"),
+        (["--mode", "async", "--gradients", "powersgd:2"], "--mode async sends no powersgd:2"),
+        (["--mode", "async", "--servers", "1", "--replicas", "1"], "there is no other server"),
         (["--bucket", "0B"], "no bytes"),
         (["--bucket", "25"], "--bucket 25"),
         (["--accumulate", "0"], "give 1 or more"),
@@ -63,10 +65,10 @@ def test_what_does_not_go_together(words, says):
     st.builds(
         Strategy,
         mode=st.just("async"),
-        gradients=st.sampled_from([Gradients(), Gradients("powersgd", rank=2)]),
+        gradients=st.sampled_from([Gradients(), Gradients("bf16")]),
         bucket_bytes=st.none() | st.integers(1, 2**40),
         staleness=st.none() | st.integers(0, 1000),
-        servers=st.none() | st.integers(1, 1000),
+        servers=st.none() | st.integers(2, 1000),
         replicas=st.sampled_from([0, 1]),
     )
 )

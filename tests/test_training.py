@@ -282,10 +282,10 @@ def test_a_closed_job_says_so(job):
             use()
 
 
-def test_modes_to_come_are_refused(monkeypatch):
+def test_asynchronous_training_needs_servers(monkeypatch):
     monkeypatch.setattr(job_module, "_job", None)
     monkeypatch.setenv("DISTRIB_STRATEGY", '{"mode":"async"}')
-    with pytest.raises(TrainingError, match="mode async cannot be trained in yet"):
+    with pytest.raises(TrainingError, match="there is no parameter server; distrib-launch --mode async starts them"):
         distrib.init()
 
 

@@ -24,8 +24,8 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `way` is how the bytes went. `load` is what else went on meanwhile: nothing (`alone`), every other pair of its round
     (`together`), or the other half of the cluster (`bisection`). `both_ways`: both hosts sent at the same time, and the curve is one
-    direction's share. `latency_seconds` is half a round trip of 8 bytes; `bandwidth_bytes_per_second` the
-    best that large messages reached.
+    direction's share. `interface` is the source's card; `network` its subnet, where that is not the job's. `latency_seconds`
+    is half a round trip of 8 bytes; `bandwidth_bytes_per_second` the best that large messages reached.
     """
 
     source: str
@@ -34,6 +34,7 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     load: Literal["alone", "together", "bisection"]
     both_ways: bool = False
     interface: str | None = None
+    network: str | None = None
     latency_seconds: float | None = None
     bandwidth_bytes_per_second: float
     variation: float

@@ -225,12 +225,12 @@ def _measured_between(topology: Topology, source: str, target: str) -> tuple[Pai
 
 
 def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
-    """What was measured alone and one way, by the two hosts. Kept with the topology, as it is asked for each pair."""
+    """What was measured alone and one way on the job's own network, by the two hosts. Kept with the topology, as it is asked for each pair."""
     kept: dict[tuple[str, str], list[PairLink]] | None = topology.__dict__.get("_pairs_alone")
     if kept is None:
         kept = {}
         for pair in topology.measured.pairs if topology.measured else ():
-            if pair.load == "alone" and not pair.both_ways:
+            if pair.load == "alone" and not pair.both_ways and pair.network is None:
                 kept.setdefault((pair.source.lower(), pair.target.lower()), []).append(pair)
         topology.__dict__["_pairs_alone"] = kept
     return kept

@@ -1,4 +1,7 @@
-"""`python -m distrib.probe SPEC`: a rank of the probe, one to a host; `distrib-topo probe` starts them."""
+"""`python -m distrib.probe SPEC`: a rank of the probe; `distrib-topo probe` starts them.
+
+The first rank of each host measures its links. Others, one for each further GPU or slot, take part in collectives only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from distrib.probe import facts, tcp
+from distrib.probe import facts, networks, tcp
 from distrib.probe.deadline import wait
 from distrib.probe.leader import Leader
 from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
@@ -27,21 +30,23 @@ def main() -> int:
     """Take part in the probe to its end."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     comm = _start_mpi()
-    host = spec.present[comm.rank]
-    os.environ["DISTRIB_PROBE_HOST"] = host
-    address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
-    listener = tcp.Listener(address)
-    hello = Hello(facts=facts.own_facts(host, address), port=listener.port)
-    worker = Worker(comm, host, listener)
+    host = spec.present[int(os.environ["GROUP_RANK"])]
+    hello, listeners = Hello(), {}
+    if os.environ["LOCAL_RANK"] == "0":
+        address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
+        known = facts.own_facts(host, address)
+        listeners = {each: tcp.Listener(each) for each in (address, *networks.own_addresses(known))}
+        hello = Hello(facts=known, ports={each: listener.port for each, listener in listeners.items()})
+    worker = Worker(comm, host, listeners)
     if comm.rank == 0:
         hellos = _meet(comm, hello)
-        places = tuple((each.facts.address, each.port) for each in hellos)
-        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), places=places, streams=MODES[spec.mode].streams)
+        ports = {address: port for each in hellos for address, port in each.ports.items()}
+        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports, streams=MODES[spec.mode].streams)
         for rank in range(1, comm.size):
             comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
         worker.setup = setup
-        known = [decode(line) for line in sys.stdin.buffer] if spec.resumed else []
-        seen = [record for record in known if isinstance(record, PairSeen)]
+        lines = [decode(line) for line in sys.stdin.buffer] if spec.resumed else []
+        seen = [record for record in lines if isinstance(record, PairSeen)]
         Leader(comm, worker, spec, hellos, _print, seen).run()
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)

@@ -51,8 +51,8 @@ def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
     return ranked(found)
 
 
-def _key(pair: PairLink) -> tuple[str, str, str, str, bool]:
-    return pair.source, pair.target, pair.way, pair.load, pair.both_ways
+def _key(pair: PairLink) -> tuple[str, str, str, str, bool, str | None]:
+    return pair.source, pair.target, pair.way, pair.load, pair.both_ways, pair.network
 
 
 def _host(host: str, ratios: list[float], when: str) -> Finding:

@@ -6,8 +6,8 @@ Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md): size / seconds x 2 (n - 1) / 
 from __future__ import annotations
 
 import os
-import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,13 +24,14 @@ from distrib.training.world import World, find_device
 REPETITIONS = 20
 FEW = 2
 ENOUGH_SECONDS = 0.1
+WHOLE_SHARE, SHORTEST_SECONDS = 0.8, 0.5
 """Repetitions of a size may take this long; at least `FEW` are made."""
 
 
 class Ranks:
-    """torch's process group of all ranks of the probe, one to a host."""
+    """torch's process group of all ranks of the probe."""
 
-    def __init__(self, comm: Any, patience_seconds: float) -> None:
+    def __init__(self, comm: Any, host: str, patience_seconds: float) -> None:
         self.world = World(
             rank=comm.rank, size=comm.size, local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source="mpi", comm=comm,
@@ -42,38 +43,41 @@ class Ranks:
             raise RuntimeError(str(error)) from error
         self.backend = "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
         self.hosts: list[str] = [""] * comm.size
-        dist.all_gather_object(self.hosts, os.environ.get("DISTRIB_PROBE_HOST", socket.gethostname()))
+        dist.all_gather_object(self.hosts, host)
 
     def measure(self, task: AllReduce) -> tuple[Collective, ...]:
         """All-reduces over each count of hosts; rank 0 knows the results, the others return nothing."""
         data = torch.zeros(max(task.sizes), dtype=torch.uint8, device=self.device).view(torch.float32)
-        found = []
-        # What all sizes take grows with the count of hosts; the largest ones matter most, so each gets a fair part.
-        for position, count in enumerate(task.counts):
-            group = dist.new_group(list(range(count)))
-            if self.world.rank < count:
-                points = self._points(data, task.sizes, group, task.seconds / (len(task.counts) - position + 0.5))
+        found: list[Collective] = []
+        names = list(dict.fromkeys(self.hosts))
+        left = task.seconds
+        # The whole cluster first, and with most of the time: that is what jobs run on.
+        for position, count in enumerate(sorted(task.counts, reverse=True)):
+            hosts = tuple(names[:count])
+            members = [rank for rank, host in enumerate(self.hosts) if host in hosts]
+            group = dist.new_group(members)
+            if self.world.rank in members:
+                share = WHOLE_SHARE * left if not position else left / (len(task.counts) - position)
+                points = self._points(data, task.sizes, group, max(SHORTEST_SECONDS, share))
+                left -= sum(spent for _, spent in points)
                 if self.world.rank == 0:
-                    task = _spent(task, points)
                     found.append(
                         Collective(
-                            name="all_reduce", backend=self.backend, hosts=tuple(self.hosts[:count]), ranks=count,  # type: ignore[arg-type]
-                            curve=tuple(point for point, _ in points),
+                            name="all_reduce", backend=self.backend, hosts=hosts, ranks=len(members),  # type: ignore[arg-type]
+                            gpudirect=task.gpudirect, curve=tuple(point for point, _ in points),
                         )
                     )  # fmt: skip
             dist.barrier()
-        return tuple(found)
+        return tuple(reversed(found))
 
     def _points(self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float) -> list[tuple[Point, float]]:
         """A point for each size, and how long it took to get it, until `seconds` will not do for the next."""
         found: list[tuple[Point, float]] = []
         left = seconds
         last = 0.0
-        for size in sizes:
-            expected = last * size / sizes[max(0, sizes.index(size) - 1)]
-            wanted = max(FEW, min(REPETITIONS, int(ENOUGH_SECONDS / max(expected, 1e-6))))
-            if found and expected * (wanted + 1) > left:
-                wanted = 1 if expected < left else 0  # the largest sizes once, if there is time
+        for position, size in enumerate(sizes):
+            expected = last * size / sizes[max(0, position - 1)]
+            wanted = repetitions_of(expected, left, [larger / size for larger in sizes[position + 1 :]])
             order = torch.tensor([wanted], device=self.device)
             dist.broadcast(order, 0, group=group)
             repetitions = int(order.item())
@@ -98,9 +102,17 @@ class Ranks:
         return found
 
 
-def _spent(task: AllReduce, points: list[tuple[Point, float]]) -> AllReduce:
-    left = max(0.5, task.seconds - sum(spent for _, spent in points))
-    return AllReduce(
-        number=task.number, step=task.step, counts=task.counts, sizes=task.sizes, seconds=left,
-        patience_seconds=task.patience_seconds,
-    )  # fmt: skip
+def repetitions_of(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:
+    """How often a size that is expected to take so long is measured; 0 where there is no time for it.
+
+    `larger` are the sizes still to come, as multiples of this one: each that can be reached is to be measured once.
+    """
+    wanted = max(FEW, min(REPETITIONS, int(ENOUGH_SECONDS / max(expected_seconds, 1e-6))))
+    kept = 0.0
+    for times in larger:
+        if expected_seconds * (1 + kept + times) > left_seconds:
+            break
+        kept += times
+    if expected_seconds * (1 + wanted + kept) <= left_seconds:
+        return wanted
+    return 1 if expected_seconds <= left_seconds else 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import socket
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
+from distrib.cluster.interfaces import interface_of
 from distrib.cluster.inventory import Question, own_inventory
 from distrib.probe.records import Facts, Gpu, Interface
 
@@ -39,6 +39,8 @@ def own_facts(host: str, address: str) -> Facts:
                 mtu=each.mtu,
                 speed_bytes_per_second=each.speed_bytes_per_second,
                 duplex=DUPLEX.get(stats[each.name].duplex) if each.name in stats else None,
+                kind=each.kind,
+                addresses=each.addresses,
             )
             for each in inventory.interfaces
             if each.kind != "loopback"
@@ -48,18 +50,6 @@ def own_facts(host: str, address: str) -> Facts:
         gpus=_gpus() if inventory.gpus else (),
         software=software,
     )
-
-
-def interface_of(address: str) -> str | None:
-    """The interface that holds `address`, or None."""
-    try:
-        wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-    except OSError:
-        return None
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] in wanted for entry in entries):
-            return name
-    return None
 
 
 def _gpus() -> tuple[Gpu, ...]:

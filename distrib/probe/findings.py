@@ -5,11 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import msgspec
+
+from distrib.cluster.measured import Collective
 from distrib.probe.finding import Finding, ranked, rate_text
-from distrib.probe.records import Facts, GroupsSeen, PairSeen, Record, Started, best
+from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
 from distrib.probe.settings import Way
 from distrib.probe.slow import slow_hosts, slow_links
 from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, one_way
+from distrib.units import format_size
 
 OF_NOMINAL = 0.7
 """TCP reaches 90 to 95 % of a card's rate; below this something is wrong."""
@@ -17,7 +21,13 @@ OF_NOMINAL = 0.7
 LOSS_FACTOR = 0.002
 """Segments sent again, as a part of all, from which a way loses packets."""
 
+FASTER = 1.25
+"""A network that carries so many times what the used one does is worth changing to."""
+
 SEGMENT_BYTES = 1448
+
+GPUDIRECT_GAIN = 1.05
+"""Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
 
 
 def find(records: Sequence[Record]) -> tuple[Finding, ...]:
@@ -29,11 +39,13 @@ def find(records: Sequence[Record]) -> tuple[Finding, ...]:
     facts = {each.host: each for record in records if isinstance(record, Started) for each in record.facts}
     groups = [record for record in records if isinstance(record, GroupsSeen)]
     slow = slow_hosts(seen, start.primary)
-    found = [*slow, *_failed(seen, start.hosts)]
+    found = [*slow, *_failed([record for record in seen if record.network is None], start.hosts)]
     found += slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts})
+    found += other_cards(seen, start.primary)
     found += oversubscribed(seen, groups, start.primary)
     found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
     found += of_facts(facts, seen, start.primary)
+    found += gpudirect_idle([record.collective for record in records if isinstance(record, CollectiveSeen)])
     return ranked(found)
 
 
@@ -44,6 +56,35 @@ def lost_host(host: str) -> Finding:
         evidence="its rank ended, or nothing was heard of it any more; the probe went on without it",
         advice=f"see whether {host} is up (distrib-topo check), then probe again", hosts=(host,), ratio=0.0, loss=1.0,
     )  # fmt: skip
+
+
+def other_cards(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """What is slow on the networks that the job does not use; and that one of them is faster than the one that it uses."""
+    found: list[Finding] = []
+    own = [record.bandwidth_bytes_per_second for record in one_way(seen, way, "alone")]
+    for network in sorted({record.network for record in seen if record.network}):
+        here = [msgspec.structs.replace(record, network=None) for record in seen if record.network == network]
+        slow = slow_hosts(here, "tcp")
+        slow += slow_links(here, "tcp", {host for finding in slow for host in finding.hosts})
+        slow += _failed(here, tuple({host for record in here for host in (record.source, record.target)}))
+        for finding in slow:
+            cards = {f"{r.source}'s {r.interface}" for r in here if r.source in finding.hosts and r.interface}
+            what = f"{finding.what} (on {network}, {', '.join(sorted(cards))})"
+            found.append(msgspec.structs.replace(finding, what=what))
+        rates = [record.bandwidth_bytes_per_second for record in one_way(here, "tcp", "alone")]
+        if own and rates and statistics.median(rates) > FASTER * statistics.median(own):
+            found.append(
+                Finding(
+                    kind="wrong_interface", severity="warning",
+                    what=f"{network} is faster than the network that is used",
+                    evidence=f"{rate_text(statistics.median(rates))} between its cards alone, "
+                    f"{rate_text(statistics.median(own))} on the one that is used (medians)",
+                    advice=f"use it with --interface {network}",
+                    hosts=tuple(sorted({host for record in here for host in (record.source, record.target)})),
+                    ratio=statistics.median(own) / statistics.median(rates), loss=0.4,
+                )
+            )  # fmt: skip
+    return found
 
 
 # -- sharing, duplex, noise -------------------------------------------------------------------------------------------------
@@ -233,10 +274,36 @@ def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:
     ]
 
 
+def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
+    """An all-reduce of the whole cluster that is no faster with GPUDirect RDMA than without."""
+    times: dict[bool, dict[int, float]] = {}
+    most = max((each.ranks for each in collectives), default=0)
+    for each in collectives:
+        if each.ranks == most and each.gpudirect is not None:
+            times[each.gpudirect] = {point.size_bytes: point.seconds for point in each.curve}
+    shared = set(times.get(True, ())) & set(times.get(False, ()))
+    if not shared:
+        return []
+    size = max(shared)
+    ratio = times[False][size] / times[True][size]
+    if ratio > GPUDIRECT_GAIN:
+        return []
+    return [
+        Finding(
+            kind="gpudirect_off", severity="warning",
+            what="GPUDirect RDMA makes all-reduce no faster: gradients pass through host memory",
+            evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
+            advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
+            hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,
+        )
+    ]  # fmt: skip
+
+
 def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:
     """What the hosts' own descriptions show: wrong interface, rate below the card's, GPUDirect off, narrow PCIe."""
     found: list[Finding] = []
     reached: dict[str, float] = {}
+    tried = {(record.source, record.interface) for record in seen if record.interface}
     for record in one_way(seen, way, "alone"):
         for host in (record.source, record.target):
             reached[host] = max(reached.get(host, 0.0), record.bandwidth_bytes_per_second)
@@ -256,7 +323,11 @@ def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> lis
                 )
             )  # fmt: skip
         faster = max(
-            (i for i in each.interfaces if i.physical and i.up and own and i is not own),
+            (
+                i
+                for i in each.interfaces
+                if i.physical and i.up and own and i is not own and (host, i.name) not in tried
+            ),
             key=lambda i: i.speed_bytes_per_second or 0.0,
             default=None,
         )

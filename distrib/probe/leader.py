@@ -12,6 +12,7 @@ import msgspec
 from distrib.probe import schedule, sharing, suspects
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.messages import REPLY, TASK, AllReduce, Hello, Inside, Leave, Reply, Spec, Task, Transfer
+from distrib.probe.networks import other_networks
 from distrib.probe.records import (
     CollectiveSeen,
     Ended,
@@ -26,6 +27,7 @@ from distrib.probe.schedule import Pair, Round
 from distrib.probe.settings import MODES, Way
 from distrib.probe.steps import COLLECTIVE_START_SECONDS, Step, alone_share, steps
 from distrib.probe.worker import Worker
+from distrib.units import format_size
 
 STREAM_SIZE = 8 << 20
 """What is streamed over MPI where no curve is asked for, in bytes."""
@@ -53,15 +55,19 @@ class Leader:
     ) -> None:
         self.comm, self.worker, self.spec, self.emit_record = comm, worker, spec, emit
         self.settings = MODES[spec.mode]
-        self.facts = tuple(hello.facts for hello in hellos)
-        rdma = all(facts.rdma_bytes_per_second for facts in self.facts)
+        first = {hello.facts.host: rank for rank, hello in enumerate(hellos) if hello.facts}
+        self.facts = {spec.hosts.index(hello.facts.host): hello.facts for hello in hellos if hello.facts}
+        rdma = all(facts.rdma_bytes_per_second for facts in self.facts.values())
         self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
-        self.ranks = {spec.hosts.index(host): rank for rank, host in enumerate(spec.present)}
+        self.ranks = {spec.hosts.index(host): rank for host, rank in first.items()}
+        """The rank that measures, by the number of its host."""
         self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]
         self._size: int = comm.size
+        self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
         self.seen: list[PairSeen] = list(seen)
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more."""
+        self._left_out = self._rounds_left_out()
         self._number = 0
         self._begun = time.monotonic()
 
@@ -78,22 +84,29 @@ class Leader:
                 mode=self.spec.mode,
                 hosts=self.spec.hosts,
                 primary=self.primary,
-                facts=self.facts,
+                facts=tuple(self.facts.values()),
             )
         )
-        todo = [s for s in steps(len(self.spec.hosts), self.settings, self.primary) if s.key not in self.spec.done]
+        planned = steps(len(self.spec.hosts), self.settings, self.primary, tuple(self.networks))
+        if not self.spec.gpudirect:
+            planned = tuple(
+                msgspec.structs.replace(step, key=f"{step.key}/no-gpudirect", what="all-reduce without GPUDirect RDMA")
+                for step in planned
+                if step.kind == "all_reduce"
+            )
+        todo = [step for step in planned if step.key not in self.spec.done]
         left = sum(step.estimate_seconds for step in todo)
         before_collectives = [step for step in todo if step.kind != "all_reduce"]
         for step in before_collectives:
             left -= step.estimate_seconds
             self._step(step, left)
-        notes = self._look_again()
+        notes = self._look_again() if before_collectives else ()
         for step in todo[len(before_collectives) :]:
             left -= step.estimate_seconds
             self._step(step, left)
         for rank in range(1, self._size):
             self._send(rank, Leave())
-        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=notes))
+        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=(*notes, *self._left_out)))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -118,11 +131,11 @@ class Leader:
     def _inside(self, step: Step) -> bool:
         self._number += 1
         task = Inside(number=self._number, step=step.key, patience_seconds=60.0)
-        replies = self._together(dict.fromkeys(range(self._size), task), task.patience_seconds)
+        replies = self._together(dict.fromkeys(self.ranks.values(), task), task.patience_seconds)
         for reply in replies.values():
             for link in reply.inside:
                 self.emit(InsideSeen(step=step.key, link=link))
-        return len(replies) == self._size
+        return len(replies) == len(self.ranks)
 
     def _all_reduce(self, step: Step) -> bool:
         if self._size < 2 or self.sick:
@@ -131,7 +144,8 @@ class Leader:
         task = AllReduce(
             number=self._number,
             step=step.key,
-            counts=schedule.counts(self._size),
+            counts=schedule.counts(len(self.ranks)),
+            gpudirect=self._gpudirect(),
             sizes=self.settings.collective_sizes,
             seconds=self.settings.collective_seconds,
             patience_seconds=60.0 + 3 * (COLLECTIVE_START_SECONDS + self.settings.collective_seconds),
@@ -139,11 +153,32 @@ class Leader:
         replies = self._together(dict.fromkeys(range(self._size), task), task.patience_seconds)
         for collective in replies[0].collectives if 0 in replies else ():
             self.emit(CollectiveSeen(step=step.key, collective=collective))
+            largest = collective.curve[-1].size_bytes if collective.curve else 0
+            if largest < task.sizes[-1]:
+                self._left_out.append(
+                    f"all-reduce over {len(collective.hosts)} hosts: for time, nothing above {format_size(largest, binary=True)} "
+                    f"of {format_size(task.sizes[-1], binary=True)}"
+                )
         return len(replies) == self._size and not any(reply.failed for reply in replies.values())
+
+    def _rounds_left_out(self) -> list[str]:
+        hosts = len(self.spec.hosts)
+        alone, every = alone_share(hosts, self.settings)[0], len(schedule.rounds(hosts))
+        if alone == every or not self.spec.gpudirect:
+            return []
+        return [f"for time, {alone} of {every} rounds were measured pair by pair too; every pair was beside others"]
+
+    def _gpudirect(self) -> bool | None:
+        """Whether GPUDirect RDMA was left on; None where there is nothing that could use it."""
+        able = all(facts.gpus and facts.rdma_bytes_per_second for facts in self.facts.values())
+        return self.spec.gpudirect if able else None
 
     def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""
         pairs = [p for p in schedule.without(phase, self.missing) if not any(self._is_sick(h) for h in p)]
+        if step.network:
+            cards = self.networks[step.network].cards
+            pairs = [pair for pair in pairs if all(self.spec.hosts[host] in cards for host in pair)]
         tasks: dict[int, Task] = {}
         transfers: dict[Pair, Transfer] = {}
         sizes = step.sizes or ((STREAM_SIZE,) if step.way == "mpi" else ())
@@ -156,6 +191,7 @@ class Leader:
                 step=step.key,
                 source=self.ranks[source],
                 target=self.ranks[target],
+                addresses=(self._address(source, step.network), self._address(target, step.network)),
                 way=step.way,
                 load=step.load,
                 both_ways=step.both_ways,
@@ -175,10 +211,24 @@ class Leader:
         found = []
         for (source, target), transfer in transfers.items():
             made = self._records(transfer, source, target, replies)
-            found += [msgspec.structs.replace(record, phase=number) for record in made]
+            network = self.networks[step.network] if step.network else None
+            found += [
+                msgspec.structs.replace(
+                    record,
+                    phase=number,
+                    network=step.network,
+                    interface=network.cards[record.source][0] if network else None,
+                )
+                for record in made
+            ]
         for record in found:
             self.emit(record)
         return found
+
+    def _address(self, host: int, network: str | None) -> str:
+        if network is None:
+            return self.facts[host].address
+        return self.networks[network].cards[self.spec.hosts[host]][1]
 
     def _records(self, transfer: Transfer, source: int, target: int, replies: dict[int, Reply]) -> list[PairSeen]:
         ends = [replies.get(transfer.source), replies.get(transfer.target)]

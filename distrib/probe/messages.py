@@ -17,27 +17,29 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
 
     hosts: tuple[str, ...]
     present: tuple[str, ...]
-    """By rank."""
+    """Those that the job runs on, in its order."""
     mode: Mode = "default"
     done: tuple[str, ...] = ()
     resumed: bool = False
     """What was measured before stands on standard input, a record on each line."""
     primary: Way | None = None
     """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
+    gpudirect: bool = True
+    """False: NCCL was told to do without GPUDirect RDMA, and all-reduce is measured alone."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank is there; `port` is where it takes TCP connections."""
+    """A rank is there; the first one of each host tells its facts, and by address the ports where it takes TCP connections."""
 
-    facts: Facts
-    port: int
+    facts: Facts | None = None
+    ports: dict[str, int] = {}
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know of the others. `places` are addresses and ports by rank."""
+    """What a rank must know of the others. `ports` are those of each address that a rank listens on."""
 
     token: bytes
-    places: tuple[tuple[str, int], ...]
+    ports: dict[str, int]
     streams: int
 
 
@@ -45,13 +47,14 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     """Measure the way from rank `source` to rank `target`, or both ways at once.
 
     `longest`: how long the stream may go on for the sake of `variation`. `fixed`: exactly `seconds`, because others
-    are measured at the same time. Whoever has waited `patience_seconds` gives up.
+    are measured at the same time. `addresses` are those of source and target, by which the bytes go. Whoever has waited `patience_seconds` gives up.
     """
 
     number: int
     step: str
     source: int
     target: int
+    addresses: tuple[str, str]
     way: Way
     load: Load
     both_ways: bool = False
@@ -73,7 +76,7 @@ class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
 
 
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
-    """Measure all-reduces over the first `counts[i]` ranks, for each i, together for about `seconds`.
+    """Measure all-reduces over the first `counts[i]` hosts and all their ranks, for each i, together for about `seconds`.
 
     What of the largest sizes would take longer than that is left out.
     """
@@ -81,6 +84,7 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
     number: int
     step: str
     counts: tuple[int, ...]
+    gpudirect: bool | None
     sizes: tuple[int, ...]
     seconds: float
     patience_seconds: float

@@ -25,6 +25,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     mtu: int | None = None
     speed_bytes_per_second: float | None = None
     duplex: str | None = None
+    kind: str = "unknown"
+    addresses: tuple[str, ...] = ()
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,10 @@ class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     way: Way
     load: Load
     both_ways: bool = False
+    network: str | None = None
+    """The subnet whose cards carried it; None for the network of the job."""
+    interface: str | None = None
+    """The source's card in that network."""
     latency_seconds: float | None = None
     bandwidth_bytes_per_second: float = 0.0
     variation: float = 0.0
@@ -93,8 +99,8 @@ class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     failed: str | None = None
 
     @property
-    def key(self) -> tuple[str, str, str, str, bool]:
-        return self.source, self.target, self.way, self.load, self.both_ways
+    def key(self) -> tuple[str, str, str, str, bool, str | None]:
+        return self.source, self.target, self.way, self.load, self.both_ways, self.network
 
 
 class InsideSeen(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
@@ -152,12 +158,12 @@ def decode(line: str | bytes) -> Record | None:
     return record
 
 
-def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool], PairSeen]:
+def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool, str | None], PairSeen]:
     """Of every link, way and load the fastest measurement: whatever else goes on can only make a link look slower.
 
     Curves are joined, and of each size the shortest time is kept; so is the lowest latency.
     """
-    found: dict[tuple[str, str, str, str, bool], PairSeen] = {}
+    found: dict[tuple[str, str, str, str, bool, str | None], PairSeen] = {}
     for record in records:
         if record.failed:
             continue
@@ -201,7 +207,8 @@ def measured(records: Iterable[Record]) -> Measured | None:
                 way=seen.way,
                 load=seen.load,
                 both_ways=seen.both_ways,
-                interface=facts[seen.source].interface if seen.source in facts else None,
+                interface=seen.interface or (facts[seen.source].interface if seen.source in facts else None),
+                network=seen.network,
                 latency_seconds=seen.latency_seconds,
                 bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
                 variation=seen.variation,
@@ -214,7 +221,7 @@ def measured(records: Iterable[Record]) -> Measured | None:
         ),
         collectives=tuple(
             {
-                (r.collective.hosts, r.collective.gpudirect): r.collective
+                (r.collective.hosts, r.collective.ranks, r.collective.gpudirect): r.collective
                 for r in kept
                 if isinstance(r, CollectiveSeen)
             }.values()

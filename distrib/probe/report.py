@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distrib.cluster.measured import Measured
+from distrib.cluster.measured import Measured, PairLink
 from distrib.probe.finding import Finding
 from distrib.probe.records import PairSeen, Record, Started
 from distrib.units import format_duration, format_rate, format_size
@@ -26,7 +26,7 @@ def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str,
     found: dict[tuple[str, str], float] = {}
     for wanted in (load, "together"):
         for pair in measured.pairs:
-            if pair.way == way and pair.load == wanted and not pair.both_ways:
+            if (pair.way, pair.load, pair.both_ways, pair.network) == (way, wanted, False, None):
                 found.setdefault((pair.source, pair.target), pair.bandwidth_bytes_per_second)
     return found
 
@@ -86,14 +86,15 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
     for column in ("way", "load", "links", "median", "slowest", "latency", "variation", "repetitions", "outliers"):
         table.add_column(column, justify="left" if column in ("way", "load") else "right")
     raw = [record for record in records if isinstance(record, PairSeen) and not record.failed]
-    for way, load, both in sorted({(p.way, p.load, p.both_ways) for p in measured.pairs}):
-        pairs = [p for p in measured.pairs if (p.way, p.load, p.both_ways) == (way, load, both)]
-        seen = [r for r in raw if (r.way, r.load, r.both_ways) == (way, load, both)]
+    for kind in sorted({_kind(pair) for pair in measured.pairs}):
+        way, load, both, network = kind
+        pairs = [pair for pair in measured.pairs if _kind(pair) == kind]
+        seen = [record for record in raw if _kind(record) == kind]
         slowest = min(pairs, key=lambda pair: pair.bandwidth_bytes_per_second)
         latencies = [p.latency_seconds for p in pairs if p.latency_seconds is not None]
         rates = [p.bandwidth_bytes_per_second for p in pairs]
         table.add_row(
-            way,
+            f"{way}, {network}" if network else way,
             f"{load}, both ways" if both else load,
             str(len(pairs)),
             format_rate(statistics.median(rates), digits=4, bits=True),
@@ -104,6 +105,10 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
             str(sum(r.outliers for r in seen)),
         )
     return table
+
+
+def _kind(pair: PairLink | PairSeen) -> tuple[str, str, bool, str]:
+    return pair.way, pair.load, pair.both_ways, pair.network or ""
 
 
 def curve_table(measured: Measured) -> Table | None:

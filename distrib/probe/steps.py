@@ -5,6 +5,8 @@ A step is what an interrupted probe need not repeat. Its phases run one after an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from distrib.probe import schedule
@@ -16,7 +18,7 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
-LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 9.0
+LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
 """How long a round of large messages may last, least and most, and all rounds together."""
 
 
@@ -29,6 +31,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     way: Way = "tcp"
     load: Load = "alone"
     both_ways: bool = False
+    network: str | None = None
+    """The subnet whose cards are measured; None for the network of the job."""
     phases: tuple[Round, ...] = ()
     seconds: float = 0.0
     """How long each phase's stream lasts."""
@@ -36,11 +40,16 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     estimate_seconds: float = 0.0
 
 
-def steps(hosts: int, settings: Settings, primary: Way) -> tuple[Step, ...]:
-    """All steps of a probe of so many hosts, links first and in the order in which they tell most."""
+def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] = ()) -> tuple[Step, ...]:
+    """All steps of a probe of so many hosts, links first and in the order in which they tell most.
+
+    `networks` are the subnets of further cards.
+    """
     found = [Step(key="inside", what="inside the hosts", kind="inside", estimate_seconds=0.5)]
     found += _together(hosts, settings, primary)
     found += _alone(hosts, settings, primary)
+    for network in networks:
+        found += _alone(hosts, settings, "tcp", network)
     if hosts > 3:
         round_ = schedule.bisection(hosts)
         found.append(
@@ -125,7 +134,7 @@ def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
     ]
 
 
-def _alone(hosts: int, settings: Settings, way: Way) -> list[Step]:
+def _alone(hosts: int, settings: Settings, way: Way, network: str | None = None) -> list[Step]:
     count, seconds = alone_share(hosts, settings)
     found = []
     for number, round_ in enumerate(schedule.rounds(hosts)[:count]):
@@ -135,13 +144,14 @@ def _alone(hosts: int, settings: Settings, way: Way) -> list[Step]:
         sizes = settings.sizes if way == "mpi" else ()
         found.append(
             _step(
-                f"alone/{way}/{number}",
-                f"each pair alone, {way}, round {number + 1}",
+                f"alone/{network or way}/{number}",
+                f"each pair alone, {network or way}, round {number + 1}",
                 way,
                 "alone",
                 tuple(phases),
                 seconds,
                 sizes=sizes,
+                network=network,
             )
         )
     return found
@@ -149,9 +159,9 @@ def _alone(hosts: int, settings: Settings, way: Way) -> list[Step]:
 
 def _step(
     key: str, what: str, way: Way, load: Load, phases: tuple[Round, ...], seconds: float,
-    *, both: bool = False, sizes: tuple[int, ...] = (),
+    *, both: bool = False, sizes: tuple[int, ...] = (), network: str | None = None,
 ) -> Step:  # fmt: skip
     return Step(
         key=key, what=what, way=way, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
-        estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
+        network=network, estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
     )  # fmt: skip

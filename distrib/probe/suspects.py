@@ -48,9 +48,10 @@ class Baseline:
 
 
 def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:
-    """The measurements of one way and load that gave a rate."""
+    """The measurements of one way and load that gave a rate, on the job's own network."""
     for record in seen:
-        if record.way == way and record.load == load and not record.both_ways and record.failed is None:
+        wanted = record.way == way and record.load == load and record.network is None
+        if wanted and not record.both_ways and record.failed is None:
             yield record
 
 

@@ -90,13 +90,15 @@ class Listener:
         return [found[index] for index in range(streams)]
 
 
-def connect(address: str, port: int, token: bytes, task: int, streams: int, deadline: float) -> list[socket.socket]:
-    """Connections to another rank's listener for one task."""
+def connect(
+    own: str, place: tuple[str, int], token: bytes, task: int, streams: int, deadline: float
+) -> list[socket.socket]:
+    """Connections for one task, from this host's address `own` to another rank's listener."""
     made: list[socket.socket] = []
     try:
         for index in range(streams):
             sock = socket.create_connection(
-                (address, port), timeout=min(CONNECT_SECONDS, _left(deadline, "connecting"))
+                place, timeout=min(CONNECT_SECONDS, _left(deadline, "connecting")), source_address=(own, 0)
             )
             made.append(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

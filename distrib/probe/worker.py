@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -20,14 +21,14 @@ FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
 
 
 class Worker:
-    """One rank's hands: its buffers, its listener, and the others' places."""
+    """One rank's hands: its buffers, its listeners by address, and what it must know of the others."""
 
-    def __init__(self, comm: Any, host: str, listener: tcp.Listener) -> None:
+    def __init__(self, comm: Any, host: str, listeners: Mapping[str, tcp.Listener]) -> None:
         self.comm = comm
         self.rank: int = comm.rank
         self.host = host
-        self.listener = listener
-        self.setup = Setup(token=b"", places=(), streams=1)
+        self.listeners = listeners
+        self.setup = Setup(token=b"", ports={}, streams=1)
         self._buffers: dict[str, memoryview] = {}
         self._collective: Any = None
         self._abandoned: list[Any] = []
@@ -54,7 +55,7 @@ class Worker:
             from distrib.probe import collective
 
             if self._collective is None:
-                self._collective = collective.Ranks(self.comm, task.patience_seconds)
+                self._collective = collective.Ranks(self.comm, self.host, task.patience_seconds)
             return Reply(number=task.number, rank=self.rank, collectives=self._collective.measure(task))
         assert isinstance(task, Transfer)
         return self._mpi(task, deadline) if task.way == "mpi" else self._tcp(task, deadline)
@@ -97,13 +98,13 @@ class Worker:
     def _tcp(self, task: Transfer, deadline: float) -> Reply:
         sends = task.source == self.rank or task.both_ways
         receives = task.target == self.rank or task.both_ways
+        own, peer = task.addresses if task.source == self.rank else task.addresses[::-1]
         sent: list[tcp.Sent | Exception] = []
 
         def send() -> None:
-            peer = task.target if task.source == self.rank else task.source
-            address, port = self.setup.places[peer]
+            place = peer, self.setup.ports[peer]
             try:
-                sockets = tcp.connect(address, port, self.setup.token, task.number, task.streams, deadline)
+                sockets = tcp.connect(own, place, self.setup.token, task.number, task.streams, deadline)
                 sent.append(tcp.send(sockets, self._buffer("out", tcp.CHUNK_BYTES), deadline))
             except FAILURES as error:
                 sent.append(error)
@@ -115,7 +116,7 @@ class Worker:
             send()
         seen = None
         if receives:
-            sockets = self.listener.accept(self.setup.token, task.number, task.streams, deadline)
+            sockets = self.listeners[own].accept(self.setup.token, task.number, task.streams, deadline)
             seen = tcp.receive(
                 sockets, self._buffer("in", tcp.CHUNK_BYTES), deadline,
                 pings=task.pings, seconds=task.seconds, variation=task.variation, longest=task.longest,

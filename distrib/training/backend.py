@@ -34,6 +34,11 @@ class Backend:
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         self.strategy, self.world, self.device = strategy, world, device
 
+    @property
+    def averaged(self) -> int:
+        """Of how many ranks' gradients a step takes the mean, each weighted alike."""
+        return self.world.size if self.together else 1
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         """`model` on the device, with rank 0's parameters: itself, or in a wrapper that `unwrapped` sees through. Every rank."""
         model.to(self.device)
@@ -105,7 +110,13 @@ class Synchronous(Together):
     """Gradients are averaged by torch's DistributedDataParallel."""
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        model = synchronous(model, self.device, self.world.size, find_unused_parameters=find_unused_parameters)
+        model = synchronous(
+            model,
+            self.device,
+            self.world.size,
+            find_unused_parameters=find_unused_parameters,
+            strategy=self.strategy,
+        )
         return super().model(model, find_unused_parameters=find_unused_parameters)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -145,4 +156,8 @@ def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backe
         from distrib.training.local import Local
 
         return Local(strategy, world, device)
+    if strategy.mode == "async":
+        from distrib.training.parameter_server.worker import Asynchronous
+
+        return Asynchronous(strategy, world, device)
     raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")

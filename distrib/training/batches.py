@@ -75,18 +75,24 @@ class ShardedLoader(Iterable[Any]):
         samples: Callable[[int, int], None] = _ignore,
         ended: Callable[[], None] = _nothing,
         balance: Balance | None = None,
+        view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models train now, None while the job has none.
 
         While they do, `samples` is told before each batch how many samples it has and all ranks' together, and `ended`
-        is called at the end of the epoch. `balance` decides how the ranks share a batch.
+        is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
+        all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
+        may come and go.
         """
+        self._view = view
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self._rank, self._ranks, self._device = rank, ranks, device
         self._training = training
         self._samples, self._ended, self._balance = samples, ended, balance
         self._epoch = 0
+        self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._stream = isinstance(loader.dataset, IterableDataset)
@@ -143,8 +149,9 @@ class ShardedLoader(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         epoch, self._epoch = self._epoch, self._epoch + 1
+        rank, ranks = self._view(epoch, self._evenly()) if self._view else (self._rank, self._ranks)
         if self._shard is not None:
-            self._shard.epoch = epoch
+            self._shard.epoch, self._shard.rank, self._shard.ranks = epoch, rank, ranks
             self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
         elif hasattr(self._loader.sampler, "set_epoch"):
             self._loader.sampler.set_epoch(epoch)
@@ -153,8 +160,9 @@ class ShardedLoader(Iterable[Any]):
         training = self._evenly()
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
-            batches = every_nth(batches, self._rank, self._ranks, whole_rounds=training)
-        return self._read(batches, self._shard.sizes if self._shard else deque(), training)
+            batches = every_nth(batches, rank, ranks, whole_rounds=training)
+        here = self._read(batches, self._shard.sizes if self._shard else deque(), training)
+        return self.meter(here) if self.meter else here
 
     def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], training: bool) -> Iterator[Any]:
         balance = self._balance if training and self._shard else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -16,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
@@ -24,13 +28,16 @@ from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.finite import OnNan
-from distrib.training.gradients import Samples
+from distrib.training.meter import Meter
 from distrib.training.normalization import with_synchronized_batches
+from distrib.training.parameter_server.worker import Asynchronous
+from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
+from distrib.training.samples import Samples
 from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
-from distrib.training.world import World, find_device, find_world
+from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
 
@@ -60,11 +67,20 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     global _job
     if _job is None:
         strategy = from_environment(os.environ)
-        world = find_world(threads=strategy.backend == "horovod")
+        # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
+        elastic = strategy.mode == "async"
+        if elastic and not os.environ.get("DISTRIB_SERVERS"):
+            raise TrainingError(
+                "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
+            )
+        world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
-        join(world, device, timedelta(seconds=timeout_seconds))
+        if not elastic:
+            join(world, device, timedelta(seconds=timeout_seconds))
         _job = Job(world, device, backend)
+        if wish := wish_from(os.environ):
+            _job._profile_for_launcher(wish)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -94,6 +110,7 @@ class Job:
         self.device = device
         self.closed = False
         self._backend = backend
+        self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
@@ -101,6 +118,8 @@ class Job:
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._loaders = 0
+        self._profiler: Profiler | None = None
+        self._meter = Meter(device, self._status.measured) if self._status.is_read and world.size > 1 else None
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
 
@@ -159,7 +178,7 @@ class Job:
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
-        if self.world_size > 1:
+        if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
         if sync_batchnorm and self._backend.strategy.balance:
             raise TrainingError(
@@ -168,6 +187,10 @@ class Job:
             )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         prepared = [self._prepare(thing, options) for thing in things]
+        for observer in (self._profiler, self._meter):
+            if observer:
+                for thing in prepared:
+                    observer.watch(thing)
         if accumulate is not None:
             self.accumulate(accumulate)
         for steps in self._steps:
@@ -220,6 +243,7 @@ class Job:
             samples=self._next_batch,
             ended=self._backend.settle,
             balance=balance,
+            view=partial(self._elastic.view, self._loaders) if self._elastic else None,
         )
 
     def _next_batch(self, own: int, every: int) -> None:
@@ -261,9 +285,14 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD.
+        It is meant for SGD. In asynchronous training each rank's batch makes a step of its own, and `lr` is right as it is.
         """
-        return lr * self.world_size
+        return lr * self._ranks_in_step
+
+    @property
+    def _ranks_in_step(self) -> int:
+        """How many ranks' batches make one step of the optimizer."""
+        return self.world_size if self._backend.strategy.in_step else 1
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
@@ -271,7 +300,7 @@ class Job:
         Call its `step()` after each `optimizer.step()`. With one rank it changes nothing.
         """
         return torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / self.world_size, end_factor=1.0, total_iters=steps
+            optimizer, start_factor=1 / self._ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
     def _training(self) -> bool | None:
@@ -299,12 +328,16 @@ class Job:
         if not isinstance(value, torch.Tensor):
             return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
         result = value.detach().clone(memory_format=torch.contiguous_format)
+        if self._elastic:
+            return self._elastic.reduce(result, op)
         if self.world_size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         return result / self.world_size if op == "mean" else result
 
     def _from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0, where alone it is called; what it raises is raised on every rank."""
+        if self._elastic:
+            return self._elastic.from_main(work)
         if self.world_size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -366,6 +399,57 @@ class Job:
         if self.is_main:
             print(*values, sep=sep, end=end, flush=True)
 
+    # Profiles
+
+    def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = WARMUP_STEPS, steps: int = STEPS) -> None:
+        """Measures the next steps of the script and writes what they take to `path`, for `distrib-topo plan`; the script goes on.
+
+        Call it before `prepare`. The file holds a `distrib.bandwidth.workload.Workload` as JSON: gradients and when each is ready,
+        forward, backward, optimizer and the wait for data, in seconds. Nothing is written when the script ends too early, and
+        `close` says so. `distrib-launch --profile FILE` does the same to a script as it is. Raises TrainingError where there
+        are other ranks, as the profile is of one alone.
+        """
+        self._check_open()
+        if self._profiler and not self._profiler.finished:
+            raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
+        if self._models or self._loaders:
+            raise TrainingError("something is prepared already", hint="call job.profile() before job.prepare()")
+        wish = Wish(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
+        self._start_profile(wish, lambda workload, _: write_workload(path, workload))
+
+    def _profile_for_launcher(self, wish: Wish) -> None:
+        """Measure for `distrib-launch --profile`, and end the script when enough is known."""
+
+        def done(workload: Workload, steps: int) -> None:
+            answer(workload, steps=steps)
+            leaving.succeed_no_later_than(3.0)
+            raise SystemExit(0)
+
+        self._start_profile(wish, done)
+
+    def _start_profile(self, wish: Wish, done: Callable[[Workload, int], None]) -> None:
+        if self.world_size > 1:
+            raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
+        self._profiler = Profiler(self.device, wish, done)
+        atexit.register(self._profile_at_exit)
+
+    def _end_profile(self) -> None:
+        if self._profiler and not self._profiler.finished:
+            try:
+                self._profiler.close()
+            except TrainingError as error:
+                if not wish_from(os.environ):
+                    raise
+                answer(None, problem=error.what)
+            except SystemExit:
+                pass  # the script is at its end anyway
+
+    def _profile_at_exit(self) -> None:
+        try:
+            self._end_profile()
+        except TrainingError as error:
+            print(f"distrib: {error}", file=sys.stderr, flush=True)
+
     # Leaving
 
     def close(self) -> None:
@@ -375,16 +459,20 @@ class Job:
         """
         if self.closed:
             return
+        self._end_profile()
         try:
             self._backend.settle()
-            self.barrier()
+            if self._elastic:
+                self._tell_staleness(self._elastic.staleness())
+            else:
+                self.barrier()
             self._backend.close()
         except BaseException:
             self._abandon()
             raise
         self.closed = True
         self._end_watch()
-        if self.world_size > 1:
+        if dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's threads still drop the tensors of the last collectives, for which they take Python's lock; where a
             # model keeps the group alive, nothing waits for them, and one that asks for the lock when Python has begun
@@ -394,6 +482,13 @@ class Job:
             from mpi4py import MPI
 
             MPI.Finalize()
+
+    def _tell_staleness(self, seen: dict[str, float]) -> None:
+        """How late updates were, for the log of the run."""
+        if self.is_main and seen and self.world_size > 1:
+            self.log(staleness=seen)
+            told = ", ".join(f"{name} {value:g}" for name, value in seen.items())
+            self.print(f"distrib: staleness of the updates, in updates of others meanwhile: {told}")
 
     def __enter__(self) -> Job:
         self._check_open()

@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -61,3 +62,10 @@ def no_later_than(seconds: float = FAILED_EXIT_SECONDS) -> None:
     The destructors of communication libraries may wait for peers that will never answer.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+
+
+def succeed_no_later_than(seconds: float) -> None:
+    """Ends this process with exit code 0 if it is still there after `seconds`: a thread of the script's may go on for ever."""
+    timer = threading.Timer(seconds, os._exit, (0,))
+    timer.daemon = True
+    timer.start()

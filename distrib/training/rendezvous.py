@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
 from distrib.training.world import World
 
@@ -57,7 +58,7 @@ def choose_interface(on_one_host: bool) -> None:
     Ranks of one host without that address talk over the loopback interface, whatever the host's name resolves to.
     """
     address = os.environ.get("DISTRIB_ADDRESS") or ("127.0.0.1" if on_one_host else "")
-    name = _interface_of(address) if address else None
+    name = interface_of(address) if address else None
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
@@ -112,15 +113,3 @@ def own_address(on_one_host: bool) -> str:
             if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127."):
                 return entry.address
     raise TrainingError(f"{socket.gethostname()} has no address but loopback")
-
-
-def _interface_of(address: str) -> str | None:
-    """The interface that holds `address` (a number or a name), or None: behind NAT there is none."""
-    try:
-        wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None)}
-    except OSError:
-        return None
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.split("%")[0] in wanted for entry in entries):
-            return name
-    return None

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
-from distrib.training.gradients import Mean, Samples
+from distrib.training.samples import Mean, Samples
 
 
 class Steps:
@@ -33,7 +33,7 @@ class Steps:
         told: Callable[[int], None],
     ) -> None:
         self.optimizer = optimizer
-        self.mean = Mean(optimizer, samples, ranks=backend.world.size if backend.together else 1)
+        self.mean = Mean(optimizer, samples, ranks=backend.averaged)
         self.taken = 0
         """Steps, with those that were left out because of a gradient that was no number."""
         self._backend, self._told = backend, told

@@ -42,6 +42,18 @@ class StatusPipe:
         """Says what the script measured. Raises TrainingError for values that fit no line of 4096 bytes."""
         self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}})
 
+    @property
+    def is_read(self) -> bool:
+        """Whether there is a launcher."""
+        return self._descriptor is not None
+
+    def measured(self, values: dict[str, Any]) -> None:
+        """Says how long the last steps took; see `distrib.training.meter`. What fits no line is not said."""
+        try:
+            self._write({"measured": values})
+        except TrainingError:  # a rank that talks to hundreds of hosts
+            self._write({"measured": {**values, "sent_bytes_per_second": {}}})
+
     def _write(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, allow_nan=False).encode() + b"\n"
         if len(line) > LONGEST_LINE_BYTES:

@@ -49,15 +49,21 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
         else:
             return _from_mpi(comm, environ)
     if planned:
-        size, local_size = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
-        rank, local_rank = _integer(environ, "RANK"), _integer(environ, "LOCAL_RANK", 0)
-        if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-            raise TrainingError(
-                f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot all be true",
-                hint="start the script with distrib-launch or torchrun",
-            )
-        return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, source="environment")
+        return planned_world(environ)
     return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
+
+
+def planned_world(environ: Mapping[str, str] | None = None) -> World:
+    """The world as the variables that torchrun and `distrib-launch` set tell it. Raises TrainingError when they are broken."""
+    environ = os.environ if environ is None else environ
+    size, local_size = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
+    rank, local_rank = _integer(environ, "RANK"), _integer(environ, "LOCAL_RANK", 0)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise TrainingError(
+            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot all be true",
+            hint="start the script with distrib-launch or torchrun",
+        )
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, source="environment")
 
 
 def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> torch.device:

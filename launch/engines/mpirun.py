@@ -96,9 +96,9 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     runner = ("-m", "distrib_launch.rank")
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
-    for rank in plan.ranks:
+    for number, rank in enumerate(plan.started):
         if program := programs[rank.host]:
-            ranks.setdefault(program, []).append(str(rank.rank))
+            ranks.setdefault(program, []).append(str(number))
     if not ranks:
         return (plan.script[0], *runner)
     cases = "".join(

@@ -75,7 +75,7 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
             "--engine srun: no hosts",
             hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
         )
-    words = [srun, "--job-name", job_name(plan), "--nodes", str(len(plan.hosts)), "--ntasks", str(plan.world_size)]
+    words = [srun, "--job-name", job_name(plan), "--nodes", str(len(plan.hosts)), "--ntasks", str(len(plan.ranks))]
     # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order.
     words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
     # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
@@ -106,10 +106,10 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 def write_files(run_dir: Path, plan: LaunchPlan) -> None:
-    (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.ranks))
+    (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
     if any(host.python for host in plan.hosts):
         programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
-        lines = [f"{rank.rank} {programs[rank.host]} -m distrib_launch.rank\n" for rank in plan.ranks]
+        lines = [f"{n} {programs[rank.host]} -m distrib_launch.rank\n" for n, rank in enumerate(plan.started)]
         (run_dir / PROGRAMS).write_text("".join(lines))
 
 

@@ -66,6 +66,7 @@ class Cluster:
 
     `rate` shapes every host's link in both directions (None: unshaped, tens of Gb/s); `rates` overrides it by host.
     `racks` are hosts that share a bridge of their own, joined to the others by an uplink of `trunk_rate`.
+    `second_rates`: hosts that have a second network card `eth1` of that rate, on a network of its own (198.19.0.0/16).
     Use it as a context manager, or call `up` and `down`. After `up`, `hostfile` lists the hosts and `directory` is a
     scratch folder that every host sees.
     """
@@ -79,6 +80,7 @@ class Cluster:
         rates: Mapping[str, str] | None = None,
         racks: Sequence[Sequence[str]] = (),
         trunk_rate: str | None = None,
+        second_rates: Mapping[str, str] | None = None,
         name: str | None = None,
     ) -> None:
         self.name = name or OWN_NAMES + secrets.token_hex(3)
@@ -87,6 +89,7 @@ class Cluster:
         self.rates: dict[str, str | None] = {host: (rates or {}).get(host, rate) for host in self.hosts}
         self.racks = [list(rack) for rack in racks]
         self.trunk_rate = trunk_rate
+        self.second_rates = dict(second_rates or {})
         self.directory = STATE_ROOT / self.name
         self._sshds: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -116,6 +119,8 @@ class Cluster:
         self.hostfile.write_text("".join(f"{host} slots={self.slots}\n" for host in self.hosts))
         _sh("ip", "netns", "add", self._net)
         commands = ["link set lo up", "link add br0 type bridge", "link set br0 up"]
+        if self.second_rates:
+            commands += ["link add second type bridge", "link set second up"]
         for number in range(1, len(self.racks) + 1):
             commands += [
                 f"link add br{number} type bridge", f"link set br{number} up",
@@ -134,6 +139,8 @@ class Cluster:
             lines = ["link set lo up", f"address add {self.address(host)}/16 dev eth0", "link set eth0 up"]
             _sh("ip", "-n", self.namespace(host), "-batch", "-", text="\n".join(lines))
             self.shape(host, self.rates[host])
+            if host in self.second_rates:
+                self._add_second_card(host, index)
             etc = Path("/etc/netns") / self.namespace(host)
             etc.mkdir(parents=True)
             self.write_hosts_file(host)
@@ -168,9 +175,9 @@ class Cluster:
     def namespace(self, host: str) -> str:
         return f"{self.name}-{host}"
 
-    def address(self, host: str) -> str:
+    def address(self, host: str, card: int = 0) -> str:
         index = self.hosts.index(host) + 1
-        return f"198.18.{index // 250}.{index % 250}"
+        return f"198.{18 + card}.{index // 250}.{index % 250}"
 
     def processes(self, host: str) -> dict[int, str]:
         """Command line by process number of everything on a host but its sshd listener."""
@@ -280,6 +287,15 @@ class Cluster:
     @property
     def _net(self) -> str:
         return f"{self.name}-net"
+
+    def _add_second_card(self, host: str, index: int) -> None:
+        namespace, port = self.namespace(host), f"s{index}"
+        _sh("ip", "link", "add", "eth1", "netns", namespace, "type", "veth", "peer", "name", port, "netns", self._net)
+        _sh("ip", "-n", self._net, "link", "set", port, "master", "second", "up")
+        _sh("ip", "-n", namespace, "address", "add", f"{self.address(host, 1)}/16", "dev", "eth1")
+        _sh("ip", "-n", namespace, "link", "set", "eth1", "up")
+        for where, device in ((namespace, "eth1"), (self._net, port)):
+            self._limit(where, device, self.second_rates[host])
 
     def _bridge(self, host: str) -> str:
         return next((f"br{number}" for number, rack in enumerate(self.racks, 1) if host in rack), "br0")

@@ -1,0 +1,382 @@
+"""What the parameter servers reach of the wire, beside MPI and torch.distributed.rpc; stragglers, faults and convergence.
+
+    python benchmarks/parameter_server.py goodput [--size 10x161] [--servers 0,1,2,4] [--peers]
+    python benchmarks/parameter_server.py straggler|convergence|idle|memory
+    python benchmarks/parameter_server.py kill-worker|kill-server|cut [--times 20]
+
+Runs on the virtual cluster (root, iproute2, sshd, iperf3), all hosts of which share this machine's cores: a quiet machine is
+needed. No step computes anything where goodput is measured; limits come from the rate that iperf3 sees at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.cluster import Cluster
+
+ROOT = Path(__file__).parent.parent
+LAUNCH = Path(sys.executable).parent / "distrib-launch"
+PUSH_PULL = ROOT / "benchmarks/scripts/push_pull.py"
+PEERS = ROOT / "benchmarks/scripts/push_pull_peers.py"
+LESSONS = ROOT / "tests/scripts/asynchronous.py"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+GOAL = 0.92
+
+
+def wire(cluster: Cluster, seconds: int = 3) -> float:
+    """Bytes per second of payload from n1 to n2, as iperf3 sees it."""
+    with cluster.popen("n2", ["iperf3", "-s", "-1"]) as server:
+        time.sleep(0.3)
+        told = json.loads(cluster.run("n1", ["iperf3", "-c", "n2", "-t", str(seconds), "-O", "1", "-J"]).stdout)
+        server.wait(10)
+    return float(told["end"]["sum_received"]["bits_per_second"]) / 8
+
+
+def run(
+    cluster: Cluster, hosts: str, *words: object, timeout: float = 80
+) -> tuple[dict[int, list[dict[str, Any]]], Path, str]:
+    """Launch on n1; the JSON lines of every rank, the run directory and what the launcher said."""
+    folder = Path(tempfile.mkdtemp())
+    listed = folder / "hosts.txt"
+    listed.write_text(hosts)
+    command = [str(LAUNCH), "--no-check", "--run-dir", str(folder / "run"), "-H", str(listed), *map(str, words)]
+    done = cluster.run("n1", command, env=ENVIRONMENT, timeout=timeout)
+    lines = {
+        int(path.stem): [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+        for path in (folder / "run/ranks").glob("*.out")
+    }
+    return lines, folder, done.stderr
+
+
+def goodput(size: str, servers: list[int], peers: bool, seconds: float, workers: int) -> bool:
+    """Steps that only push and pull, against the time that the wire allows: BytePS's limits (OSDI 2020)."""
+    megabytes, tensors = size.split("x")
+    good = True
+    with Cluster(workers + max(servers), rate="1gbit") as cluster:
+        rate = wire(cluster)
+        print(f"{size} (MB x tensors), {workers} workers, wire {rate * 8e-6:.0f} Mb/s")
+        print(f"{'':24}{'servers':>9}{'step ms':>9}{'limit ms':>10}{'goodput':>9}")
+        for count in servers:
+            total = float(megabytes) * 1e6
+            limit = max(total, workers * total / count) / rate if count else 2 * (workers - 1) * total / workers / rate
+            names = cluster.hosts
+            lines = [f"{name} slots=1\n" for name in names[:workers]]
+            apart = [f"{name} slots=1 role=server\n" for name in names[workers : workers + count]]
+            cases: list[tuple[str, str, list[object]]] = [
+                ("distrib", "".join(lines + apart), ["--mode", "async", PUSH_PULL, megabytes, tensors, seconds])
+            ]
+            if peers:
+                every = "".join(f"{name} slots=1\n" for name in names[: workers + count])
+                cases += [(way, every, [PEERS, way, workers, count, megabytes, seconds]) for way in ("mpi", "rpc")]
+            for name, hosts, words in cases:
+                told, _, said = run(cluster, hosts, *words)
+                steps = [told[rank][-1]["step_seconds"] for rank in range(workers) if told.get(rank)]
+                if len(steps) < workers:
+                    print(f"{name:24}{count or 'beside':>9}   did not run: {_last_error(said)}")
+                    good &= name != "distrib"
+                    continue
+                step = statistics.mean(steps)
+                if name == "distrib":
+                    good &= limit / step >= GOAL
+                print(
+                    f"{name:24}{count or 'beside':>9}{step * 1e3:9.1f}{limit * 1e3:10.1f}{limit / step:9.1%}",
+                    flush=True,
+                )
+    return good
+
+
+def _last_error(said: str) -> str:
+    lines = [line for line in said.splitlines() if "error" in line.lower()]
+    return lines[0][:150] if lines else said.strip()[-150:]
+
+
+def memory(size: str, seconds: float) -> bool:
+    """One worker and one server on one host, beside the rate at which memory is copied."""
+    import torch
+
+    megabytes, tensors = size.split("x")
+    source = torch.ones(int(float(megabytes) * 1e6) // 4)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    begun, copies = time.perf_counter(), 0
+    torch.set_num_threads(1)
+    while time.perf_counter() - begun < 1:
+        target.copy_(source)
+        copies += 1
+    rate = copies * source.numel() * 4 / (time.perf_counter() - begun)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(LAUNCH),
+            "-np",
+            "1",
+            "--run-dir",
+            f"{folder}/run",
+            "--mode",
+            "async",
+            str(PUSH_PULL),
+            megabytes,
+            tensors,
+        ]
+        done = subprocess.run(
+            [*command, str(seconds)], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True
+        )
+        step = json.loads(re.sub(r"^\[.*?\] ", "", done.stdout.strip().splitlines()[-1]))["step_seconds"]
+    ours = 2 * float(megabytes) * 1e6 / step
+    print(f"{size}: pushed and pulled {ours * 1e-9:.2f} GB/s, a memory copy {rate * 1e-9:.2f} GB/s: {ours / rate:.0%}")
+    return ours >= 0.6 * rate
+
+
+def idle(seconds: float) -> bool:
+    """Processor time of a server while its workers compute."""
+    with Cluster(2, rate="1gbit") as cluster, tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(LAUNCH),
+            "--no-check",
+            "--run-dir",
+            f"{folder}/run",
+            "-H",
+            str(cluster.hostfile),
+            "--mode",
+            "async",
+        ]
+        job = cluster.popen("n1", [*command, str(LESSONS), "counting", folder, "2", str(seconds)], env=ENVIRONMENT)
+        while not Path(folder, "acknowledged.0").exists() and job.poll() is None:
+            time.sleep(0.1)
+        server = _process(cluster, "n1", "server")
+        time.sleep(1.0)
+        before, begun = _cpu_seconds(server), time.monotonic()
+        time.sleep(seconds - 2)
+        share = (_cpu_seconds(server) - before) / (time.monotonic() - begun)
+        job.communicate(timeout=60)
+    print(f"an idle server uses {share:.2%} of a core")
+    return share < 0.02
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def straggler(workers: int, seconds: float) -> bool:
+    """One worker's steps take 2 and 10 times as long; emulated accelerators: a step computes by sleeping."""
+    good = True
+    compute = 0.1
+    hosts = "".join(f"n{n} slots=1\n" for n in range(1, workers + 1))
+    with Cluster(workers, rate="1gbit") as cluster:
+        alone = 0.0
+        for slow in (1, 2, 10):
+            for bound in ("unbounded", "4") if slow > 1 else ("unbounded",):
+                words = ["--mode", "async", "--staleness", bound, LESSONS, "pace", compute, slow, seconds]
+                told, folder, said = run(cluster, hosts, *words)
+                if len(told) < workers or not all(told[rank] for rank in range(workers)):
+                    print(_last_error(said))
+                    return False
+                steps = {rank: told[rank][-1]["times"] for rank in range(workers)}
+                speed = statistics.mean(
+                    (len(times) - 1) / (times[-1] - times[0]) for rank, times in steps.items() if rank != workers - 1
+                )
+                alone = alone or speed
+                ahead = _furthest_ahead(list(steps.values()))
+                kept = speed / alone
+                right = kept >= 0.97 if bound == "unbounded" else ahead <= 4
+                good &= right
+                print(f"{workers} workers, one {slow:2} x slower, staleness {bound:9}: the others at {kept:6.1%} of their speed, "
+                      f"at most {ahead} steps ahead{'' if right else '  NOT as it should be'}", flush=True)  # fmt: skip
+                del folder
+    return good
+
+
+def _furthest_ahead(begins: list[list[float]]) -> int:
+    """How many steps a worker had completed more than the slowest, when it began one; `begins` are times of begins.
+
+    All hosts are one machine here and share its clock. The slowest has begun a step when its push of the one before counted.
+    """
+    most = 0
+    until = min(times[-1] for times in begins)
+    for times in begins:
+        for step, at in enumerate(times):
+            if at < until:
+                slowest = min(sum(other <= at for other in others) for others in begins)
+                most = max(most, step - (slowest - 1) - 1)
+    return max(0, most)
+
+
+def convergence(seeds: int, epochs: int) -> bool:
+    """examples/train_cnn.py on 4 workers: validation accuracy at equal samples, synchronous and asynchronous."""
+    seen: dict[str, list[float]] = {}
+    for name, words in (("sync", []), ("async", ["--mode", "async"]), ("S=4", ["--mode", "async", "--staleness", "4"])):
+        for seed in range(seeds):
+            with tempfile.TemporaryDirectory() as folder:
+                command = [
+                    str(LAUNCH),
+                    "-np",
+                    "4",
+                    "--run-dir",
+                    f"{folder}/run",
+                    *words,
+                    str(ROOT / "examples/train_cnn.py"),
+                ]
+                done = subprocess.run(
+                    [*command, "--seed", str(seed), "--epochs", str(epochs)], env={**os.environ, **ENVIRONMENT},
+                    capture_output=True, text=True,
+                )  # fmt: skip
+            found = re.search(r"validation accuracy ([0-9.]+) %", done.stdout)
+            if not found:
+                sys.exit(f"{name}: {done.stdout[-500:]}{done.stderr[-1500:]}")
+            seen.setdefault(name, []).append(float(found[1]))
+        told = " ".join(f"{value:.1f}" for value in seen[name])
+        print(f"{name:6} mean {statistics.mean(seen[name]):.2f} %: {told}", flush=True)
+    return abs(statistics.mean(seen["sync"]) - statistics.mean(seen["async"])) <= 0.3 or (
+        statistics.mean(seen["async"]) > statistics.mean(seen["sync"])
+    )
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def faults(kind: str, times: int, seed: int) -> bool:
+    """Kill or cut at a random moment, and look what the servers hold in the end: each worker counts its own elements."""
+    chance = random.Random(seed)
+    good, taken = 0, []
+    with Cluster(3, rate="1gbit") as cluster:
+        for turn in range(times):
+            host = chance.choice(cluster.hosts[1:] if kind == "cut" else cluster.hosts)
+            problem, seconds = _fault(cluster, kind, host, chance.uniform(0.1, 3.0))
+            good += not problem
+            taken.append(seconds)
+            print(
+                f"{kind} {turn + 1}/{times} on {host}: {problem or 'as it should be'}, goes on after {seconds:.1f} s",
+                flush=True,
+            )
+    print(f"{kind}: {good} of {times} as it should be; everybody goes on after {statistics.median(taken):.1f} s (median), "
+          f"{max(taken):.1f} s at most")  # fmt: skip
+    return good == times
+
+
+def _fault(cluster: Cluster, kind: str, host: str, moment: float) -> tuple[str, float]:
+    """What was wrong, and how long after the fault every worker that lives had taken another two steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["--replicas", "1"] if kind == "kill-server" else []
+        command = [
+            str(LAUNCH),
+            "--no-check",
+            "--run-dir",
+            f"{folder}/run",
+            "-H",
+            str(cluster.hostfile),
+            "--mode",
+            "async",
+        ]
+        job = cluster.popen("n1", [*command, *words, str(LESSONS), "counting", folder, "100", "0.05"], env=ENVIRONMENT)
+        workers = range(len(cluster.hosts))
+        while len(_acknowledged(folder)) < len(workers) and job.poll() is None:
+            time.sleep(0.05)
+        time.sleep(moment)
+        begun = time.monotonic()
+        dead = cluster.hosts.index(host) if kind == "kill-worker" else None
+        if kind == "cut":
+            cluster.cut(host)
+        else:
+            os.kill(_process(cluster, host, kind.removeprefix("kill-")), signal.SIGKILL)
+        before = _acknowledged(folder)
+        if kind == "cut":
+            time.sleep(10)
+            cluster.restore(host)
+        while job.poll() is None:
+            now = _acknowledged(folder)
+            if all(now[w] >= min(before[w] + 2, 100) for w in workers if w != dead):
+                break
+            if time.monotonic() - begun > 90:
+                job.kill()
+                return f"nobody goes on: {before} {now}", 90.0
+            time.sleep(0.02)
+        seconds = time.monotonic() - begun
+        try:
+            _, said = job.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            return "the job does not end", seconds
+        result = json.loads(Path(folder, "run/result.json").read_text())
+        if result["status"] != "succeeded":
+            return f"{result['status']}: {_last_error(said)}", seconds
+        return _miscounted(folder, len(workers)), seconds
+
+
+def _acknowledged(folder: str) -> dict[int, int]:
+    return {int(path.suffix[1:]): int(path.read_text() or 0) for path in Path(folder).glob("acknowledged.*")}
+
+
+def _miscounted(folder: str, workers: int) -> str:
+    """Whether any element holds another number of updates than its worker had acknowledged."""
+    import torch
+
+    acknowledged = _acknowledged(folder)
+    refused = {int(path.suffix[1:]): int(path.read_text()) for path in Path(folder).glob("done.*")}
+    for rank in refused:
+        for values in torch.load(Path(folder, f"held.{rank}.pt"), weights_only=True).values():
+            for worker in range(workers):
+                low, high = values[worker::workers].min().item(), values[worker::workers].max().item()
+                steps = acknowledged.get(worker, 0)
+                # A worker that was killed may have been about to note one more step.
+                most = steps if worker in refused else steps + 1
+                if not steps - refused.get(worker, 0) <= low <= high <= most:
+                    return f"worker {worker} had {steps} steps acknowledged, the servers hold {low:g} to {high:g}"
+    return "" if refused else "no worker reached the end"
+
+
+def _process(cluster: Cluster, host: str, what: str) -> int:
+    """The process number of a host's worker or server."""
+    for pid, command in cluster.processes(host).items():
+        words = command.split()
+        if (
+            len(words) > 2
+            and "python" in words[0]
+            and "distrib_launch" not in command
+            and "distrib-launch" not in command
+        ) and (words[2] == "distrib.training.parameter_server") == (what == "server"):
+            return pid
+    raise RuntimeError(f"no {what} on {host}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = ["goodput", "memory", "idle", "straggler", "convergence", "kill-worker", "kill-server", "cut"]
+    parser.add_argument("part", choices=kinds)
+    parser.add_argument("--size", default="10x161", help="megabytes x tensors")
+    parser.add_argument("--servers", default="0,1,2,4", help="dedicated servers; 0: one beside every worker")
+    parser.add_argument("--workers", type=int, help="of goodput (4) or straggler (8)")
+    parser.add_argument("--peers", action="store_true", help="measure MPI and torch.distributed.rpc too")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=6)
+    options = parser.parse_args()
+    servers = [int(part) for part in options.servers.split(",")]
+    good = {
+        "goodput": lambda: goodput(options.size, servers, options.peers, options.seconds, options.workers or 4),
+        "memory": lambda: memory(options.size, options.seconds),
+        "idle": lambda: idle(max(10.0, options.seconds)),
+        "straggler": lambda: straggler(options.workers or 8, options.seconds),
+        "convergence": lambda: convergence(options.seeds, options.epochs),
+    }.get(options.part, lambda: faults(options.part, options.times, options.seed))()
+    print("as it should be" if good else "NOT as it should be")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Measures steps while a job trains: how long they take, how much of that is waiting for gradients, what the wires carry.
+
+It looks at some steps after the first ones, and again every `PAUSE_SECONDS`; between these windows it does nothing. In a window a
+hook on each parameter notes when its gradient is ready; from the last one to the optimizer the rank waits for the others.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from distrib.training import wires
+from distrib.training.clock import Clock
+
+WARMUP_STEPS = 5
+WINDOW_STEPS = 20
+FEWEST_STEPS = 5
+WINDOW_SECONDS = 10.0
+"""A window ends after so many steps, or after this time if there were a few by then."""
+PAUSE_SECONDS = 10.0
+
+
+class Meter:
+    """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians."""
+
+    def __init__(self, device: torch.device, report: Callable[[dict[str, Any]], None]) -> None:
+        self._clock = Clock(device)
+        self._report = report
+        self._models: list[nn.Module] = []
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._until = WARMUP_STEPS
+        self._open_at = 0.0
+        self._hooks: list[Any] = []
+        self._marks: list[tuple[Any, Any, Any, Any]] = []  # begin, last gradient, optimizer's begin, end
+        self._begin: Any = None
+        self._ready: Any = None
+        self._called: Any = None
+        self._opened = 0.0
+        self._sent: dict[str, wires.Sent] = {}
+        self._steps = 0
+
+    def watch(self, thing: Any) -> None:
+        """Measure a model or an optimizer that is prepared."""
+        if isinstance(thing, nn.Module):
+            self._models.append(thing)
+        elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
+            self._optimizer = thing
+            thing.register_step_pre_hook(lambda *_: self._optimizer_begins())
+            thing.register_step_post_hook(lambda *_: self._step_ends())
+
+    @property
+    def _is_open(self) -> bool:
+        return self._begin is not None
+
+    def _open(self) -> None:
+        def ready(_: torch.Tensor) -> None:
+            self._ready = self._clock.mark()
+
+        for model in self._models:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    hook = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
+        self._sent = wires.sent()
+        self._opened = time.monotonic()
+        self._begin = self._clock.mark()
+
+    def _optimizer_begins(self) -> None:
+        if self._is_open:
+            self._called = self._clock.mark()
+
+    def _step_ends(self) -> None:
+        self._steps += 1
+        if not self._is_open:
+            if self._steps >= self._until and time.monotonic() >= self._open_at:
+                self._open()
+            return
+        end = self._clock.mark()
+        if self._ready is not None and self._called is not None:
+            self._marks.append((self._begin, self._ready, self._called, end))
+        self._begin, self._ready, self._called = end, None, None
+        count = len(self._marks)
+        late = time.monotonic() - self._opened > WINDOW_SECONDS
+        if count >= WINDOW_STEPS or (late and count >= FEWEST_STEPS):
+            self._close()
+
+    def _close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._begin = None
+        self._open_at = time.monotonic() + PAUSE_SECONDS
+        self._clock.settle()
+        seconds = self._clock.seconds
+        steps = [seconds(begin, end) for begin, _, _, end in self._marks]
+        waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
+        self._marks.clear()
+        step, wait = statistics.median(steps), statistics.median(waits)
+        self._report(
+            {
+                "steps": len(steps),
+                "step_seconds": step,
+                "exposed_seconds": wait,
+                "compute_seconds": statistics.median(a - b for a, b in zip(steps, waits, strict=True)),
+                "sent_bytes_per_second": wires.rates(self._sent, wires.sent()),
+            }
+        )

@@ -1,0 +1,6 @@
+import sys
+
+from distrib.training.parameter_server.server import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""A worker's side of the wire: one thread that keeps a connection to the server of each shard, come what may.
+
+What was asked and not answered is asked again on the next connection: the servers apply nothing twice. When a server cannot be
+reached, the one that may have its replica is asked too, and the connection is kept with whoever is in charge.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from distrib.errors import TrainingError
+from distrib.training.parameter_server.tables import raw
+from distrib.training.parameter_server.wire import (
+    APPLIED,
+    FINAL,
+    Connection,
+    Frame,
+    Kind,
+    Loop,
+    Outgoing,
+    WireError,
+    packed,
+    unpacked,
+)
+
+RETRY_SECONDS = 0.2
+CALL_SECONDS = 2.0
+"""How long a server may take to welcome us, before another is tried."""
+
+SUSPEND_SECONDS = 4.0
+"""After which a worker that cannot reach a server asks the others not to wait for it."""
+
+LOST_SECONDS = 120.0
+"""After which a worker that cannot reach a server fails: with no replica and nobody to start it again, it will not come back."""
+
+
+class Slot:
+    """A chunk on a worker: the memory that its gradient is sent from, and that its new value is received into."""
+
+    def __init__(self, table: int, chunk: int, shard: int, elements: int, dtype: torch.dtype, *, pinned: bool) -> None:
+        self.table, self.chunk, self.shard = table, chunk, shard
+        self.gradient = torch.zeros(elements, dtype=dtype, pin_memory=pinned)
+        self.value = torch.empty(elements, dtype=dtype, pin_memory=pinned)
+        self.version = 0
+        self.waits = False
+        """Whether a push has not been answered yet."""
+        self.fresh = False
+        """Whether `value` holds an answer that the model has not got yet."""
+        self.refused = 0
+        """How many of its gradients came too late to count."""
+
+
+class _Push:
+    def __init__(self, slot: Slot, step: int, final: bool) -> None:
+        self.slot, self.step, self.final = slot, step, final
+        self.outgoing: Outgoing | None = None
+
+
+class _Link:
+    """The connection to whoever is in charge of one shard. Lives in the client's thread."""
+
+    def __init__(self, client: Client, shard: int) -> None:
+        self.client, self.shard = client, shard
+        self.epoch = 0
+        self.connection: Connection | None = None
+        self.welcomed = False
+        self.down_since = time.monotonic()
+        self.pushes: dict[tuple[int, int], _Push] = {}
+        self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
+        self.options: dict[int, bytes] = {}
+        self.last_gather: tuple[Frame, Any] | None = None
+        self._sock: socket.socket | None = None
+        self._tries = 0
+        self._called = 0.0
+        self._voted: set[int] = set()
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def call(self) -> None:
+        addresses = self.client.addresses
+        places = (
+            [(self.shard + n) % len(addresses) for n in range(len(addresses))] if self.client.replicas else [self.shard]
+        )
+        place = places[self._tries % len(places)]
+        host, port = addresses[place]
+        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        sock.setblocking(False)
+        sock.connect_ex((host, port))
+        self._sock, self._called = sock, time.monotonic()
+        self.connection = Connection(sock, self.client.key, listener=False, room=self._room, receive=self._receive)
+        if place != self.shard:
+            self._voted.add(self.epoch + 1)
+        hello = {"worker": self.client.rank, "life": self.client.life, "shard": self.shard, "epoch": self.epoch}
+        self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2)
+        self.client.loop.watch(sock, self._attend, writing=True)
+
+    def hang_up(self) -> None:
+        if self._sock is None:
+            return
+        self.client.loop.forget(self._sock)
+        self._sock.close()
+        if self.welcomed:
+            self.down_since = time.monotonic()
+            self._tries = 0
+        else:
+            self._tries += 1
+        self._sock = self.connection = None
+        self.welcomed = False
+
+    def tick(self, now: float) -> None:
+        if self._sock is None:
+            self.call()
+        elif not self.welcomed and now - self._called > CALL_SECONDS:
+            self.hang_up()
+            self.call()
+
+    def _attend(self, events: int) -> None:
+        assert self.connection
+        try:
+            if events & selectors.EVENT_READ:
+                self.connection.read()
+            if self.connection:
+                self.connection.flush()
+        except (OSError, WireError):
+            self.hang_up()
+            return
+        self.watch()
+
+    def watch(self) -> None:
+        """Send what the socket takes, and wait for the rest."""
+        if self.connection and self._sock:
+            try:
+                self.connection.flush()
+                self.client.loop.watch(self._sock, self._attend, writing=self.connection.waits_to_send)
+            except OSError:
+                self.hang_up()
+
+    # -- what comes in --------------------------------------------------------------------------------------------------
+
+    def _room(self, frame: Frame) -> memoryview | None:
+        if frame.kind is Kind.VALUE:
+            push = self.pushes.get((frame.table, frame.chunk))
+            return raw(push.slot.value) if push and push.step == frame.step else None
+        return None
+
+    def _receive(self, frame: Frame, payload: Any) -> None:
+        if frame.kind is Kind.VALUE:
+            push = self.pushes.get((frame.table, frame.chunk))
+            if push and push.step == frame.step:
+                del self.pushes[frame.table, frame.chunk]
+                push.slot.version = frame.version
+                push.slot.refused += not frame.flags & APPLIED
+                self.client.arrived(push.slot)
+        elif frame.kind is Kind.DONE:
+            if (request := self.requests.pop(frame.step, None)) is not None:
+                request[2].set_result((frame, payload))
+        elif frame.kind is Kind.WELCOME:
+            self._welcome(unpacked(payload))
+        elif frame.kind is Kind.REFUSED:
+            why = unpacked(payload)
+            if why:
+                self.client.fail(TrainingError(why, hint="every rank must build the same model and optimizer"))
+            elif frame.flags:
+                self._voted.discard(self.epoch + 1)
+            raise ConnectionRefusedError
+        elif frame.kind is Kind.ALONE and self.connection and frame.version not in self._voted:
+            self.epoch = max(self.epoch, frame.version)
+            self.connection.send(Frame(Kind.AGREED, version=frame.version))
+
+    def _welcome(self, said: dict[str, Any]) -> None:
+        assert self.connection
+        if said["epoch"] < self.epoch:
+            raise ConnectionRefusedError
+        self.epoch, self.welcomed = said["epoch"], True
+        if not said["member"]:
+            self.client.outside = True
+            self.client.round = max(self.client.round, said["round"])
+        for number, about in self.client.tables.items():
+            if number not in said["tables"]:  # a server that was started again, and has lost everything
+                for frame, payload in about(self.shard):
+                    self.connection.send(frame, payload)
+        if self.last_gather:
+            self.connection.send(*self.last_gather)
+        for frame, payload, _ in self.requests.values():
+            self.connection.send(frame, payload)
+        for table, payload in self.options.items():
+            self.connection.send(Frame(Kind.OPTIONS, table=table), payload)
+        for push in self.pushes.values():
+            self.send_push(push)
+
+    # -- what goes out ----------------------------------------------------------------------------------------------------
+
+    def send_push(self, push: _Push) -> None:
+        if self.connection and self.welcomed:
+            slot = push.slot
+            frame = Frame(Kind.PUSH, FINAL if push.final else 0, slot.table, slot.chunk, push.step, slot.version)
+            push.outgoing = self.connection.send(frame, raw(slot.gradient), priority=slot.chunk)
+
+    def send(self, frame: Frame, payload: Any = b"") -> None:
+        """What is not asked again when the connection breaks."""
+        if self.connection and self.welcomed:
+            self.connection.send(frame, payload)
+
+
+class Client:
+    """This worker's connections to all servers. What it offers may be called from the thread that trains."""
+
+    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool) -> None:
+        self.rank, self.addresses, self.key, self.replicas = rank, addresses, key, replicas
+        self.life = os.urandom(8).hex()
+        self.outside = False
+        """Whether some server does not wait for this worker: it has to join again."""
+        self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
+        """Of each table, what a server must be told that knows nothing of it."""
+        self.rejoin: Callable[[], None] = lambda: None
+        self.round = 0
+        self.loop = Loop()
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._requests = 0
+        self._suspended = False
+        self._links = [_Link(self, shard) for shard in range(len(addresses))]
+        self._thread = threading.Thread(target=self._run, name="parameter-server client", daemon=True)
+        self._thread.start()
+
+    # -- from the training thread -----------------------------------------------------------------------------------------
+
+    def ask(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
+        """Ask a shard's server; the answer comes in time, whatever becomes of connections and servers."""
+        self._requests += 1
+        request = frame._replace(step=self._requests)
+        future: Future[tuple[Frame, Any]] = Future()
+
+        def send() -> None:
+            link = self._links[shard]
+            link.requests[request.step] = request, payload, future
+            if request.kind is Kind.GATHER:
+                link.last_gather = request, payload
+            link.send(request, payload)
+            link.watch()
+
+        self.loop.call(send)
+        return future
+
+    def result(self, future: Future[tuple[Frame, Any]]) -> tuple[Frame, Any]:
+        """Wait for an answer. Raises TrainingError when there will be none."""
+        while not future.done():
+            self.check()
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                continue
+            except Exception as error:
+                if type(error).__name__ == "TimeoutError":  # Python 3.10 has two
+                    continue
+                raise
+        return future.result()
+
+    def push(self, slot: Slot, step: int, *, final: bool, ready: Callable[[], None] | None = None) -> None:
+        """Send a slot's gradient, which must not change until it is answered if it is final."""
+        slot.waits = True
+
+        def send() -> None:
+            if ready:
+                ready()
+            link = self._links[slot.shard]
+            old = link.pushes.get((slot.table, slot.chunk))
+            if old and old.outgoing:
+                old.outgoing.cancelled = True
+            push = link.pushes[slot.table, slot.chunk] = _Push(slot, step, final)
+            link.send_push(push)
+            link.watch()
+
+        self.loop.call(send)
+
+    def commit(self, slots: Iterable[Slot], step: int) -> None:
+        """What was pushed of these slots is final."""
+        slots = list(slots)
+
+        def send() -> None:
+            told: dict[tuple[int, int], list[int]] = {}
+            for slot in slots:
+                link = self._links[slot.shard]
+                push = link.pushes.get((slot.table, slot.chunk))
+                if push is None or push.final:
+                    continue
+                push.final = True
+                if push.outgoing and not push.outgoing.cancelled:
+                    push.outgoing.frame = push.outgoing.frame._replace(flags=FINAL)
+                elif link.welcomed:
+                    told.setdefault((slot.shard, slot.table), []).append(slot.chunk)
+            for (shard, table), chunks in told.items():
+                self._links[shard].send(Frame(Kind.COMMIT, table=table, step=step), packed(chunks))
+            for link in self._links:
+                link.watch()
+
+        self.loop.call(send)
+
+    def options(self, table: int, groups: list[dict[str, Any]]) -> None:
+        """The settings of a table's parameter groups, for the pushes that follow."""
+        payload = packed(groups)
+
+        def send() -> None:
+            for link in self._links:
+                link.options[table] = payload
+                link.send(Frame(Kind.OPTIONS, table=table), payload)
+
+        self.loop.call(send)
+
+    def wait(self, slots: Iterable[Slot]) -> None:
+        """Until every push of these slots is answered. Raises TrainingError when one will never be."""
+        for slot in slots:
+            while slot.waits:
+                with self._changed:
+                    if slot.waits:
+                        self._changed.wait(1.0)
+                self.check()
+
+    def check(self) -> None:
+        """Raises what went wrong meanwhile."""
+        if self._error:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread; nothing more is sent."""
+
+        def end() -> None:
+            self.loop.ended = True
+
+        self.loop.call(end)
+        self._thread.join(5.0)
+
+    # -- in the client's thread ---------------------------------------------------------------------------------------------
+
+    def arrived(self, slot: Slot) -> None:
+        with self._changed:
+            slot.waits, slot.fresh = False, True
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._tick()
+            self.loop.run()
+        except Exception as error:  # the training thread must not wait for ever
+            self.fail(error)
+        for link in self._links:
+            link.hang_up()
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            link.tick(now)
+            if not link.welcomed and now - link.down_since > LOST_SECONDS:
+                host, port = self.addresses[link.shard]
+                self.fail(TrainingError(f"parameter server {link.shard} at {host}:{port} cannot be reached",
+                                        hint="see its log; --replicas 1 survives the loss of a server"))  # fmt: skip
+        away = any(not link.welcomed and now - link.down_since > SUSPEND_SECONDS for link in self._links)
+        if away and not self._suspended:
+            self.outside = True
+            for link in self._links:
+                link.send(Frame(Kind.SUSPEND))
+                link.watch()
+        self._suspended = away
+        self.loop.later(RETRY_SECONDS, self._tick)

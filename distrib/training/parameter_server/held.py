@@ -1,0 +1,284 @@
+"""One optimizer's parameters on a worker: gradients out, values in, chunk by chunk."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.training.parameter_server.client import Client, Slot
+from distrib.training.parameter_server.optimizers import options_of, recipe_of
+from distrib.training.parameter_server.placement import Chunk, Parameter
+from distrib.training.parameter_server.tables import Description, Wire, raw, wire_dtype
+from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
+
+
+class HeldTable:
+    """Table number `number` as a worker holds it. Every rank makes the same ones in the same order."""
+
+    def __init__(
+        self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: Client, wire: Wire
+    ) -> None:
+        self.number, self.client, self.optimizer = number, client, optimizer
+        self.parameters: list[torch.Tensor] = []
+        specs: list[Parameter] = []
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad:
+                    name = names.get(parameter, f"number {len(specs)}")
+                    specs.append(Parameter(name, tuple(parameter.shape), index, _kind(name, parameter)))
+                    self.parameters.append(parameter)
+        self.description = Description(
+            recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire
+        )
+        self.chunks: Sequence[Chunk] = self.description.chunks()
+        pinned = any(parameter.device.type == "cuda" for parameter in self.parameters)
+        self.slots = [
+            Slot(number, c.number, c.server, c.elements, wire_dtype(wire, c.kind), pinned=pinned) for c in self.chunks
+        ]
+        self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
+        for chunk in self.chunks:
+            for piece in chunk.pieces:
+                self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
+        self.step = 0
+        self.sending = True
+        """Whether the next backward pass is the last before a step."""
+        self._begun = False
+        self._eager = True
+        self._settings_sent: list[dict[str, Any]] = list(self.description.options)
+        self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
+        self._pushed: set[int] = set()
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return [options_of(group) for group in self.optimizer.param_groups]
+
+    # -- the beginning ------------------------------------------------------------------------------------------------
+
+    def begin(self, main: bool) -> None:
+        """Tells the servers what the table is, gives them the first values where they have none, and takes theirs."""
+        about = msgspec.json.encode(self.description)
+        shards = range(len(self.client.addresses))
+        answers = [self.client.ask(shard, Frame(Kind.DESCRIBE, table=self.number), about) for shard in shards]
+        are_set = [unpacked(self.client.result(answer)[1])["set"] for answer in answers]
+        if main and not all(are_set):
+            self.give(replace=False)
+        self.pull()
+        self.client.tables[self.number] = self._all_we_know
+
+    def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
+        """The table and the values that this worker had last, for a server that has lost them; its state is new then."""
+        told: list[tuple[Frame, Any]] = [
+            (Frame(Kind.DESCRIBE, table=self.number), msgspec.json.encode(self.description))
+        ]
+        for chunk, slot in zip(self.chunks, self.slots, strict=True):
+            if slot.shard == shard:
+                value = slot.value.to(getattr(torch, chunk.kind)).clone()
+                told.append((Frame(Kind.SET, table=self.number, chunk=slot.chunk), raw(value)))
+        return told
+
+    def give(self, *, replace: bool) -> None:
+        """Sends the servers the model's values."""
+        for answer in [
+            self.client.ask(
+                slot.shard, Frame(Kind.SET, FINAL if replace else 0, self.number, slot.chunk), raw(self._flat(chunk))
+            )
+            for chunk, slot in zip(self.chunks, self.slots, strict=True)
+        ]:
+            self.client.result(answer)
+
+    def pull(self) -> None:
+        """Gives the model the servers' present values, all of them, exactly."""
+        self.client.wait(self.slots)
+        answers = [
+            self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots
+        ]
+        for chunk, slot, answer in zip(self.chunks, self.slots, answers, strict=True):
+            frame, payload = self.client.result(answer)
+            slot.fresh, slot.version = False, frame.version
+            value = torch.frombuffer(payload, dtype=getattr(torch, chunk.kind))
+            slot.value.copy_(value)
+            self._install(chunk, value)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def ready(self, parameter: torch.Tensor) -> None:
+        """The backward pass has this parameter's gradient: chunks that are complete are on their way."""
+        if not self._eager or not self.sending:
+            return
+        assert parameter.grad is not None
+        _refuse_sparse(parameter.grad)
+        self._seen[parameter] = parameter.grad, parameter.grad._version
+        for number in self.chunks_of[parameter]:
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                self._missing[number] = len(self.chunks[number].pieces)
+                if number in self._pushed:  # a second backward pass before the step: the first push was in vain
+                    self._eager = False
+                    return
+                self._push(number, final=False)
+
+    def take(self) -> None:
+        """The optimizer steps: sends what is not under way yet, and lets the servers apply it."""
+        settings = self._settings()
+        if settings != self._settings_sent:
+            self.client.options(self.number, settings)
+            self._settings_sent = settings
+        unchanged = {p for p, (grad, version) in self._seen.items() if p.grad is grad and grad._version == version}
+        sure = [
+            c for c in self._pushed if all(self.parameters[p.parameter] in unchanged for p in self.chunks[c].pieces)
+        ]
+        if len(sure) < len(self._pushed):  # they are clipped or scaled after the backward pass: do not send them before
+            self._eager = False
+        for chunk in self.chunks:
+            if chunk.number not in sure:
+                self._push(chunk.number, final=True)
+        self._begin()
+        self.client.commit((self.slots[number] for number in sorted(sure)), self.step + 1)
+        self.step += 1
+        self._begun = False
+        self._pushed.clear()
+        self._seen.clear()
+        self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
+
+    def _begin(self) -> None:
+        """Before the first push of a step: whoever was away joins the others again."""
+        if self._begun:
+            return
+        self._begun = True
+        if self.client.outside:
+            self.client.rejoin()
+
+    def join(self) -> None:
+        """Makes the servers wait for this worker again, from its next step on."""
+        self.client.wait(self.slots)
+        shards = range(len(self.client.addresses))
+        asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
+        self.step = max(self.step, *(unpacked(self.client.result(answer)[1]) for answer in asked))
+        for answer in [
+            self.client.ask(shard, Frame(Kind.JOIN, table=self.number, version=self.step + 1)) for shard in shards
+        ]:
+            self.client.result(answer)
+
+    def _push(self, number: int, *, final: bool) -> None:
+        self._begin()
+        slot, chunk = self.slots[number], self.chunks[number]
+        if number not in self._pushed:
+            self.get([number])  # the answer to the step before, which no forward pass has asked for
+            self._pushed.add(number)
+        offset = 0
+        for piece in chunk.pieces:
+            size = piece.stop - piece.start
+            target = slot.gradient[offset : offset + size]
+            gradient = self.parameters[piece.parameter].grad
+            if gradient is None:
+                target.zero_()
+            else:
+                _refuse_sparse(gradient)
+                target.copy_(gradient.reshape(-1)[piece.start : piece.stop], non_blocking=True)
+            offset += size
+        self.client.push(
+            slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter])
+        )
+
+    def get(self, numbers: Iterable[int]) -> None:
+        """Gives the model the new values of these chunks, as soon as they are there."""
+        for number in numbers:
+            slot = self.slots[number]
+            if slot.waits:
+                self.client.wait([slot])
+            if slot.fresh:
+                slot.fresh = False
+                self._install(self.chunks[number], slot.value)
+
+    # -- between chunks and parameters ----------------------------------------------------------------------------------
+
+    def _install(self, chunk: Chunk, value: torch.Tensor) -> None:
+        offset = 0
+        for piece in chunk.pieces:
+            size = piece.stop - piece.start
+            data = self.parameters[piece.parameter].data
+            if data.is_contiguous():
+                data.view(-1)[piece.start : piece.stop].copy_(value[offset : offset + size], non_blocking=True)
+            else:  # such as channels last
+                whole = data.reshape(-1)
+                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device)
+                data.copy_(whole.view(data.shape))
+            offset += size
+
+    def _flat(self, chunk: Chunk) -> torch.Tensor:
+        parts = [self.parameters[p.parameter].data.reshape(-1)[p.start : p.stop] for p in chunk.pieces]
+        return torch.cat([part.to("cpu", getattr(torch, chunk.kind)) for part in parts])
+
+    # -- the optimizer's state ------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The optimizer's state of each parameter, gathered from the servers."""
+        asked = [self.client.ask(s.shard, Frame(Kind.GET_STATE, table=self.number, chunk=s.chunk)) for s in self.slots]
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for chunk, answer in zip(self.chunks, asked, strict=True):
+            saved = torch.load(io.BytesIO(self.client.result(answer)[1]), weights_only=True)["state"]
+            offset = 0
+            for piece in chunk.pieces:
+                parameter = self.parameters[piece.parameter]
+                mine, size = found.setdefault(parameter, {}), piece.stop - piece.start
+                for name, value in saved.items():
+                    if isinstance(value, torch.Tensor) and value.dim() and value.numel() == chunk.elements:
+                        whole = mine.setdefault(name, torch.empty(parameter.numel(), dtype=value.dtype))
+                        whole[piece.start : piece.stop] = value.view(-1)[offset : offset + size]
+                    else:
+                        mine[name] = value
+                offset += size
+        for parameter, state in found.items():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.numel() == parameter.numel():
+                    state[name] = value.view(parameter.shape)
+        return found
+
+    def give_state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Sends the servers an optimizer's state, and the model's values."""
+        asked = []
+        for chunk, slot in zip(self.chunks, self.slots, strict=True):
+            state: dict[str, Any] = {}
+            pieces = [(self.parameters[p.parameter], p.start, p.stop) for p in chunk.pieces]
+            for name, value in states.get(pieces[0][0], {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == pieces[0][0].shape:
+                    parts = [states[p][name].reshape(-1)[start:stop] for p, start, stop in pieces if p in states]
+                    state[name] = torch.cat(parts).cpu()
+                else:
+                    state[name] = value
+            file = io.BytesIO()
+            torch.save({"value": self._flat(chunk), "state": state}, file)
+            frame = Frame(Kind.SET_STATE, table=self.number, chunk=slot.chunk)
+            asked.append(self.client.ask(slot.shard, frame, file.getvalue()))
+        for answer in asked:
+            self.client.result(answer)
+
+
+def _kind(name: str, parameter: torch.Tensor) -> str:
+    if parameter.dtype == torch.float64:
+        return "float64"
+    if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return "float32"
+    raise TrainingError(f"parameter {name} is {parameter.dtype}: mode async trains real floating point numbers only")
+
+
+def _refuse_sparse(gradient: torch.Tensor) -> None:
+    if gradient.is_sparse:
+        raise TrainingError(
+            "a gradient is sparse, which mode async does not send", hint="make the nn.Embedding with sparse=False"
+        )
+
+
+def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
+    """What to wait for before memory that a GPU was told to copy into is read."""
+    if parameter.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize

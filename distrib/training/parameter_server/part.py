@@ -1,0 +1,332 @@
+"""One shard of the parameters on the server that is in charge of it: tables, the workers that are there, and the replica."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from distrib.errors import DistribError
+from distrib.strategy import Strategy
+from distrib.training.parameter_server.gathering import Gathering
+from distrib.training.parameter_server.shard import Answer, Apply, Effect
+from distrib.training.parameter_server.tables import Description, Pool, Table, raw
+from distrib.training.parameter_server.wire import APPLIED, FINAL, MORE, Connection, Frame, Kind, packed, unpacked
+
+DROP_SECONDS = 5.0
+"""How long the others wait for a worker whose connection is gone."""
+
+START_SECONDS = 120.0
+"""How long they wait for one that has never called: its host may be slow to import torch."""
+
+
+class Part:
+    """Shard number `shard` of the parameters, and who trains it."""
+
+    def __init__(self, shard: int, workers: int, servers: int, strategy: Strategy, pool: Pool) -> None:
+        self.shard, self.servers, self.strategy = shard, servers, strategy
+        self.epoch = 0
+        self.in_charge = False
+        self.tables: dict[int, Table] = {}
+        self.members = set(range(workers))
+        self.pool = pool
+        self.follower: Connection | None = None
+        self._there: dict[int, Connection] = {}
+        self._lives: dict[int, str] = {}
+        self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
+        self._pulls: list[tuple[int, Frame]] = []
+        self._kept: dict[int, bytes] = {}
+        self._views: dict[tuple[int, int], list[int]] = {}  # who shares an epoch of a loader
+        self._fetches: list[tuple[int, Frame]] = []
+        self._gathering = Gathering(lambda: self.members)
+        self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
+        self._requests: dict[int, int] = {}  # and the number of its request
+        self._log: tuple[Frame, Any] | None = None  # the first half of an entry
+        self.notes: list[str] = []
+
+    # -- who is there -------------------------------------------------------------------------------------------------
+
+    def welcome(self, worker: int, life: str, connection: Connection) -> None:
+        """A worker has called. `life` tells one that was started anew from one that was cut off."""
+        if (old := self._there.get(worker)) is not None and old is not connection:
+            old.close()
+        if self._lives.get(worker, life) != life:
+            self._drop(worker)
+        self._lives[worker] = life
+        self._there[worker] = connection
+        self._gone.pop(worker, None)
+        self._asked.pop(worker, None)
+        self._pulls = [(who, frame) for who, frame in self._pulls if who != worker]
+        self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
+        connection.send(
+            Frame(Kind.WELCOME),
+            packed(
+                {
+                    "member": worker in self.members,
+                    "epoch": self.epoch,
+                    "round": self._gathering.newest(),
+                    "tables": [table.number for table in self.tables.values() if table.is_set],
+                }
+            ),
+        )
+
+    def lose(self, worker: int, connection: Connection) -> None:
+        """A worker's connection is gone; the worker may come back."""
+        if self._there.get(worker) is connection:
+            del self._there[worker]
+            if worker in self.members:
+                self._gone[worker] = time.monotonic()
+
+    def tick(self, now: float) -> None:
+        """Stops waiting for workers that have been gone for too long."""
+        for worker in [worker for worker, since in self._gone.items() if now - since > DROP_SECONDS]:
+            self._drop(worker)
+            self.notes.append(f"worker {worker} is gone; the others go on without it")
+
+    def _drop(self, worker: int) -> None:
+        self._gone.pop(worker, None)
+        self.members.discard(worker)
+        for table in self.tables.values():
+            self._carry_out(table, table.shard.drop(worker))
+        self._tell_rounds()
+        self.tell_members()
+
+    def connected(self) -> int:
+        """How many members are there now."""
+        return len(self.members & self._there.keys())
+
+    # -- what workers ask ---------------------------------------------------------------------------------------------
+
+    def room(self, frame: Frame) -> torch.Tensor:
+        """Memory for a gradient that is about to come."""
+        table = self.tables.get(frame.table)
+        if table is None or frame.chunk not in table.chunks or frame.length != table.wire_bytes(frame.chunk):
+            raise DistribError(f"a gradient of {frame.length} bytes for chunk {frame.chunk} of table {frame.table}")
+        return self.pool.take(frame.length)
+
+    def hear(self, worker: int, frame: Frame, payload: Any) -> None:
+        """Does what a worker's frame asks for. A PUSH's payload is its gradient's tensor."""
+        table = self.tables.get(frame.table)
+        if frame.kind is Kind.PUSH:
+            assert table
+            final = bool(frame.flags & FINAL)
+            self._carry_out(
+                table, table.shard.push(worker, frame.chunk, frame.step, frame.version, payload, final=final)
+            )
+        elif frame.kind is Kind.GATHER:
+            self._gathering.bring(worker, frame.version, bytes(payload))
+            self._asked[worker] = frame.version
+            self._requests[worker] = frame.step
+            self._tell_rounds()
+        elif frame.kind is Kind.KEEP:
+            self._kept.setdefault(frame.version, bytes(payload))
+            self._answer_fetches()
+            self._reply(worker, frame, self._kept[frame.version])
+        elif frame.kind is Kind.FETCH:
+            self._fetches.append((worker, frame))
+            self._answer_fetches()
+        elif frame.kind is Kind.VIEW:
+            view = self._views.setdefault((frame.table, frame.version), sorted(self.members))
+            self._reply(worker, frame, packed(view))
+        elif frame.kind is Kind.SUSPEND:
+            self._drop(worker)
+        elif frame.kind is Kind.LEAVE:
+            self._drop(worker)
+            self._reply(worker, frame)
+        elif frame.kind is Kind.STATISTICS:
+            staleness = {str(t.number): {str(n): c for n, c in t.staleness.items()} for t in self.tables.values()}
+            self._reply(worker, frame, packed({"staleness": staleness, "members": sorted(self.members)}))
+        elif frame.kind is Kind.DESCRIBE:
+            self._describe(worker, frame, payload)
+        elif table is None:
+            raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
+        elif frame.kind is Kind.COMMIT:
+            self._carry_out(table, table.shard.commit(worker, frame.step, unpacked(payload)))
+        elif frame.kind is Kind.OPTIONS:
+            table.options[worker] = unpacked(payload)
+        elif frame.kind is Kind.SET:
+            self._set(table, frame, payload)
+            self._reply(worker, frame)
+        elif frame.kind is Kind.PULL:
+            self._pulls.append((worker, frame))
+            self._answer_pulls()
+        elif frame.kind is Kind.GET_STATE:
+            self._reply(worker, frame, table.saved(frame.chunk))
+        elif frame.kind is Kind.SET_STATE:
+            table.load(frame.chunk, payload)
+            self._send_state(table, frame.chunk)
+            self._reply(worker, frame)
+        elif frame.kind is Kind.NEWEST:
+            self._reply(worker, frame, packed(table.shard.newest()))
+        elif frame.kind is Kind.JOIN:
+            self.members.add(worker)
+            self._carry_out(table, table.shard.join(worker, frame.version))
+            self._reply(worker, frame)
+            self.tell_members()
+        else:
+            raise DistribError(f"a frame {frame.kind.name}, which no worker sends")
+
+    def _reply(self, worker: int, frame: Frame, payload: Any = b"") -> None:
+        self._send(worker, Frame(Kind.DONE, table=frame.table, chunk=frame.chunk, step=frame.step), payload)
+
+    def _send(self, worker: int, frame: Frame, payload: Any = b"", **how: Any) -> None:
+        if connection := self._there.get(worker):
+            connection.send(frame, payload, **how)
+
+    def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
+        description = msgspec.json.decode(payload, type=Description)
+        table = self.tables.get(frame.table)
+        if table is None:
+            table = Table(frame.table, description, self.shard, self.members, self.strategy, self.pool)
+            self.tables[frame.table] = table
+            self._begin_replica(table)
+        elif why := table.description.differs(description):
+            refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
+            self._send(
+                worker, refusal, packed(f"worker {worker} has another model or optimizer than the others: {why}")
+            )
+            return
+        self._reply(worker, frame, packed({"set": table.is_set}))
+
+    def _set(self, table: Table, frame: Frame, payload: Any) -> None:
+        """A value: the first one, of which one worker's is enough, or (a step is named) one that replaces all before."""
+        table.set(frame.chunk, payload, replace=bool(frame.flags & FINAL))
+        self._send_state(table, frame.chunk)
+        self._answer_pulls()
+
+    def _answer_pulls(self) -> None:
+        waiting, self._pulls = self._pulls, []
+        for worker, frame in waiting:
+            table = self.tables[frame.table]
+            if frame.chunk in table.updaters:
+                answer = Frame(Kind.DONE, 0, frame.table, frame.chunk, frame.step, table.shard.version(frame.chunk))
+                self._send(worker, answer, raw(table.value(frame.chunk).clone()), priority=frame.chunk)
+            else:
+                self._pulls.append((worker, frame))
+
+    def _answer_fetches(self) -> None:
+        waiting, self._fetches = self._fetches, []
+        for worker, frame in waiting:
+            if (kept := self._kept.get(frame.version)) is not None:
+                self._reply(worker, frame, kept)
+            else:
+                self._fetches.append((worker, frame))
+
+    # -- rounds of all workers ----------------------------------------------------------------------------------------
+
+    def _tell_rounds(self) -> None:
+        results = self._gathering.complete()
+        for worker, number in list(self._asked.items()):
+            if (parts := results.get(number)) is not None:
+                del self._asked[worker]
+                index = [[who, len(parts[who])] for who in sorted(parts)]
+                head = packed(index)
+                body = len(head).to_bytes(4, "big") + head + b"".join(parts[who] for who, _ in index)
+                self._send(worker, Frame(Kind.DONE, step=self._requests[worker]), body)
+
+    # -- effects --------------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, table: Table, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Apply):
+                gradient, options = table.effective(effect.chunk, effect.updates)
+                table.apply(effect.chunk, gradient, options)
+                self._replicate(table, effect, gradient, options)
+            elif isinstance(effect, Answer):
+                if connection := self._there.get(effect.worker):
+                    payload, sent = table.publish(effect.chunk, effect.worker)
+                    frame = Frame(
+                        Kind.VALUE, APPLIED if effect.applied else 0, table.number, effect.chunk, effect.step,
+                        table.shard.version(effect.chunk),
+                    )  # fmt: skip
+                    connection.send(frame, payload, priority=effect.chunk, sent=sent)
+            else:
+                self.pool.give(effect.gradient)
+
+    # -- the replica: this server's side --------------------------------------------------------------------------------
+
+    def follow(self, follower: Connection | None) -> None:
+        """From now on `follower` gets all that this part learns; None: nobody does, and nobody is waited for."""
+        self.follower = follower
+        for table in self.tables.values():
+            self._begin_replica(table)
+
+    def _begin_replica(self, table: Table) -> None:
+        if self.follower is None:
+            self._carry_out(table, table.shard.replicate(None))
+            return
+        state = table.shard.state()
+        about = {"description": msgspec.to_builtins(table.description), "shard": state}
+        self.follower.send(Frame(Kind.STATE, MORE, table.number), packed(about))
+        for chunk in table.updaters:
+            self._send_state(table, chunk)
+        self.follower.send(
+            Frame(Kind.STATE, APPLIED, table.number, step=state["index"])
+        )  # asks for a word that it is there
+        table.shard.replicate(
+            min(-1 if table.shard.replicated_to is None else table.shard.replicated_to, state["index"])
+        )
+
+    def _send_state(self, table: Table, chunk: int) -> None:
+        if self.follower:
+            self.follower.send(Frame(Kind.STATE, 0, table.number, chunk), table.saved(chunk))
+
+    def tell_members(self) -> None:
+        """Tells the replica who is waited for."""
+        if self.follower:
+            self.follower.send(Frame(Kind.STATE, FINAL), packed(sorted(self.members)))
+
+    def _replicate(self, table: Table, entry: Apply, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        if self.follower is None:
+            table.give_back(gradient)
+            return
+        about = {"updates": [[u.worker, u.step] for u in entry.updates], "options": options}
+        frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
+        self.follower.send(frame, packed(about))
+        self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(gradient))
+
+    def acknowledge(self, frame: Frame) -> None:
+        """The replica has an entry."""
+        table = self.tables[frame.table]
+        self._carry_out(table, table.shard.replicate(frame.step))
+
+    # -- the replica: the other side --------------------------------------------------------------------------------------
+
+    def learn(self, frame: Frame, payload: Any, primary: Connection) -> None:
+        """As a replica: takes over what the primary sends."""
+        if frame.kind is Kind.STATE and frame.flags & FINAL:
+            self.members = set(unpacked(payload))
+        elif frame.kind is Kind.STATE and frame.flags & MORE:
+            about = unpacked(payload)
+            description = msgspec.convert(about["description"], Description)
+            table = Table(frame.table, description, self.shard, (), self.strategy, self.pool)
+            table.shard.restore(about["shard"])
+            self.tables[frame.table] = table
+        elif frame.kind is Kind.STATE and frame.flags & APPLIED:
+            primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
+        elif frame.kind is Kind.STATE:
+            self.tables[frame.table].load(frame.chunk, payload)
+        elif frame.flags & MORE:
+            self._log = frame, unpacked(payload)
+        elif self._log:
+            table, about = self.tables[frame.table], self._log[1]
+            updates = [(worker, step) for worker, step in about["updates"]]
+            if table.shard.follow(frame.chunk, updates, frame.version, frame.step):
+                target = table.updaters[frame.chunk].value
+                table.apply(
+                    frame.chunk, torch.frombuffer(payload, dtype=target.dtype).view(target.shape), about["options"]
+                )
+            primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
+
+    def await_again(self) -> None:
+        """After a restart: the workers call at once if they are there."""
+        self._gone = dict.fromkeys(self.members, time.monotonic())
+
+    def take_charge(self, epoch: int) -> None:
+        """The replica is the primary from now on; members that do not call are soon dropped."""
+        self.epoch, self.in_charge = epoch, True
+        self.await_again()
+        for table in self.tables.values():
+            table.shard.members = set(self.members)

@@ -1,0 +1,373 @@
+"""The process of a server: `python -m distrib.training.parameter_server`, started by the launcher beside the workers.
+
+It is in charge of one shard of the parameters from the start and, with `--replicas 1`, keeps a copy of another server's, of
+which it takes charge when that server is gone. One thread; it waits in the kernel when there is nothing to do.
+
+**Who is in charge** of a shard is counted in epochs. A replica takes charge when more than half of the members say that they
+cannot reach the primary and it cannot either. A primary whose replica is gone answers nobody until more than half of the
+members have agreed that it goes on alone, which they do unless they have given it up. Two such majorities have a worker in
+common, which obeys the higher epoch: so at most one server goes on, and it has every update that was acknowledged.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distrib.errors import DistribError, TrainingError
+from distrib.strategy import Strategy, from_environment
+from distrib.training.parameter_server.part import DROP_SECONDS, Part
+from distrib.training.parameter_server.snapshots import Snapshots
+from distrib.training.parameter_server.tables import Pool, raw
+from distrib.training.parameter_server.wire import Connection, Frame, Kind, Loop, WireError, packed, unpacked
+
+TICK_SECONDS = 0.5
+STRANGER_SECONDS = 5.0
+"""How long a caller may take to show that it knows the job's key."""
+
+
+class _Peer:
+    """Whoever is at the other end of a connection that was accepted."""
+
+    def __init__(self, server: Server, sock: socket.socket) -> None:
+        self.server = server
+        self.part: Part | None = None
+        self.worker: int | None = None
+        self.primary = False
+        self.gradient: torch.Tensor | None = None
+        self.connection = Connection(
+            sock, server.key, listener=True, room=self.room, receive=self.receive, queued=lambda: server.talk_to(self)
+        )
+        self.attend = lambda events: server.attend(self, events)
+
+    def room(self, frame: Frame) -> memoryview | None:
+        if frame.kind is Kind.PUSH and self.part and self.worker is not None:
+            self.gradient = memory = self.part.room(frame)
+            return raw(memory)
+        return None
+
+    def receive(self, frame: Frame, payload: Any) -> None:
+        if frame.kind is Kind.HELLO:
+            self.server.introduce(self, unpacked(payload))
+        elif self.part is None:
+            raise WireError(f"{frame.kind.name} before HELLO")
+        elif self.primary:
+            self.part.learn(frame, payload, self.connection)
+        elif frame.kind is Kind.AGREED:
+            self.server.agreed(self.part, self.worker, frame.version)
+        elif self.worker is not None:
+            self.part.hear(self.worker, frame, self.gradient if frame.kind is Kind.PUSH else payload)
+
+
+class Server:
+    """Server number `number` of those at `addresses`, for `workers` workers."""
+
+    def __init__(
+        self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy
+    ) -> None:
+        self.number, self.addresses, self.workers, self.key, self.strategy = number, addresses, workers, key, strategy
+        self.loop = Loop()
+        self.pool = Pool()
+        self.parts: dict[int, Part] = {}
+        self.snapshots: Snapshots | None = None
+        again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
+        if not again or not strategy.replicas:  # else its replica is in charge by now
+            self._take_own_part(again)
+        self._peers: set[_Peer] = set()
+        self._talkative: set[_Peer] = set()
+        self._links: dict[int, _ReplicaLink] = {}
+        self._votes: dict[int, set[int]] = {}  # by shard: who cannot reach its primary
+        self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
+        self._listener = socket.create_server(("", addresses[number][1]), reuse_port=False, backlog=1024)
+        self._listener.setblocking(False)
+
+    def _take_own_part(self, again: bool) -> None:
+        own = Part(self.number, self.workers, len(self.addresses), self.strategy, self.pool)
+        own.in_charge = True
+        self.parts[self.number] = own
+        if self.strategy.replicas:
+            return
+        self.snapshots = Snapshots(self.number)
+        if again:
+            own.await_again()
+            age = self.snapshots.restore(own)
+            source = "the parameters that workers have" if age is None else f"a snapshot of {age:.1f} s before"
+            say(f"was started again; its shard comes from {source}, without a replica (--replicas 1 loses nothing)")
+
+    def run(self) -> None:
+        """Until SIGTERM."""
+        self.loop.watch(self._listener, self._accept)
+        self._tick()
+        if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.parts:
+            self._replicate(self.parts[self.number])
+        self.loop.run()
+        if self.snapshots:
+            self.snapshots.remove()
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock, _address = self._listener.accept()
+        except OSError:
+            return
+        peer = _Peer(self, sock)
+        self._peers.add(peer)
+        self.talk_to(peer)
+        self.flush()
+
+    def attend(self, peer: _Peer, events: int) -> None:
+        """A connection can be read or written."""
+        self.talk_to(peer)
+        try:
+            if events & selectors.EVENT_READ:
+                peer.connection.read()
+        except DistribError as error:
+            say(f"a worker sent what cannot be: {error}")
+            self._end(peer)
+        except (OSError, WireError):
+            self._end(peer)
+        self.flush()
+
+    def talk_to(self, peer: _Peer) -> None:
+        """There may be something to send to this peer."""
+        self._talkative.add(peer)
+
+    def flush(self) -> None:
+        """Send what the sockets take, to everybody for whom there is something."""
+        while self._talkative:
+            peer = self._talkative.pop()
+            if peer not in self._peers:
+                continue
+            try:
+                peer.connection.flush()
+                self.loop.watch(peer.connection.sock, peer.attend, writing=peer.connection.waits_to_send)
+            except (OSError, ValueError):
+                self._end(peer)
+        for link in self._links.values():
+            link.flush()
+
+    def _end(self, peer: _Peer) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.discard(peer)
+        self.loop.forget(peer.connection.sock)
+        peer.connection.close()
+        if peer.part and peer.worker is not None:
+            peer.part.lose(peer.worker, peer.connection)
+
+    # -- who is in charge -----------------------------------------------------------------------------------------------
+
+    def introduce(self, peer: _Peer, hello: dict[str, Any]) -> None:
+        """Somebody says who it is, which shard it wants, and the epoch that it knows of."""
+        shard, epoch = hello["shard"], hello["epoch"]
+        part = self.parts.get(shard)
+        if "worker" not in hello:  # a primary that looks for a replica
+            if part is None or not part.in_charge or epoch > part.epoch:
+                part = self.parts[shard] = Part(shard, 0, len(self.addresses), self.strategy, self.pool)
+                part.epoch = epoch
+                self._votes.pop(shard, None)
+                peer.part, peer.primary = part, True
+                return
+            raise WireError("a primary of an earlier epoch")
+        worker = hello["worker"]
+        if part is not None and part.in_charge and epoch > part.epoch:
+            say(f"shard {shard}: another server is in charge since epoch {epoch}")
+            part.in_charge = False
+            del self.parts[shard]
+            part = None
+        counted = part is not None and not part.in_charge and self._vote(part, worker, epoch)
+        if part is None or not part.in_charge:
+            peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
+            return
+        peer.part, peer.worker = part, worker
+        part.welcome(worker, hello["life"], peer.connection)
+
+    def _vote(self, part: Part, worker: int, epoch: int) -> bool:
+        """A worker asks the replica. It takes charge when a majority does and the primary is silent here too.
+
+        Whether the worker's voice counts; then it must not agree that the primary goes on alone.
+        """
+        if epoch > part.epoch or any(peer.primary and peer.part is part for peer in self._peers):
+            return False
+        votes = self._votes.setdefault(part.shard, set())
+        votes.add(worker)
+        if len(votes & part.members) * 2 > len(part.members) and all(table.is_set for table in part.tables.values()):
+            part.take_charge(part.epoch + 1)
+            say(f"takes charge of shard {part.shard}, whose server is gone, from its replica")
+            self._replicate(part)
+        return True
+
+    def _replicate(self, part: Part) -> None:
+        """Keeps a replica of a part on the next server that can be one."""
+        others = [(self.number + n) % len(self.addresses) for n in range(1, len(self.addresses))]
+        if part.shard != self.number:
+            others = sorted(others, key=lambda other: other == part.shard)  # its own server is gone, or started anew
+        if others:
+            for table in part.tables.values():
+                table.shard.replicate(table.shard.index)
+            self._links[part.shard] = _ReplicaLink(self, part, others)
+
+    def ask_to_go_on_alone(self, part: Part) -> None:
+        """The replica is gone: ask the workers whether this server is still theirs."""
+        self._agreed[part.shard] = set()
+        for peer in self._peers:
+            if peer.part is part and peer.worker is not None:
+                peer.connection.send(Frame(Kind.ALONE, version=part.epoch + 1))
+
+    def agreed(self, part: Part, worker: int | None, epoch: int) -> None:
+        """A worker knows that the part has no replica, and will not go to an old one."""
+        agreed = self._agreed.get(part.shard)
+        if agreed is None or worker is None or epoch != part.epoch + 1:
+            return
+        agreed.add(worker)
+        if len(agreed & part.members) * 2 > len(part.members):
+            del self._agreed[part.shard]
+            part.epoch = epoch
+            part.follow(None)
+            say(f"shard {part.shard} has no replica now: the server that kept it is gone")
+
+    # -- time -------------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        for peer in [
+            p for p in self._peers if not p.connection.proven and now - p.connection.opened > STRANGER_SECONDS
+        ]:
+            self._end(peer)
+        for part in list(self.parts.values()):
+            if part.in_charge:
+                part.tick(now)
+                if self.snapshots and part.shard == self.number:
+                    self.snapshots.take(part, now)
+            for note in part.notes:
+                if part.shard == 0:
+                    say(note)
+            part.notes.clear()
+        for link in list(self._links.values()):
+            link.tick(now)
+        self.flush()
+        self.loop.later(TICK_SECONDS, self._tick)
+
+
+class _ReplicaLink:
+    """A primary's connection to the server that keeps its replica; looks for one as long as there is none."""
+
+    def __init__(self, server: Server, part: Part, candidates: Sequence[int]) -> None:
+        self.server, self.part, self.candidates = server, part, candidates
+        self.connection: Connection | None = None
+        self._sock: socket.socket | None = None
+        self._since = time.monotonic()
+        self._asked = 0.0
+        self._tries = 0
+        self._broken = False
+
+    def tick(self, now: float) -> None:
+        silent = self.connection and not self.connection.proven and now - self.connection.opened > STRANGER_SECONDS
+        if not self.part.in_charge or silent:
+            self._close()
+        elif self._sock is None:
+            alone = self.part.follower is None and all(t.shard.replicated_to is None for t in self.part.tables.values())
+            if not alone and now - self._since > DROP_SECONDS and now - self._asked > DROP_SECONDS:
+                self._asked = now
+                self.server.ask_to_go_on_alone(self.part)
+            self._call()
+
+    def _call(self) -> None:
+        address = self.server.addresses[self.candidates[self._tries % len(self.candidates)]]
+        self._tries += 1
+        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
+        sock.setblocking(False)
+        sock.connect_ex(address)
+        self._sock = sock
+        self.connection = Connection(sock, self.server.key, listener=False, room=lambda _: None, receive=self._hear)
+        if (
+            self._broken
+        ):  # workers may have given their voice to the replica meanwhile: for the next epoch, no later one
+            self.part.epoch += 1
+            self._broken = False
+        hello = {"shard": self.part.shard, "epoch": self.part.epoch}
+        self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2, sent=self._connected)
+        self.server.loop.watch(sock, self._attend, writing=True)
+
+    def _connected(self) -> None:
+        assert self.connection
+        self.part.follow(self.connection)
+        self.part.tell_members()
+
+    def _hear(self, frame: Frame, payload: Any) -> None:
+        if frame.kind is Kind.LOGGED:
+            self.part.acknowledge(frame)
+
+    def _attend(self, events: int) -> None:
+        assert self.connection
+        try:
+            if events & selectors.EVENT_READ:
+                self.connection.read()
+            self.connection.flush()
+        except (OSError, WireError):
+            self._close()
+        self.server.flush()
+
+    def flush(self) -> None:
+        if self.connection and self._sock:
+            try:
+                self.connection.flush()
+                self.server.loop.watch(self._sock, self._attend, writing=self.connection.waits_to_send)
+            except OSError:
+                self._close()
+
+    def _close(self) -> None:
+        if self._sock:
+            self.server.loop.forget(self._sock)
+            self._sock.close()
+            self._sock = self.connection = None
+            if self.part.follower:
+                self.part.follower = None
+                self._broken = True
+                self._since = time.monotonic()
+
+
+def say(text: str) -> None:
+    """A line in the job's output."""
+    print(f"distrib: parameter server {os.environ.get('DISTRIB_SERVER', '?')}: {text}", file=sys.stderr, flush=True)
+
+
+def servers_from(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
+    """Where the servers listen, and the job's key. Raises TrainingError where the launcher has not said it."""
+    found = []
+    for text in environ.get("DISTRIB_SERVERS", "").split(","):
+        host, _, port = text.rpartition(":")
+        if host and port.isdigit():
+            found.append((host.strip("[]"), int(port)))
+    if not found or not environ.get("DISTRIB_KEY"):
+        raise TrainingError(
+            "no parameter servers are known here", hint="start the script with distrib-launch --mode async"
+        )
+    return found, environ["DISTRIB_KEY"].encode()
+
+
+def main() -> int:
+    """Runs the server that the environment describes, until it is told to end."""
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    try:
+        addresses, key = servers_from(os.environ)
+        number, workers = int(os.environ["DISTRIB_SERVER"]), int(os.environ["WORLD_SIZE"])
+        server = Server(number, addresses, workers, key, from_environment(os.environ))
+    except (DistribError, OSError) as error:
+        print(f"distrib: parameter server: {error}", file=sys.stderr)
+        return 1
+
+    def end(*_: Any) -> None:
+        server.loop.ended = True
+        server.loop.call(lambda: None)
+
+    signal.signal(signal.SIGTERM, end)
+    server.run()
+    return 0

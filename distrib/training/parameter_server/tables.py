@@ -1,0 +1,235 @@
+"""A table: the parameters of one optimizer, as ranks describe it and as a server holds its chunks of it."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.parameter_server.optimizers import Recipe, Updater
+from distrib.training.parameter_server.placement import Chunk, Parameter, cut
+from distrib.training.parameter_server.shard import Shard, Update
+
+Wire = Literal["fp32", "bf16", "fp16"]
+_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Description(msgspec.Struct, frozen=True):
+    """What all ranks must agree on, and what a server needs to know, of one optimizer and its parameters."""
+
+    recipe: Recipe
+    parameters: tuple[Parameter, ...]
+    options: tuple[dict[str, Any], ...]
+    """The settings of each parameter group."""
+    servers: int
+    wire: Wire = "fp32"
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks of all servers."""
+        return cut(self.parameters, self.servers, whole=self.recipe.whole)
+
+    def differs(self, other: Description) -> str:
+        """What is not the same in `other`, in words; empty where they agree. Settings may differ: learning rates do."""
+        if self.recipe != other.recipe:
+            return f"its optimizer is {other.recipe.name}, not {self.recipe.name}"
+        if len(self.parameters) != len(other.parameters):
+            return f"its optimizer has {len(other.parameters)} parameters, not {len(self.parameters)}"
+        for mine, theirs in zip(self.parameters, other.parameters, strict=True):
+            if mine != theirs:
+                return f"its parameter {theirs.name} is {_shown(theirs)}, where others have {mine.name}, {_shown(mine)}"
+        return "" if self.wire == other.wire else f"it sends {other.wire}, not {self.wire}"
+
+
+def _shown(parameter: Parameter) -> str:
+    return f"{parameter.kind} {list(parameter.shape)} in group {parameter.group}"
+
+
+def wire_dtype(wire: Wire, kind: str) -> torch.dtype:
+    """In which format numbers of `kind` travel."""
+    own: torch.dtype = getattr(torch, kind)
+    return _WIRE.get(wire, own)
+
+
+def raw(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, where they are."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # before Python 3.12 numpy cannot say
+
+
+class Pool:
+    """Memory that is used again and again: pages fresh from the kernel cost more than the copy into them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """`size` bytes of whatever content."""
+        free = self._free.get(size)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8)
+
+    def give(self, memory: torch.Tensor) -> None:
+        """Nobody uses it any more."""
+        self._free.setdefault(memory.numel(), []).append(memory)
+
+
+class _Published:
+    """A chunk as it is sent to workers; kept while it is under way."""
+
+    def __init__(self, version: int, memory: torch.Tensor) -> None:
+        self.version, self.memory, self.users = version, memory, 0
+
+
+class Table:
+    """One server's chunks of a table: values, optimizers, and the state machine that decides about them."""
+
+    def __init__(
+        self, number: int, description: Description, server: int, members: Iterable[int], strategy: Strategy, pool: Pool
+    ) -> None:
+        self.number, self.description, self.strategy = number, description, strategy
+        self.chunks = {chunk.number: chunk for chunk in description.chunks() if chunk.server == server}
+        self.shard = Shard(self.chunks, members, strategy.staleness)
+        self.options: dict[int, list[dict[str, Any]]] = {}  # the settings that each worker sent last
+        self.staleness: Counter[int] = Counter()
+        self.updaters: dict[int, Updater] = {}
+        self._pool = pool
+        self._published: dict[int, _Published] = {}
+        self._seen: dict[tuple[int, int], torch.Tensor] = {}  # what each worker has, for delay compensation
+
+    @property
+    def is_set(self) -> bool:
+        """Whether every chunk has its first value."""
+        return len(self.updaters) == len(self.chunks)
+
+    def dtype(self, chunk: int) -> torch.dtype:
+        """The format in which the chunk travels."""
+        return wire_dtype(self.description.wire, self.chunks[chunk].kind)
+
+    def wire_bytes(self, chunk: int) -> int:
+        """The size of the chunk on the wire."""
+        return self.chunks[chunk].elements * self.dtype(chunk).itemsize
+
+    def set(self, chunk: int, value: Any, *, replace: bool) -> None:
+        """Gives a chunk its value, bytes in the servers' format: the first one, or any with `replace`."""
+        at = self.chunks[chunk]
+        if chunk not in self.updaters:
+            like = self.description.parameters[at.pieces[0].parameter]
+            shape = like.shape if self.description.recipe.whole else (at.elements,)
+            self.updaters[chunk] = Updater(
+                self.description.recipe,
+                torch.empty(shape, dtype=getattr(torch, at.kind)),
+                self.description.options[at.group],
+            )
+        elif not replace:
+            return
+        target = self.updaters[chunk].value.data.view(-1)
+        target.copy_(torch.frombuffer(value, dtype=target.dtype))
+        self._forget(chunk)
+
+    def value(self, chunk: int) -> torch.Tensor:
+        """The chunk's present value, flat, in the servers' format. Not a copy."""
+        return self.updaters[chunk].value.data.view(-1)
+
+    # -- updates ----------------------------------------------------------------------------------------------------
+
+    def effective(self, chunk: int, updates: tuple[Update, ...]) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The gradient and the settings with which the chunk is updated; the gradients' memory is given back."""
+        at, shape = self.chunks[chunk], self.updaters[chunk].value.shape
+        dtype, target = self.dtype(chunk), getattr(torch, at.kind)
+        first = updates[0]
+        result = first.gradient.view(dtype)
+        if dtype != target:
+            result = self._pool.take(at.bytes).view(target).copy_(result)
+            self._pool.give(first.gradient)
+        for update in updates[1:]:
+            result.add_(update.gradient.view(dtype))
+            self._pool.give(update.gradient)
+        if len(updates) > 1:
+            result.div_(len(updates))
+        for update in updates:
+            self.staleness[update.staleness] += 1
+        options = self.options.get(first.worker, list(self.description.options))[at.group]
+        return result.view(shape), self._corrected(chunk, result, first, options) if len(updates) == 1 else options
+
+    def _corrected(self, chunk: int, gradient: torch.Tensor, update: Update, options: dict[str, Any]) -> dict[str, Any]:
+        """What asynchrony does to an update, undone as far as was asked for."""
+        strength = self.strategy.delay_compensation
+        if strength and (seen := self._seen.get((update.worker, chunk))) is not None:
+            # Zheng et al. 2016 (arXiv:1609.08326), equation 10: the outer product of the gradient with itself, of which
+            # only the diagonal is used, stands for the Hessian.
+            gradient.addcmul_(gradient * gradient, self.value(chunk) - seen, value=strength)
+        if self.strategy.stale_rate and update.staleness > 1:
+            # Zhang et al. 2015 (arXiv:1511.05950), equation 6.
+            options = {**options, "lr": options["lr"] / update.staleness}
+        if self.strategy.momentum_correction and options.get("momentum"):
+            options = {**options, **_less_momentum(options["lr"], options["momentum"], self._mean_staleness())}
+        return options
+
+    def _mean_staleness(self) -> float:
+        return sum(n * count for n, count in self.staleness.items()) / max(1, self.staleness.total())
+
+    def apply(self, chunk: int, gradient: torch.Tensor, options: dict[str, Any]) -> None:
+        """One step of the chunk's optimizer."""
+        self.updaters[chunk].apply(gradient, options)
+
+    def give_back(self, gradient: torch.Tensor) -> None:
+        """The memory of an effective gradient is not needed any more."""
+        self._pool.give(gradient.view(-1).view(torch.uint8))
+
+    # -- what workers get ---------------------------------------------------------------------------------------------
+
+    def publish(self, chunk: int, worker: int) -> tuple[memoryview, Any]:
+        """The chunk's bytes as they travel, unchanging, and what to call when they are sent."""
+        version = self.shard.version(chunk)
+        published = self._published.get(chunk)
+        if published is None or published.version != version:
+            self._forget(chunk)
+            memory = self._pool.take(self.wire_bytes(chunk))
+            memory.view(self.dtype(chunk)).copy_(self.value(chunk))
+            published = self._published[chunk] = _Published(version, memory)
+        published.users += 1
+        if self.strategy.delay_compensation:
+            self._seen[worker, chunk] = self.value(chunk).clone()
+
+        def sent() -> None:
+            published.users -= 1
+            if not published.users and self._published.get(chunk) is not published:
+                self._pool.give(published.memory)
+
+        return raw(published.memory), sent
+
+    def _forget(self, chunk: int) -> None:
+        published = self._published.pop(chunk, None)
+        if published and not published.users:
+            self._pool.give(published.memory)
+
+    # -- keeping ------------------------------------------------------------------------------------------------------
+
+    def saved(self, chunk: int) -> bytes:
+        """All there is of a chunk, to be opened with torch.load(weights_only=True)."""
+        file = io.BytesIO()
+        torch.save({"value": self.value(chunk), "state": self.updaters[chunk].state()}, file)
+        return file.getvalue()
+
+    def load(self, chunk: int, data: Any) -> None:
+        """Takes over what `saved` gave."""
+        content = torch.load(io.BytesIO(data), weights_only=True)
+        if content["value"].numel() != self.chunks[chunk].elements:
+            raise TrainingError(f"chunk {chunk} does not fit: {content['value'].numel()} elements")
+        self.set(chunk, raw(content["value"].contiguous()), replace=True)
+        self.updaters[chunk].restore(content["state"])
+
+
+def _less_momentum(lr: float, momentum: float, staleness: float) -> dict[str, float]:
+    """Learning rate and momentum that, with what asynchrony adds, act as the ones given.
+
+    Mitliagkas et al. 2016 (arXiv:1605.09774): n asynchronous workers act as momentum 1 - 1/n; n - 1 is the mean staleness. What
+    both leave of the past's decay, (1 - a)(1 - b), is kept at the wanted 1 - momentum, and so is the size of a whole step,
+    lr / (1 - momentum).
+    """
+    own = max(0.0, 1 - (1 - momentum) * (1 + staleness))
+    return {"momentum": own, "lr": lr * (1 - own) / (1 - momentum)}

@@ -1,0 +1,111 @@
+"""`distrib-topo plan`, and what `distrib-launch` says of a job's speed: before it starts, while it runs, and at its end."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+from distrib.errors import ConfigError
+
+
+def add_options(plan: argparse.ArgumentParser) -> None:
+    """The options of `distrib-topo plan`."""
+    plan.add_argument("--workload", metavar="NAME|FILE", required=True, help="what is trained: a network of the catalogue such as "
+                      "ResNet-50, or the file of distrib-launch --profile")  # fmt: skip
+    plan.add_argument("-H", "--hosts", metavar="FILE|LIST", help="on these hosts (default: all of the topology)")
+    plan.add_argument(
+        "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
+    )
+    plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 or 1,2,4 (default: up to "
+                      "those there are, or 16)")  # fmt: skip
+    plan.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
+                      "8 on a node that nobody described")  # fmt: skip
+    what = plan.add_argument_group("what if")
+    what.add_argument("--gpu", metavar="NAME", help="with GPUs of this kind")
+    what.add_argument("--network", metavar="NET", help="with this network: 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'")
+    what.add_argument("--gpudirect", choices=["on", "off"], help="with GPUDirect RDMA, or through host memory")
+    what.add_argument("--batch", type=_count, metavar="N", help="with batches of N samples for each rank")
+    what.add_argument(
+        "--compare", metavar="NET[=PRICE],...", help="several networks side by side; PRICE of a node's share"
+    )
+    what.add_argument("--efficiency", type=_part, default=0.9, metavar="PERCENT", help="say what bandwidth this needs "
+                      "(default: 90%%)")  # fmt: skip
+    plan.add_argument("--json", action="store_true", help="print JSON: seconds, bytes, bytes per second")
+    plan.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw scaling into FILE (.svg, .png, .pdf); the "
+                      "timeline of a step where its name has 'timeline' in it (may be repeated)")  # fmt: skip
+
+
+def add_launch_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `distrib-launch` about what to expect of a job."""
+    about = parser.add_argument_group("what to expect of it")
+    about.add_argument("--workload", metavar="NAME|FILE", help="what is trained, to foretell how far it scales: a profile, or a "
+                       "network of the catalogue such as ResNet-50 (default: NAME.profile.json beside NAME.py; none: nothing)")  # fmt: skip
+    about.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) and end "
+                       "the script after 25 steps")  # fmt: skip
+    about.add_argument("--warn-below", type=_part, default=0.8, metavar="PERCENT", help="warn when the wire holds the job below this "
+                       "part of its ideal speed (default: 80%%; 0: never)")  # fmt: skip
+
+
+def is_wanted(options: argparse.Namespace) -> bool:
+    """Whether a launch is to be foretold: most are not, and need not load the model."""
+    return options.workload is not None or options.mode == "auto" or beside(options) is not None
+
+
+def beside(options: argparse.Namespace) -> Path | None:
+    """The profile `NAME.profile.json` that lies beside the script `NAME.py`."""
+    path = Path(options.script).with_suffix(".profile.json")
+    return path if not options.module and not options.profile and path.is_file() else None
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plan, and tell; returns the exit code. Raises `DistribError` for what cannot be planned."""
+    from distrib_launch.console import perhaps_unread
+    from distrib_launch.outlook import ask, drawing, text
+
+    for path in options.plot:
+        drawing.check_name(path)
+    question = ask.question(options)
+    answer = ask.answer(question)
+    for path in options.plot:
+        drawing.draw(path, question, answer)
+    if options.json:
+        import msgspec
+
+        with perhaps_unread():
+            print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+        return 0
+    with perhaps_unread():
+        print("\n".join([*text.lines(question, answer), *(f"drawn in {path}" for path in options.plot)]))
+    return 0
+
+
+def _nodes(given: str) -> tuple[int, ...]:
+    """`16`, `1,2,4`, or `1..64`: powers of two between its ends, and the ends."""
+    found: set[int] = set()
+    for part in given.split(","):
+        match = re.fullmatch(r" *([1-9][0-9]{0,8})(?: *\.\. *([1-9][0-9]{0,8}))? *", part)
+        if not match or (match[2] and int(match[2]) < int(match[1])):
+            raise argparse.ArgumentTypeError(f"{given!r} is no count of hosts; write such as 16, 1..64 or 1,2,4")
+        first, last = int(match[1]), int(match[2] or match[1])
+        found |= {first, last} | {1 << power for power in range(30) if first < 1 << power < last}
+    return tuple(sorted(found))
+
+
+def _count(given: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
+        raise argparse.ArgumentTypeError(f"{given!r} is no number; give 1 or more")
+    return int(given)
+
+
+def _part(given: str) -> float:
+    return percent(given, argparse.ArgumentTypeError)
+
+
+def percent(given: str, error: type[Exception] = ConfigError) -> float:
+    """`80%`, `80` or `0.8` as a part of one. Raises `error` for anything else."""
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?|\.[0-9]{1,6})(%?)", given.strip())
+    value = float(match[1]) / (100 if match and (match[2] or float(match[1]) > 1) else 1) if match else -1.0
+    if not 0 <= value <= 1:
+        raise error(f"{given!r} is no part of the whole; write such as 80%")
+    return value

@@ -1,0 +1,200 @@
+"""What `distrib-topo plan` is asked, and the model's answer."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import msgspec
+from distrib_launch.outlook import whatif
+from distrib_launch.outlook.whatif import Network
+
+from distrib.bandwidth import workloads
+from distrib.bandwidth.advice import Advice, advise
+from distrib.bandwidth.prediction import Prediction
+from distrib.bandwidth.scaling import foretell, needed_bandwidth
+from distrib.bandwidth.workload import Workload
+from distrib.cluster.topology import Topology
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib.cluster.hostfile import HostList
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload on a cluster: `hosts` are its names where it exists and none are more than those."""
+
+    workload: Workload
+    topology: Topology
+    hosts: tuple[str, ...]
+    nodes: tuple[int, ...]
+    ranks_per_node: int
+    efficiency: float
+    networks: tuple[tuple[Network, Topology], ...] = ()
+    """What is compared."""
+
+    @property
+    def largest(self) -> int:
+        return max(self.nodes)
+
+    def who(self, nodes: int) -> tuple[str, ...] | int:
+        """The first hosts by name, or their count where the topology has no names for them."""
+        return self.hosts[:nodes] if nodes <= len(self.hosts) else nodes
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """The same job on one of several networks; prices are those of all nodes of the largest job together."""
+
+    network: str
+    predictions: tuple[Prediction, ...]
+    price: float | None = None
+    price_per_efficiency_percent: float | None = None
+
+
+class WorkloadShown(msgspec.Struct, frozen=True, kw_only=True):
+    """The workload without its gradients."""
+
+    name: str
+    origin: str
+    device: str
+    batch: int
+    compute_seconds: float
+    loader_seconds: float
+    gradient_bytes: int
+    gradients: int
+    memory_bytes: int | None
+    expected_error: float
+    source: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints. `needed_bytes_per_second`: of each host's wire, for `wanted_efficiency` at the largest count."""
+
+    workload: WorkloadShown
+    topology: str
+    ranks_per_node: int
+    predictions: tuple[Prediction, ...]
+    wanted_efficiency: float
+    needed_bytes_per_second: float | None
+    advice: tuple[Advice, ...]
+    compared: tuple[Compared, ...]
+    expected_error: float
+    """Of a step's time: of the links and of the workload together."""
+    notes: tuple[str, ...]
+
+
+def question(options: argparse.Namespace) -> Question:
+    """What the options ask. Raises ConfigError where they leave open what is needed, or name what is not there."""
+    from distrib_launch.job import read_hosts, read_topology_for
+
+    gpudirect = None if options.gpudirect is None else options.gpudirect == "on"
+    listed = read_hosts(options.hosts) if options.hosts else None
+    topology = read_topology_for(options.topology, options.hosts)
+    if listed and topology:
+        from distrib.cluster.topology import check_hosts
+
+        check_hosts(topology, listed)
+    gpu = whatif.gpu_named(options.gpu) if options.gpu else None
+    workload = workload_of(options.workload, gpu, topology, options.batch)
+    network = whatif.parse_network(options.network, gpudirect) if options.network else None
+    texts = [text for text in (options.compare or "").split(",") if text.strip()]
+    networks = [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
+    ranks = options.ranks_per_node or _ranks(listed, topology, workload)
+    names = tuple(host.name for host in listed.hosts if host.role == "worker") if listed else ()
+    if topology is None:
+        device = None if workload.device == "cpu" else workload.device
+        nodes = options.nodes or _counts(len(names) or 16)
+        if network is None and not networks and max(nodes) > 1:
+            raise ConfigError(
+                "on which network?",
+                hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
+            )
+        networks_of = [(each, whatif.imagined(max(nodes), ranks, device, each)) for each in networks]
+        base = whatif.imagined(max(nodes), ranks, device, network) if network or not networks else networks_of[0][1]
+        names = names and base.hosts[: len(names)]
+    else:
+        names = names or topology.hosts
+        nodes = options.nodes or _counts(len(names))
+        networks_of = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
+        base = topology
+        if gpu or network or gpudirect is not None:
+            base = whatif.changed(topology, gpu, network, gpudirect)
+    return Question(
+        workload=workload, topology=base, hosts=names, nodes=nodes, ranks_per_node=ranks, efficiency=options.efficiency,
+        networks=tuple(networks_of),
+    )  # fmt: skip
+
+
+def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: int | None) -> Workload:
+    """The workload of `--workload`: of a file, or of the catalogue for `gpu` or the topology's GPUs."""
+    if workloads.is_file(given):
+        found = workloads.read_workload(given)
+        return workloads.scaled(found, batch=batch, gpu=gpu) if batch or gpu else found
+    kind = (
+        gpu or next((group.gpus.kind for group in topology.nodes if group.gpus and group.gpus.kind), None)
+        if topology
+        else gpu
+    )
+    if kind is None:
+        workloads.network(given)  # a name that nobody knows is the first mistake to tell
+        raise ConfigError(f"--workload {given}: on which GPU?", hint="add --gpu, such as A100, or profile your script")
+    return workloads.workload(given, kind, batch)
+
+
+def answer(question: Question) -> Answer:
+    """Ask the model. Raises ConfigError where nothing is known of a link that is needed."""
+    workload = question.workload
+    ranks = question.ranks_per_node
+
+    def predicted(topology: Topology) -> tuple[Prediction, ...]:
+        return tuple(
+            foretell(topology, workload, hosts=question.who(count), ranks_per_host=ranks) for count in question.nodes
+        )
+
+    base = predicted(question.topology)
+    largest = question.who(question.largest)
+    alone = question.largest * ranks == 1
+    needed = None
+    if question.largest > 1:
+        needed = needed_bandwidth(
+            question.topology, workload, hosts=largest, ranks_per_host=ranks, efficiency=question.efficiency
+        )
+    last = base[-1]
+    return Answer(
+        workload=WorkloadShown(
+            name=workload.name, origin=workload.origin, device=workload.device, batch=workload.batch,
+            compute_seconds=workload.compute_seconds, loader_seconds=workload.loader_seconds,
+            gradient_bytes=workload.gradient_bytes, gradients=len(workload.gradients), memory_bytes=workload.memory_bytes,
+            expected_error=workload.expected_error, source=workload.software.get("speed", "a profile"),
+        ),
+        topology=question.topology.source,
+        ranks_per_node=ranks,
+        predictions=base,
+        wanted_efficiency=question.efficiency,
+        needed_bytes_per_second=needed,
+        advice=() if alone else advise(question.topology, workload, hosts=largest, ranks_per_host=ranks),
+        compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
+        expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
+        notes=last.notes,
+    )  # fmt: skip
+
+
+def _compared(network: Network, predictions: tuple[Prediction, ...], nodes: int) -> Compared:
+    price = network.price * nodes if network.price is not None else None
+    per = price / (100 * predictions[-1].efficiency) if price is not None else None
+    return Compared(network=network.text, predictions=predictions, price=price, price_per_efficiency_percent=per)
+
+
+def _ranks(listed: HostList | None, topology: Topology | None, workload: Workload) -> int:
+    slots = [host.slots for host in listed.hosts if host.slots] if listed else []
+    if slots:
+        return max(slots)
+    counts = [group.gpus.count for group in topology.nodes if group.gpus and group.gpus.count] if topology else []
+    if workload.device == "cpu":
+        return 1
+    return max(counts) if counts else whatif.GPUS_PER_NODE
+
+
+def _counts(last: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the last."""
+    return tuple(sorted({1, last} | {1 << power for power in range(30) if 1 << power < last}))

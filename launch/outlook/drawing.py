@@ -1,0 +1,133 @@
+"""The pictures of `distrib-topo plan`: scaling against the ideal, and the timeline of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from distrib_launch.outlook import text
+from distrib_launch.outlook.ask import Answer, Question
+from distrib_launch.show.drawing import GREY, GROUPS, INK, LINE, PAPER
+
+from distrib.bandwidth.prediction import Prediction
+from distrib.bandwidth.scaling import foretell
+from distrib.errors import ConfigError
+
+SUFFIXES = (".svg", ".png", ".pdf")
+PHASES = {
+    "loader": "#b45309",
+    "forward": GROUPS[0],
+    "backward": "#7aa6c2",
+    "optimizer": GROUPS[2],
+    "communication": GROUPS[1],
+    "wait": LINE,
+}
+
+
+def check_name(path: str) -> None:
+    """Raises ConfigError for a file that cannot be drawn into."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--plot {path}: no kind of picture", hint=f"name a file that ends in {', '.join(SUFFIXES)}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {Path(path).parent}", hint="make it, or name another")
+
+
+def draw(path: str, question: Question, answer: Answer) -> None:
+    """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
+    if "timeline" in Path(path).stem:
+        hosts = question.who(question.largest)
+        step = foretell(
+            question.topology, question.workload, hosts=hosts, ranks_per_host=question.ranks_per_node, timeline=True
+        )
+        figure = timeline(
+            step, f"One step of {answer.workload.name} on {question.largest} x {question.ranks_per_node} ranks"
+        )
+    else:
+        figure = scaling(answer)
+    try:
+        metadata = {"Date": None} if path.lower().endswith(".svg") else None
+        with _style():
+            figure.savefig(path, dpi=150, metadata=metadata)
+    except OSError as error:
+        raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
+
+
+def svg(figure: Any) -> str:
+    """A figure as an element of a page."""
+    out = StringIO()
+    with _style():
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()[out.getvalue().index("<svg") :]
+
+
+def scaling(answer: Answer) -> Any:
+    """Samples a second against hosts, beside those of as many single ranks."""
+    from matplotlib.figure import Figure
+
+    work = answer.workload
+    with _style():
+        figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
+        axes = figure.add_subplot()
+        ranks = [prediction.hosts * prediction.ranks_per_host for prediction in answer.predictions]
+        alone = work.batch / (work.compute_seconds + work.loader_seconds)
+        axes.plot(ranks, [alone * count for count in ranks], color=GREY, linestyle="--", linewidth=1, label="ideal")
+        if answer.compared:
+            for number, each in enumerate(answer.compared):
+                _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
+        else:
+            _curve(axes, ranks, answer.predictions, GROUPS[0], "foretold")
+            for count, prediction in zip(ranks, answer.predictions, strict=True):
+                axes.annotate(
+                    f"{prediction.efficiency:.0%}", (count, prediction.samples_per_second), xytext=(0, -14),
+                    textcoords="offset points", ha="center", color=INK, size=9,
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+        axes.minorticks_off()
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("samples a second")
+        axes.set_title(f"{work.name} on {work.device}, {work.batch} samples a rank", loc="left", color=INK, size=12)
+        axes.grid(color=LINE, linewidth=0.5)
+        axes.legend(frameon=False)
+    return figure
+
+
+def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], colour: str, label: str) -> None:
+    rates = [prediction.samples_per_second for prediction in predictions]
+    axes.plot(ranks, rates, color=colour, marker="o", markersize=4, label=label)
+
+
+def timeline(prediction: Prediction, title: str) -> Any:
+    """What compute and wire do in a step, side by side."""
+    from matplotlib.figure import Figure
+
+    with _style():
+        figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
+        axes = figure.add_subplot()
+        rows = {"compute": 1, "wire": 0}
+        for span in prediction.timeline:
+            width = span.end_seconds - span.start_seconds
+            axes.barh(
+                rows[span.stream], width * 1e3, left=span.start_seconds * 1e3, height=0.62, color=PHASES[span.phase],
+                edgecolor=PAPER, linewidth=0.6,
+            )  # fmt: skip
+            if width > 0.07 * prediction.step_seconds:
+                middle = (span.start_seconds + width / 2) * 1e3
+                axes.text(middle, rows[span.stream], span.label, ha="center", va="center", size=8, color="white")
+        axes.set_yticks([0, 1], ["wire", "compute"])
+        axes.set_xlim(0, prediction.step_seconds * 1e3)
+        axes.set_xlabel("milliseconds")
+        what = f"{text.time(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
+        axes.set_title(f"{title}: {what}", loc="left", color=INK, size=11)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    return figure
+
+
+def _style() -> Any:
+    from matplotlib import rc_context
+
+    return rc_context({"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib"})

@@ -1,0 +1,148 @@
+"""The answer of `distrib-topo plan` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distrib_launch.outlook.ask import Answer, Compared, Question
+
+from distrib import units
+from distrib.bandwidth.advice import Advice
+from distrib.bandwidth.prediction import Prediction
+
+
+def lines(question: Question, answer: Answer) -> list[str]:
+    """Everything that is told, for a terminal of a hundred columns."""
+    work = answer.workload
+    told = [
+        f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): {time(work.compute_seconds + work.loader_seconds)} a "
+        f"step alone, {size(work.gradient_bytes)} of gradients; {answer.ranks_per_node} "
+        f"rank{'' if answer.ranks_per_node == 1 else 's'} a host",
+        "",
+        *table(
+            ("hosts", "ranks", "step", "samples/s", "efficiency", "exposed", "capped by"),
+            [_row(prediction) for prediction in answer.predictions],
+        ),
+        "",
+        _needed(question, answer),
+        *_memory(question, answer),
+    ]
+    if answer.compared:
+        told += ["", *_comparison(answer.compared)]
+    if answer.advice:
+        told += ["", f"what to do on {question.largest} host{'' if question.largest == 1 else 's'}, best first:"]
+        told += advice_table(answer.advice)
+    told += [""]
+    links = answer.predictions[-1].expected_error
+    told.append(
+        f"error to expect of a step: {answer.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
+        f"{work.expected_error:.0%}: {work.source})"
+    )
+    return told + [f"note: {note}" for note in answer.notes]
+
+
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    cap = prediction.cap
+    return (
+        str(prediction.hosts),
+        str(prediction.hosts * prediction.ranks_per_host),
+        time(prediction.step_seconds),
+        number(prediction.samples_per_second),
+        f"{prediction.efficiency:.1%}",
+        time(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
+        f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}" if cap else "compute",
+    )
+
+
+def _needed(question: Question, answer: Answer) -> str:
+    last = answer.predictions[-1]
+    wanted = f"{answer.wanted_efficiency:.0%}"
+    where = f"{wanted} on {question.largest} host{'' if question.largest == 1 else 's'}"
+    if answer.needed_bytes_per_second is None:
+        if question.largest == 1:
+            return f"{where}: no wire is needed"
+        return f"{where}: no network reaches that; what holds it back is not the wire between the hosts"
+    has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
+    reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
+    return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
+
+
+def _memory(question: Question, answer: Answer) -> list[str]:
+    fits = answer.predictions[-1].fits_memory
+    memory = answer.workload.memory_bytes
+    if fits is None or memory is None:
+        return []
+    held = f"memory: a rank holds {size(memory)} alone, and buckets of {size(answer.workload.gradient_bytes)} beside others"
+    return [f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"]
+
+
+def _comparison(compared: Sequence[Compared]) -> list[str]:
+    counts = [prediction.hosts for prediction in compared[0].predictions]
+    priced = any(each.price is not None for each in compared)
+    head = ["efficiency with", *(f"{count} host{'' if count == 1 else 's'}" for count in counts), "samples/s"]
+    rows = []
+    for each in compared:
+        row = [each.network, *(f"{prediction.efficiency:.1%}" for prediction in each.predictions)]
+        row.append(number(each.predictions[-1].samples_per_second))
+        if priced:
+            row += (
+                ["-", "-"]
+                if each.price is None
+                else [number(each.price), number(each.price_per_efficiency_percent or 0)]
+            )
+        rows.append(row)
+    return table([*head, "price", "per % of efficiency"] if priced else head, rows)
+
+
+def advice_table(advice: Sequence[Advice]) -> list[str]:
+    """Each strategy with what it brings, and by a letter what it costs in convergence."""
+    costs = {each.convergence: chr(ord("a") + number) for number, each in enumerate(_each_cost_once(advice))}
+    rows = [
+        (
+            " ".join(each.options) or "as it is",
+            number(each.prediction.samples_per_second),
+            f"{each.prediction.efficiency:.1%}",
+            "exact" if each.exact else costs[each.convergence],
+        )
+        for each in advice
+    ]
+    told = table(("options", "samples/s", "efficiency", "convergence"), rows, left=(0, 3))
+    exact = {each.convergence for each in advice if each.exact}
+    return told + [f"{'exact' if text in exact else letter}: {text}" for text, letter in costs.items()]
+
+
+def _each_cost_once(advice: Sequence[Advice]) -> list[Advice]:
+    ordered = sorted(advice, key=lambda each: each.exact)  # letters go to those that are not
+    return list({each.convergence: each for each in ordered}.values())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
+    """Columns side by side: numbers to the right, the columns in `left` (default: the first and last) to the left."""
+    aligned = set(left) if left is not None else {0, len(head) - 1}
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column in aligned else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(head), *map(line, rows)]
+
+
+def time(seconds: float) -> str:
+    return units.format_duration(seconds, digits=3)
+
+
+def rate(bytes_per_second: float) -> str:
+    return units.format_rate(bytes_per_second, digits=2 if bytes_per_second < 1e9 else 3)
+
+
+def size(size_bytes: int) -> str:
+    return units.format_size(size_bytes, digits=3, binary=False)
+
+
+def number(value: float) -> str:
+    """With at most four significant digits, and thousands apart."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,112 @@
+"""Clusters that do not exist, or not like that: `--gpu`, `--network`, `--gpudirect` applied to a topology, or made into one."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from distrib.cluster.catalog import find_gpu, near_gpus
+from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
+from distrib.cluster.topology import Topology
+from distrib.errors import ConfigError
+
+GPUS_PER_NODE = 8
+"""On a node that nobody described."""
+
+KNOWN_NODES = 64
+"""Of an imagined cluster; more of them are the same again, and the model says that it extrapolates."""
+
+_TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
+_ROCE = re.compile(r"roce(?:v2)?[ -]*", re.IGNORECASE)
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """A network as `--network` and `--compare` name it: `100GbE`, `4 x HDR`, `RoCE 100Gb/s`, with `=PRICE` of a node's share."""
+
+    text: str
+    nics: tuple[Nic, ...]
+    price: float | None = None
+
+
+def parse_network(text: str, gpudirect: bool | None, option: str = "--network") -> Network:
+    """Raises ConfigError for what is no network."""
+    name, priced, price = text.partition("=")
+    name = name.strip()
+    several = _TIMES.match(name)
+    count, rate = (int(several[1]), name[several.end() :]) if several else (1, name)
+    roce = _ROCE.match(rate)
+    if roce:
+        rate = rate[roce.end() :]
+        rate += "" if re.search(r"[A-Za-z]", rate) else "Gb/s"
+    try:
+        if not 1 <= count <= 64:
+            raise ValueError(f"{count} cards in a node")
+        cards = "nic0" if count == 1 else f"nic[0-{count - 1}]"
+        nic = Nic(name=cards, rate=rate, kind="RoCE" if roce else None, gpudirect=gpudirect)
+        amount = float(price) if priced else None
+        if amount is not None and not 0 <= amount < float("inf"):
+            raise ValueError(f"{price} is no price")
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}", hint="such as 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'") from None
+    return Network(text=name, nics=(nic,), price=amount)
+
+
+def gpu_named(kind: str) -> str:
+    """The catalogue's name of a GPU. Raises ConfigError for others."""
+    spec = find_gpu(kind)
+    if spec is None:
+        near = near_gpus(kind)
+        known = f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists them"
+        raise ConfigError(f"--gpu {kind}: not in the catalogue", hint=known)
+    return spec.name
+
+
+def imagined(nodes: int, ranks_per_node: int, gpu: str | None, network: Network | None) -> Topology:
+    """A cluster of equal nodes: `gpu` by its catalogue name, None for hosts without; all joined by one network that is not shared."""
+    spec = find_gpu(gpu) if gpu else None
+    links = None
+    if spec and (spec.nvlink or spec.pcie):
+        links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
+    known = min(nodes, KNOWN_NODES)
+    group = NodeGroup(
+        hosts=f"node[1-{known}]" if known > 1 else "node1",
+        gpus=Gpus(count=ranks_per_node, kind=gpu) if gpu else None,
+        links=links,
+        nics=network.nics if network else (),
+    )
+    return Topology(nodes=(group,), name="imagined", source="the options")
+
+
+def changed(topology: Topology, gpu: str | None, network: Network | None, gpudirect: bool | None) -> Topology:
+    """The topology with other GPUs, another network, or GPUDirect RDMA on or off; what was measured of them falls away."""
+    groups = []
+    for number, group in enumerate(topology.nodes):
+        try:
+            if gpu and group.gpus and group.gpus.count:
+                spec = find_gpu(gpu)
+                links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie) if spec else None
+                gpus = Gpus(count=group.gpus.count, kind=gpu)
+                group = msgspec.structs.replace(group, gpus=gpus, links=links)
+            if network:
+                group = msgspec.structs.replace(group, nics=network.nics)
+            elif gpudirect is not None:
+                nics = tuple(
+                    msgspec.structs.replace(nic, gpudirect=None if nic.link.kind == "ethernet" else gpudirect)
+                    for nic in group.nics
+                )
+                group = msgspec.structs.replace(group, nics=nics)
+        except ValueError as error:
+            raise ConfigError(f"nodes[{number}] with these options: {error}") from None
+        groups.append(group)
+    measured = topology.measured
+    if measured and (network or gpudirect is not None):
+        measured = msgspec.structs.replace(measured, pairs=(), collectives=())
+    if measured and gpu:
+        inside = tuple(link for link in measured.inside if link.source == link.target == "memory")
+        measured = msgspec.structs.replace(measured, inside=inside, collectives=())
+    # Uplinks were chosen for the network that there was.
+    switches = () if network else topology.switches
+    return Topology(
+        nodes=tuple(groups), name=topology.name, switches=switches, measured=measured, source=topology.source
+    )

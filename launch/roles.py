@@ -1,0 +1,67 @@
+"""Where parameter servers run (mode async): beside the workers of every host, or on hosts of their own. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from distrib.cluster.hostfile import Host, HostList
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import HostPlan
+
+COMMAND = ("-m", "distrib.training.parameter_server")
+"""What a server runs, after its host's interpreter."""
+
+
+def split_roles(host_list: HostList | None) -> tuple[HostList | None, tuple[Host, ...]]:
+    """The hosts for workers, and those that the hostfile sets apart with role=server."""
+    if host_list is None:
+        return None, ()
+    apart = tuple(host for host in host_list.hosts if host.role == "server")
+    workers = tuple(host for host in host_list.hosts if host.role != "server")
+    if not workers:
+        raise ConfigError(f"{host_list.source}: every host has role=server", hint="leave some to the workers")
+    return msgspec.structs.replace(host_list, hosts=workers), apart
+
+
+def place_servers(
+    workers: Sequence[HostPlan], apart: Sequence[Host], listed: Sequence[Host], wanted: int | None
+) -> tuple[HostPlan, ...]:
+    """`workers` with servers added, and after them the hosts that have servers only.
+
+    Without `wanted`: one on every host set apart, or, where there is none, one on every worker's host. With it, as many:
+    on the hosts set apart, else on `listed` hosts that are idle, else beside the workers. Raises ConfigError for too many.
+    """
+    from distrib_launch.plan import HostPlan
+
+    busy = {host.name for host in workers}
+    idle = [host for host in listed if host.name not in busy]
+    if wanted is None and not apart:
+        return tuple(msgspec.structs.replace(host, ranks=host.ranks + 1, servers=1) for host in workers)
+    own = list(apart) or idle
+    count = len(apart) if wanted is None else wanted
+    room = sum(host.slots or 1 for host in apart) if apart else sum(host.ranks for host in workers)
+    if count > room:
+        what = f"the hosts with role=server have {room} slot(s)" if apart else f"there are {room} worker(s)"
+        raise ConfigError(
+            f"--servers {count}, but {what}", hint=f"ask for {room} or fewer, or give those hosts more slots"
+        )
+    if not own:
+        counts = [count // len(workers) + (n < count % len(workers)) for n in range(len(workers))]
+        return tuple(
+            msgspec.structs.replace(host, ranks=host.ranks + servers, servers=servers)
+            for host, servers in zip(workers, counts, strict=True)
+        )
+    counts = [count // len(own) + (n < count % len(own)) for n in range(len(own))]
+    return (
+        *workers,
+        *(
+            HostPlan(name=host.name, ranks=servers, servers=servers, user=host.user, port=host.port, python=host.python)
+            for host, servers in zip(own, counts, strict=True)
+            if servers
+        ),
+    )

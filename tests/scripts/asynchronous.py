@@ -1,0 +1,116 @@
+"""What asynchronous ranks do, each a lesson: `asynchronous.py NAME [ARGS]`. An assertion that fails, fails the rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distrib
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 32), nn.ReLU(),
+        nn.Linear(32, 4),
+    )  # fmt: skip
+
+
+def samples(count: int = 400) -> TensorDataset:
+    made = torch.Generator().manual_seed(5)
+    images = torch.randn(count, 1, 8, 8, generator=made)
+    return TensorDataset(images, images.mean((1, 2, 3)).mul(20).long().clamp(0, 3))
+
+
+def fifty(job: distrib.Job, name: str, path: str) -> None:
+    """50 steps with a schedule, two groups of parameters and weight decay; the parameters are saved."""
+    torch.manual_seed(1 + job.rank)  # rank 0's parameters must count
+    model = network()
+    optimizer: torch.optim.Optimizer
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    if name == "sgd":
+        optimizer = torch.optim.SGD(groups, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(groups, 0.003, weight_decay=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.7)
+    loader = DataLoader(samples(), 8, shuffle=True, generator=torch.Generator().manual_seed(3))
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    steps = 0
+    while steps < 50:
+        for images, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            schedule.step()
+            steps += 1
+            if steps == 50:
+                break
+    job.save(path, model=model, optimizer=optimizer)
+
+
+class Counter(nn.Module):
+    """Parameters of which each worker counts its own elements, in every chunk: what the servers hold is how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.ParameterList(nn.Parameter(torch.zeros(60_000)) for _ in range(4))
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([numbers[0] for numbers in self.numbers])
+
+
+def counting(job: distrib.Job, folder: str, steps: str, seconds: str) -> None:
+    """`steps` steps of `seconds` each, every one of them noted when it is acknowledged; then what the servers hold."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    model, optimizer = job.prepare(model, optimizer)
+    mine = torch.arange(60_000) % job.world_size == job.rank
+    notes = Path(folder, f"acknowledged.{job.rank}")
+    for step in range(1, int(steps) + 1):
+        for parameter in model.parameters():
+            parameter.grad = -mine.float()
+        optimizer.step()
+        model()
+        notes.write_text(str(step))
+        time.sleep(float(seconds))
+    job.all_reduce(0.0)
+    state = model.state_dict()
+    torch.save(state, Path(folder, f"held.{job.rank}.pt"))
+    refused = sum(slot.refused for table in job._backend.tables for slot in table.slots)  # type: ignore[attr-defined]
+    Path(folder, f"done.{job.rank}").write_text(str(refused))
+
+
+def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
+    """Steps that compute by sleeping, the last rank's `slow` times as long; prints when each step began."""
+    model = Counter()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model, optimizer = job.prepare(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    times: list[float] = []
+    job.all_reduce(0.0)
+    begun = time.monotonic()
+    while time.monotonic() - begun < float(seconds):
+        model()
+        times.append(time.monotonic())
+        time.sleep(float(compute) * (float(slow) if job.rank == job.world_size - 1 else 1.0))
+        optimizer.step()
+    print(json.dumps({"times": times}), flush=True)
+
+
+def main() -> None:
+    with distrib.init() as job:
+        globals()[sys.argv[1]](job, *sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""A script of so many steps that computes for a known time: `steps.py STEPS SECONDS ELEMENTS [how]`; prints its last loss."""
+
+import sys
+import threading
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distrib
+
+steps, seconds, elements = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+how = sys.argv[4] if len(sys.argv) > 4 else ""
+
+
+class Work(torch.autograd.Function):
+    """Stands for layers: sleeps in forward and, twice as long, in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * seconds / 3)
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, elements // 16), nn.Linear(elements // 16, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(Work.apply(x) if self.training else x)
+
+
+torch.manual_seed(1)
+job = distrib.init()
+if how.endswith(".json"):
+    job.profile(how, warmup_steps=2, steps=8)
+data = TensorDataset(torch.randn(4096, 8))
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+loader = DataLoader(data, 4, shuffle=True)
+if how != "unprepared":
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+if how == "thread":
+    threading.Thread(target=time.sleep, args=(60,)).start()
+done, loss = 0, None
+while done < steps:
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if how != "no-backward":
+            loss.backward()
+        optimizer.step()
+        done += 1
+        if done == steps:
+            break
+job.print(f"loss {loss.item():.9f} after {done} steps")

@@ -1,0 +1,77 @@
+"""`distrib-launch --profile` and `job.profile`: what they measure, and that they leave the script as it is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from distrib.bandwidth.workloads import read_workload
+from tests.conftest import SCRIPTS
+
+STEPS = SCRIPTS / "steps.py"
+
+
+def test_a_script_is_measured_and_ended(launch, tmp_path):
+    run = launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.03, 160_000)
+    assert run.code == 0, run
+    assert "steps on cpu, 20 steps of 4 samples: " in run.err and "written to " in run.err
+    assert "loss" not in run.out
+    assert run.result["status"] == "succeeded"
+    found = read_workload(tmp_path / "p.json")
+    assert (found.name, found.origin, found.device, found.batch) == ("steps", "measured", "cpu", 4)
+    assert {gradient.name for gradient in found.gradients[:2]} == {"last.bias", "last.weight"}
+    assert {g.name: g.elements for g in found.gradients}["first.weight"] == 80_000
+    assert found.gradient_bytes == found.parameter_bytes == 4 * (2 * 80_000 + 10_000 + 8)
+    # The sleeps are lower bounds; how long things take beyond them is not for a test to say.
+    assert found.forward_seconds >= 0.0099 and found.backward_seconds >= 0.0199
+    assert found.gradients[-1].ready_seconds >= 0.0199 > found.gradients[0].ready_seconds
+    assert found.gradients[-1].ready_seconds <= found.backward_seconds
+
+
+def test_a_profile_does_not_change_what_is_computed(tmp_path):
+    words = [sys.executable, str(STEPS), "30", "0", "1600"]
+    plain = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    measured = subprocess.run([*words, str(tmp_path / "p.json")], capture_output=True, text=True, timeout=60)
+    assert plain.stdout == measured.stdout and "after 30 steps" in plain.stdout, (plain, measured)
+    assert read_workload(tmp_path / "p.json").batch == 4
+
+
+def test_a_thread_of_the_script_does_not_hold_the_profile_up(launch, tmp_path):
+    run = launch("--profile", tmp_path / "p.json", STEPS, 1000, 0, 1600, "thread", timeout=40)
+    assert run.code == 0 and read_workload(tmp_path / "p.json"), run
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((3, 0, 1600), "the script took 3 step(s); a profile needs 10 (5 to warm up and 5 measured, better 20)"),
+        ((30, 0, 1600, "unprepared"), "no optimizer was prepared"),
+        ((30, 0, 1600, "no-backward"), "no gradient of the model was computed by backward() in 30 step(s)"),
+    ],
+)
+def test_scripts_that_give_no_profile_are_told_why(launch, tmp_path, words, says):
+    run = launch("--profile", tmp_path / "p.json", STEPS, *words)
+    assert run.code == 1 and "Traceback" not in run.err, run
+    assert "error: no profile: " in run.err and says in run.err
+    assert not (tmp_path / "p.json").exists()
+
+
+def test_a_script_without_distrib_and_wrong_options(launch, tmp_path):
+    run = launch("--profile", tmp_path / "p.json", SCRIPTS / "where.py")
+    assert run.code == 1 and "ended without calling distrib.init()" in run.err, run
+    for words, says in [
+        (["-np", 2], "--profile measures one rank alone, not 2"),
+        (["--mode", "local"], "not in mode local"),
+        (["--profile", tmp_path / "none" / "p.json"], "there is no folder"),
+    ]:
+        run = launch("--profile", tmp_path / "p.json", *words, STEPS, 30, 0, 1600)
+        assert run.code == 2 and says in run.err, run
+
+
+def test_too_few_steps_alone_are_told_too(tmp_path):
+    words = [sys.executable, str(STEPS), "4", "0", "1600", str(tmp_path / "p.json")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "distrib: no profile: the script took 4 step(s); a profile needs 7" in done.stderr
+    assert not (tmp_path / "p.json").exists()

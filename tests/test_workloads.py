@@ -1,0 +1,172 @@
+"""Workloads to plan with: the catalogue's arithmetic and figures, and profiles in files."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+
+import msgspec
+import pytest
+
+from distrib.bandwidth import workloads
+from distrib.bandwidth.workload import Workload, checked
+from distrib.bandwidth.workloads import network, read_workload, scaled, workload
+from distrib.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "tensors"),
+    [
+        # As published: torchvision's model pages, and the models that Hugging Face hosts under these names.
+        ("ResNet-50", 25_557_032, 161),
+        ("ResNet-101", 44_549_160, 314),
+        ("VGG-16", 138_357_544, 32),
+        ("ViT-B", 86_567_656, 152),
+        ("GPT-2", 124_439_808, 148),
+        ("GPT-2-medium", 354_823_168, 292),
+        ("GPT-2-large", 774_030_080, 436),
+        ("GPT-2-XL", 1_557_611_200, 580),
+        ("BERT-large", 336_226_108, 302),
+    ],
+)
+def test_networks_have_the_parameters_that_were_published(name, parameters, tensors):
+    assert network(name).elements == parameters
+    found = workload(name, "A100")
+    assert sum(gradient.elements for gradient in found.gradients) == parameters
+    assert (len(found.gradients), found.gradient_bytes, found.parameter_bytes) == (
+        tensors,
+        4 * parameters,
+        4 * parameters,
+    )
+
+
+@pytest.mark.parametrize(("name", "products"), [("ResNet-50", 4.09e9), ("VGG-16", 15.47e9), ("ViT-B", 17.56e9)])
+def test_forward_passes_do_the_work_that_was_published(name, products):
+    assert network(name).forward_products == pytest.approx(
+        products, rel=0.002
+    )  # torchvision's GFLOPS, which are products
+
+
+def test_gradients_are_ready_from_the_last_layer_to_the_first():
+    found = workload("resnet50", "V100", 128)
+    ready = [gradient.ready_seconds for gradient in found.gradients]
+    assert ready == sorted(ready)
+    assert (found.gradients[0].name, found.gradients[-1].name) == ("fc.bias", "conv1.weight")
+    assert ready[-1] == pytest.approx(found.backward_seconds)
+    late = [g for g in workload("GPT-2", "A100").gradients if g.name == "wte.weight"]
+    assert late[0].ready_seconds == pytest.approx(
+        workload("GPT-2", "A100").backward_seconds
+    )  # the tied embedding is last
+
+
+def test_a_published_speed_is_what_comes_out():
+    for speed in workloads.speeds():
+        if speed.gpu == "RTX-3090":  # no GPU of the catalogue
+            continue
+        found = workload(speed.network, speed.gpu, speed.batch, precision=speed.precision)
+        passes_seconds = found.forward_seconds + found.backward_seconds
+        assert found.batch / passes_seconds == pytest.approx(speed.samples_per_second)
+        assert found.expected_error == 0.1
+
+
+def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
+    errors: dict[float, list[float]] = {}
+    for speed in workloads.speeds():
+        pace = workloads._pace(speed.network, speed.gpu, speed.precision, without=speed)
+        real = speed.samples_per_second * network(speed.network).training_flop
+        errors.setdefault(pace.expected_error, []).append(abs(pace.flop_per_second / real - 1))
+    assert set(errors) == {0.2, 0.5}
+    for stated, seen in errors.items():
+        assert statistics.mean(seen) <= stated * 1.1, (stated, seen)
+
+
+def test_every_network_on_every_gpu():
+    from distrib.cluster.catalog import catalog
+
+    for gpu in catalog().gpus:
+        for name in workloads.names():
+            found = checked(workload(name, gpu.name), name)
+            assert found.device == gpu.name and 0 < found.compute_seconds < 60 and found.memory_bytes
+            assert found.software["speed"].startswith(("published: ", "scaled from "))
+
+
+def test_memory_of_a_step():
+    # Measured figures that people quote: ResNet-50 with 32-bit floats takes about 100 MB an image, BERT-large 16 bytes a
+    # parameter and more before the first sample.
+    small, large = (
+        workload("ResNet-50", "V100", 64, precision="fp32"),
+        workload("ResNet-50", "V100", 128, precision="fp32"),
+    )
+    assert (large.memory_bytes - small.memory_bytes) / 64 == pytest.approx(90e6, rel=0.1)
+    assert workload("GPT-2-XL", "A100", 1).memory_bytes > 16 * 1_557_611_200
+
+
+def test_mistakes_are_told():
+    with pytest.raises(ConfigError, match="did you mean ResNet-50"):
+        workload("resnet5", "V100")
+    with pytest.raises(ConfigError, match="not in the catalogue"):
+        workload("ResNet-50", "V1000000")
+    with pytest.raises(ConfigError, match="a batch of 0 samples"):
+        workload("ResNet-50", "V100", 0)
+
+
+def profile(**changes: object) -> Workload:
+    return msgspec.structs.replace(workload("ResNet-50", "V100"), origin="measured", **changes)
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile()))
+    assert read_workload(path) == profile()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("gradients", [], r"\$\.gradients: there are none"),
+        ("forward_seconds", -1.0, r"\$\.forward_seconds: -1\.0 cannot be"),
+        ("batch", 0, r"\$\.batch: 0 samples"),
+        ("backward_seconds", "fast", r"`\$\.backward_seconds`"),
+        ("parameter_bytes", 0, r"\$\.parameter_bytes"),
+    ],
+)
+def test_a_broken_profile_is_refused_with_the_path(tmp_path, path, value, says):
+    told = json.loads(msgspec.json.encode(profile()))
+    told[path] = value
+    (tmp_path / "p.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"p\.json: .*" + says):
+        read_workload(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("size_bytes", 0), ("ready_seconds", math.inf), ("ready_seconds", math.nan), ("elements", 0)]
+)
+def test_a_broken_gradient_is_refused_with_the_path(tmp_path, field, value):
+    told = json.loads(msgspec.json.encode(profile()))
+    told["gradients"][3][field] = value
+    (tmp_path / "p.json").write_text(json.dumps(told))  # Python's JSON has NaN and Infinity
+    with pytest.raises(ConfigError, match=r"p\.json: (\$\.gradients\[3\]|.*(malformed|invalid))"):
+        read_workload(tmp_path / "p.json")
+
+
+def test_no_file_and_no_json_are_told(tmp_path):
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
+        read_workload(tmp_path / "none.json")
+    (tmp_path / "p.json").write_bytes(b"\xff{")
+    with pytest.raises(ConfigError, match=r"p\.json: "):
+        read_workload(tmp_path / "p.json")
+
+
+def test_another_batch_and_another_gpu():
+    before = profile()
+    double = scaled(before, batch=2 * before.batch)
+    assert double.backward_seconds == pytest.approx(2 * before.backward_seconds)
+    assert double.gradients[-1].ready_seconds == pytest.approx(2 * before.gradients[-1].ready_seconds)
+    assert double.optimizer_seconds == before.optimizer_seconds and double.gradient_bytes == before.gradient_bytes
+    assert before.memory_bytes < double.memory_bytes < 2 * before.memory_bytes
+    faster = scaled(before, gpu="H100")
+    assert faster.compute_seconds < before.compute_seconds and faster.expected_error == 0.2
+    assert scaled(before, gpu="V100") == before
+    with pytest.raises(ConfigError, match="measured on cpu"):
+        scaled(profile(device="cpu"), gpu="H100")
