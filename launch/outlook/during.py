@@ -36,6 +36,7 @@ class Watch:
         self._plan = plan
         self._say = say
         self._host_of = host_of
+        self._workers = sum(rank.role == "worker" for rank in plan.ranks)
         self._pending: dict[int, _Told] = {}
         self._rounds: list[Measured] = []
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
@@ -47,7 +48,7 @@ class Watch:
             self._pending[rank] = checked(msgspec.convert(told, _Told))
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
-        if len(self._pending) == self._plan.world_size:
+        if len(self._pending) == self._workers:
             round_ = self._summary(self._pending)
             self._pending = {}
             self._rounds.append(round_)
@@ -63,13 +64,13 @@ class Watch:
         def median(field: str) -> float:
             return float(statistics.median(getattr(each, field) for each in self._rounds))
 
-        step = median("step_seconds")
+        step, compute = median("step_seconds"), median("compute_seconds")
         return msgspec.structs.replace(
             last,
             steps=sum(each.steps for each in self._rounds),
             step_seconds=step,
-            compute_seconds=median("compute_seconds"),
-            exposed_seconds=median("exposed_seconds"),
+            compute_seconds=compute,
+            exposed_seconds=max(0.0, step - compute),
             efficiency=median("efficiency"),
             against_foretold=step / self._foretold_seconds - 1 if self._foretold_seconds else None,
         )
