@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar, overload
@@ -243,7 +242,7 @@ class Job:
             samples=self._next_batch,
             ended=self._backend.settle,
             balance=balance,
-            view=partial(self._elastic.view, self._loaders) if self._elastic else None,
+            view=self._elastic.view if self._elastic else None,
         )
 
     def _next_batch(self, own: int, every: int) -> None:

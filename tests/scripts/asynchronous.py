@@ -80,7 +80,9 @@ def counting(job: distrib.Job, folder: str, steps: str, seconds: str) -> None:
             parameter.grad = -mine.float()
         optimizer.step()
         model()
-        notes.write_text(str(step))
+        partial = Path(folder, f"partial.{job.rank}")
+        partial.write_text(str(step))
+        partial.replace(notes)  # whole at every moment: this process may be killed in between
         time.sleep(float(seconds))
     job.all_reduce(0.0)
     state = model.state_dict()

@@ -68,13 +68,13 @@ class HeldTable:
 
     # -- the beginning ------------------------------------------------------------------------------------------------
 
-    def begin(self, main: bool) -> None:
+    def begin(self) -> None:
         """Tells the servers what the table is, gives them the first values where they have none, and takes theirs."""
         about = msgspec.json.encode(self.description)
         shards = range(len(self.client.addresses))
         answers = [self.client.ask(shard, Frame(Kind.DESCRIBE, table=self.number), about) for shard in shards]
-        are_set = [unpacked(self.client.result(answer)[1])["set"] for answer in answers]
-        if main and not all(are_set):
+        wanted = [unpacked(self.client.result(answer)[1])["give"] for answer in answers]
+        if any(wanted):
             self.give(replace=False)
         self.pull()
         self.client.tables[self.number] = self._all_we_know

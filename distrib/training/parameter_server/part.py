@@ -44,6 +44,8 @@ class Part:
         self.shard, self.servers, self.strategy = shard, servers, strategy
         self.epoch = 0
         self.in_charge = False
+        self.anyone = False
+        """Whether any worker may say what a table is: all have agreed on it before."""
         self.tables: dict[int, Table] = {}
         self.members = set(range(workers))
         self.pool = pool
@@ -51,10 +53,10 @@ class Part:
         self._there: dict[int, Connection] = {}
         self._lives: dict[int, str] = {}
         self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
+        self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
         self._pulls: list[tuple[int, Frame]] = []
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
         self._kept: dict[int, bytes] = {}
-        self._views: dict[tuple[int, int], list[int]] = {}  # who shares an epoch of a loader
         self._fetches: list[tuple[int, Frame]] = []
         self._gathering = Gathering(lambda: self.members)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
@@ -107,12 +109,19 @@ class Part:
             self.notes.append(f"worker {worker} is gone; the others go on without it")
 
     def _drop(self, worker: int) -> None:
+        gave_values = worker == self._main() and not self.anyone
         self._gone.pop(worker, None)
         self.members.discard(worker)
         for table in self.tables.values():
             self._carry_out(table, table.shard.drop(worker))
         self._tell_rounds()
         self.tell_members()
+        self._describe_all()
+        for table in self.tables.values():
+            if gave_values and not table.is_set:
+                refusal = packed(f"worker {worker} is gone before the parameters had their first values; start again")
+                for other in self.members:
+                    self._send(other, Frame(Kind.REFUSED), refusal)
 
     def connected(self) -> int:
         """How many members are there now."""
@@ -150,9 +159,6 @@ class Part:
         elif frame.kind is Kind.FETCH:
             self._fetches.append((worker, frame))
             self._answer_fetches()
-        elif frame.kind is Kind.VIEW:
-            view = self._views.setdefault((frame.table, frame.version), sorted(self.members))
-            self._reply(worker, frame, packed(view))
         elif frame.kind is Kind.SUSPEND:
             self._drop(worker)
         elif frame.kind is Kind.LEAVE:
@@ -162,7 +168,8 @@ class Part:
             staleness = {str(t.number): {str(n): c for n, c in t.staleness.items()} for t in self.tables.values()}
             self._reply(worker, frame, packed({"staleness": staleness, "members": sorted(self.members)}))
         elif frame.kind is Kind.DESCRIBE:
-            self._describe(worker, frame, payload)
+            self._descriptions.append((worker, frame, bytes(payload)))
+            self._describe_all()
         elif table is None:
             raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
         elif frame.kind is Kind.SHARE:
@@ -203,6 +210,19 @@ class Part:
         if connection := self._there.get(worker):
             connection.send(frame, payload, **how)
 
+    def _describe_all(self) -> None:
+        """A table is what the first of the members says it is; the others have to agree."""
+        while waiting := [
+            said
+            for said in self._descriptions
+            if said[1].table in self.tables or self.anyone or said[0] == self._main()
+        ]:
+            self._descriptions.remove(waiting[0])
+            self._describe(*waiting[0])
+
+    def _main(self) -> int | None:
+        return min(self.members, default=None)
+
     def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
         description = msgspec.json.decode(payload, type=Description)
         table = self.tables.get(frame.table)
@@ -227,7 +247,7 @@ class Part:
                 ),
             )
             return
-        self._reply(worker, frame, packed({"set": table.is_set}))
+        self._reply(worker, frame, packed({"give": not table.is_set and worker == self._main()}))
 
     def _set(self, table: Table, frame: Frame, payload: Any) -> None:
         """A value: the first one, of which one worker's is enough, or (a step is named) one that replaces all before."""
@@ -369,7 +389,8 @@ class Part:
             primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
 
     def await_again(self) -> None:
-        """After a restart: the workers call at once if they are there."""
+        """The workers call at once if they are there: they knew this part from another server, or an earlier one here."""
+        self.anyone = True
         self._gone = dict.fromkeys(self.members, time.monotonic())
 
     def take_charge(self, epoch: int) -> None:

@@ -67,8 +67,7 @@ class Kind(enum.IntEnum):
     AGREED = 16
     KEEP = 17
     FETCH = 18
-    VIEW = 19
-    SHARE = 20
+    SHARE = 19
     WELCOME = 32
     VALUE = 33
     DONE = 34

@@ -115,7 +115,7 @@ class Asynchronous(Backend):
         wire: Any = self.strategy.gradients.format
         table = HeldTable(len(self.tables), optimizer, names, self.client, wire)
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
-        table.begin(self.world.rank == 0)
+        table.begin()
         self.tables.append(table)
         if had_state:
             self._give_state(table)
@@ -198,14 +198,7 @@ class Asynchronous(Backend):
         """The reduction over the workers that are there; a new tensor."""
         file = io.BytesIO()
         torch.save(tensor.cpu(), file)
-        number, self.client.round = self.client.round, self.client.round + 1
-        asked = self.client.ask(0, Frame(Kind.GATHER, version=number), file.getvalue())
-        answer = self.client.result(asked)[1]
-        head = int.from_bytes(answer[:4], "big")
-        parts, offset = [], 4 + head
-        for _, size in unpacked(answer[4:offset]):
-            parts.append(torch.load(io.BytesIO(answer[offset : offset + size]), weights_only=True))
-            offset += size
+        parts = [torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(file.getvalue())]
         stacked = torch.stack(parts)
         if op == "mean":
             result = stacked.sum(0) / len(parts)
@@ -215,18 +208,33 @@ class Asynchronous(Backend):
             result = stacked.amax(0) if op == "max" else stacked.amin(0)
         return result.to(tensor.device)
 
-    def view(self, loader: int, epoch: int, training: bool) -> tuple[int, int]:
+    def _gather(self, part: bytes) -> list[tuple[int, bytes]]:
+        """What every worker that is there has brought, and who brought it."""
+        number, self.client.round = self.client.round, self.client.round + 1
+        asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
+        answer = self.client.result(asked)[1]
+        offset = 4 + int.from_bytes(answer[:4], "big")
+        parts = []
+        for who, size in unpacked(answer[4:offset]):
+            parts.append((who, bytes(answer[offset : offset + size])))
+            offset += size
+        return parts
+
+    def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Which share of how many this rank reads in an epoch of a loader.
 
         While training, shares go round, so that those of workers that are gone are read by the others in other epochs, and an
-        epoch keeps the length that schedules count with. An evaluation is shared by those who were there when it began.
+        epoch keeps the length that schedules count with. An evaluation begins when all who are there have come to it, and is
+        shared by them: as nobody trains then, they evaluate the same parameters.
         """
         size = self.world.size
         if training:
             return (self.world.rank + epoch) % size, size
-        asked = self.client.ask(0, Frame(Kind.VIEW, table=loader, version=epoch))
-        there = unpacked(self.client.result(asked)[1])
-        return (there.index(self.world.rank), len(there)) if self.world.rank in there else (self.world.rank, size)
+        for table in self.tables:
+            table.wait()
+        there = [who for who, _ in self._gather(b"")]
+        self._exact = False
+        return there.index(self.world.rank), len(there)
 
     def staleness(self) -> dict[str, float]:
         """How late updates were so far: mean, median, 95th percentile and maximum, over all chunks; empty before any."""
