@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
 from distrib.probe import baseline, findings, samples, schedule, sharing, steps, suspects
+from distrib.probe.networks import other_networks
 from distrib.probe.records import (
     Ended,
     Facts,
@@ -303,6 +304,53 @@ def test_what_hosts_say_of_themselves():
         ("narrow_pcie", ("n3",)),
         ("gpudirect_off", ("n3",)),
     }
+
+
+@pytest.mark.parametrize(("gain", "told"), [(1.9, False), (1.2, False), (1.0, True), (0.9, True)])
+def test_gpudirect_that_does_nothing_is_told_of(gain, told):
+    def curve(gpudirect, seconds, hosts=2):
+        points = (Point(1 << 20, 1.0), Point(64 << 20, seconds))
+        names = tuple(f"n{n + 1}" for n in range(hosts))
+        return Collective(
+            name="all_reduce", backend="nccl", hosts=names, ranks=8 * hosts, gpudirect=gpudirect, curve=points
+        )
+
+    few = [curve(True, 1.0), curve(False, 1.0)]  # not what jobs run on
+    found = findings.gpudirect_idle([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
+    assert [(f.kind, f.ratio) for f in found] == ([("gpudirect_off", gain)] if told else [])
+    assert findings.gpudirect_idle([curve(None, 1.0)]) == findings.gpudirect_idle([]) == []
+
+
+def address(n, net):
+    return f"10.{net}.0.{n}/16"
+
+
+def test_other_networks_are_found_by_their_subnets():
+    def card(name, text, **said):
+        return Interface(
+            **{"name": name, "physical": True, "up": True, "kind": "physical", "addresses": (text,), **said}
+        )
+
+    hosts = [
+        facts(
+            f"n{n}",
+            interfaces=(
+                card("eth0", address(n, 0)),
+                card("ib0" if n < 3 else "ib9", address(n, 1)),  # names differ, the subnet counts
+                card("docker0", "172.17.0.1/16", kind="bridge"),
+                card("eth8", "192.168.0.7/24"),  # the same address everywhere: no way from one to another
+                card("eth9", address(n, 2), up=False),
+                card("own", address(n, 10 + n)),
+            ),
+        )
+        for n in (1, 2, 3)
+    ]
+    (network,) = other_networks(hosts)
+    assert network.name == "10.1.0.0/16"
+    assert network.cards == {"n1": ("ib0", "10.1.0.1"), "n2": ("ib0", "10.1.0.2"), "n3": ("ib9", "10.1.0.3")}
+    planned = steps.steps(3, DEFAULT, "tcp", (network.name,))
+    pairs = sorted(pair for step in planned if step.network == network.name for phase in step.phases for pair in phase)
+    assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
 def test_a_card_that_does_not_reach_its_rate():

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from distrib.cluster.measured import Collective
 from distrib.probe.finding import Finding, ranked, rate_text
-from distrib.probe.records import Facts, GroupsSeen, PairSeen, Record, Started, best
+from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
 from distrib.probe.settings import Way
 from distrib.probe.slow import slow_hosts, slow_links
 from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, one_way
+from distrib.units import format_size
 
 OF_NOMINAL = 0.7
 """TCP reaches 90 to 95 % of a card's rate; below this something is wrong."""
@@ -23,6 +25,9 @@ FASTER = 1.25
 """A network that carries so many times what the used one does is worth changing to."""
 
 SEGMENT_BYTES = 1448
+
+GPUDIRECT_GAIN = 1.05
+"""Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
 
 
 def find(records: Sequence[Record]) -> tuple[Finding, ...]:
@@ -40,6 +45,7 @@ def find(records: Sequence[Record]) -> tuple[Finding, ...]:
     found += oversubscribed(seen, groups, start.primary)
     found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
     found += of_facts(facts, seen, start.primary)
+    found += gpudirect_idle([record.collective for record in records if isinstance(record, CollectiveSeen)])
     return ranked(found)
 
 
@@ -266,6 +272,31 @@ def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:
         for host, mtu in mtus.items()
         if mtu != usual
     ]
+
+
+def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
+    """An all-reduce of the whole cluster that is no faster with GPUDirect RDMA than without."""
+    times: dict[bool, dict[int, float]] = {}
+    most = max((each.ranks for each in collectives), default=0)
+    for each in collectives:
+        if each.ranks == most and each.gpudirect is not None:
+            times[each.gpudirect] = {point.size_bytes: point.seconds for point in each.curve}
+    shared = set(times.get(True, ())) & set(times.get(False, ()))
+    if not shared:
+        return []
+    size = max(shared)
+    ratio = times[False][size] / times[True][size]
+    if ratio > GPUDIRECT_GAIN:
+        return []
+    return [
+        Finding(
+            kind="gpudirect_off", severity="warning",
+            what="GPUDirect RDMA makes all-reduce no faster: gradients pass through host memory",
+            evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
+            advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
+            hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,
+        )
+    ]  # fmt: skip
 
 
 def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:

@@ -67,7 +67,7 @@ class Leader:
         self.seen: list[PairSeen] = list(seen)
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more."""
-        self._left_out: list[str] = []
+        self._left_out = self._rounds_left_out()
         self._number = 0
         self._begun = time.monotonic()
 
@@ -160,6 +160,13 @@ class Leader:
                     f"of {format_size(task.sizes[-1], binary=True)}"
                 )
         return len(replies) == self._size and not any(reply.failed for reply in replies.values())
+
+    def _rounds_left_out(self) -> list[str]:
+        hosts = len(self.spec.hosts)
+        alone, every = alone_share(hosts, self.settings)[0], len(schedule.rounds(hosts))
+        if alone == every or not self.spec.gpudirect:
+            return []
+        return [f"for time, {alone} of {every} rounds were measured pair by pair too; every pair was beside others"]
 
     def _gpudirect(self) -> bool | None:
         """Whether GPUDirect RDMA was left on; None where there is nothing that could use it."""

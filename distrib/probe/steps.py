@@ -18,7 +18,7 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
-LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 9.0
+LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
 """How long a round of large messages may last, least and most, and all rounds together."""
 
 
