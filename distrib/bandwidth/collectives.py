@@ -33,6 +33,10 @@ GLOO_HOP_SECONDS = 60e-6
 """What a message costs Gloo beside the wire's latency, where no all-reduce was measured."""
 
 
+MEMORY_BYTES_PER_SECOND = 5e9
+"""Copies in a CPU host's memory where nobody measured them."""
+
+
 def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
     """2(n-1) messages of S/n, each the slowest hop's."""
     return 2 * (ranks - 1) * hop.seconds(size_bytes / ranks) if ranks > 1 else 0.0
@@ -71,9 +75,7 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False)
         if hierarchical and fabric.wire and fabric.inside:
             return _nccl_hierarchical(fabric, size_bytes)
         return _nccl(fabric, size_bytes)
-    if hierarchical and fabric.wire and fabric.inside:
-        return _gloo_hierarchical(fabric, size_bytes)
-    return _gloo_ring(fabric, size_bytes)
+    return _gloo_hierarchical(fabric, size_bytes) if hierarchical else _gloo_ring(fabric, size_bytes)
 
 
 def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
@@ -86,8 +88,14 @@ def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
 
 
 def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
-    assert fabric.wire and fabric.inside
-    inside = 2 * (fabric.ranks_per_host - 1) * fabric.inside.curve.seconds(size_bytes / fabric.ranks_per_host)
+    """Each rank of a host sums its share in shared memory, and all-reduces it with its fellows on the other hosts."""
+    inside = 0.0
+    if fabric.ranks_per_host > 1:
+        inside = (
+            (1 + 1 / fabric.ranks_per_host) * size_bytes / (fabric.memory_bytes_per_second or MEMORY_BYTES_PER_SECOND)
+        )
+    if fabric.wire is None:
+        return inside
     measured = _by_count(fabric.collectives)
     if measured:
         return inside + _from_measured(measured, fabric.hosts, size_bytes)

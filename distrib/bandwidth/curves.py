@@ -75,8 +75,8 @@ def measured(
     """Through measured points, between them by log-log interpolation; None where there are fewer than two.
 
     The interpolation is cubic and monotone (Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980): straight lines between
-    samples at four times the size are 5 % off where latency and bandwidth count the same. A larger message that took
-    less time than a smaller one is taken to take as long. Beyond the last point the rate is `bandwidth`, or the last point's own.
+    samples at four times the size are 5 % off where latency and bandwidth count the same. What disturbs a measurement makes it
+    longer, so a message that took longer than a larger one is taken to take as long as that. Beyond the last point the rate is `bandwidth`, or the last point's own.
     """
     seconds: dict[int, float] = {}
     for point in points:
@@ -85,16 +85,16 @@ def measured(
     if len(seconds) < 2:
         return None
     sizes = sorted(seconds)
-    logs = []
-    longest = 0.0
-    for size in sizes:
-        longest = max(longest, seconds[size])
-        logs.append((math.log(size), math.log(longest)))
+    logs: list[tuple[float, float]] = []
+    for size in reversed(sizes):
+        seconds[size] = min(seconds[size], seconds[sizes[-1]], *(math.exp(log) for _, log in logs[-1:]))
+        logs.append((math.log(size), math.log(seconds[size])))
+    logs.reverse()
     slopes = _slopes(logs)
     first = math.exp(logs[0][1])
     return Curve(
         latency_seconds=min(first, latency_seconds if latency_seconds is not None else first),
-        bandwidth_bytes_per_second=bandwidth or sizes[-1] / longest,
+        bandwidth_bytes_per_second=bandwidth or sizes[-1] / seconds[sizes[-1]],
         logs=tuple((x, y, slope) for (x, y), slope in zip(logs, slopes, strict=True)),
     )
 

@@ -66,7 +66,7 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     wire: Wire | None
     inside: Wire | None
     collectives: tuple[Collective, ...] = ()
-    """All-reduces measured over hosts of this cluster, with one rank on each."""
+    """All-reduces measured over hosts of this cluster."""
     memory_bytes_per_second: float | None = None
     """Copies in a host's memory, or in a GPU's."""
     memory_bytes: int | None = None
@@ -113,7 +113,7 @@ def find_fabric(
         gpus=gpus,
         wire=wire,
         inside=inside,
-        collectives=_collectives(topology, gpus),
+        collectives=_collectives(topology, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
         slowness=slowness,
@@ -362,13 +362,21 @@ def _times_as_long(own: GpuSpec, other: GpuSpec) -> float:
     return own.tflops[shared[0]].value / other.tflops[shared[0]].value if shared else 1.0
 
 
-def _collectives(topology: Topology | None, gpus: bool) -> tuple[Collective, ...]:
-    """The all-reduces that probe measured with the backend that training uses, fewest ranks first."""
+def _collectives(topology: Topology | None, gpus: bool, each: int) -> tuple[Collective, ...]:
+    """The all-reduces that probe measured with the backend that training uses, fewest ranks first.
+
+    Those with as many ranks on each host, where there are any; else those with one; else all.
+    """
     if topology is None or topology.measured is None:
         return ()
     backend = "nccl" if gpus else "gloo"
-    found = [each for each in topology.measured.collectives if each.backend == backend and len(each.curve) > 1]
-    return tuple(sorted((each for each in found if each.ranks == len(each.hosts) > 1), key=lambda each: each.ranks))
+    found = [one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1]
+    for wanted in (each, 1):
+        alike = [one for one in found if one.ranks == wanted * len(one.hosts)]
+        if alike:
+            found = alike
+            break
+    return tuple(sorted(found, key=lambda one: one.ranks))
 
 
 def _faster(collective: Collective, wire: Wire, factor: float) -> Collective:

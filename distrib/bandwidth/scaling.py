@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from distrib.bandwidth import collectives
+from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
-from distrib.bandwidth.fabric import Fabric, Wire, find_fabric
+from distrib.bandwidth.asynchronous import asynchronous
+from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.payload import payload_of
+from distrib.bandwidth.pieces import Piece
 from distrib.bandwidth.prediction import Cap, Prediction
-from distrib.bandwidth.timeline import Bucket, Step
+from distrib.bandwidth.timeline import Step, Transfer
 from distrib.bandwidth.workload import Workload, checked
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -21,6 +23,11 @@ NEGLIGIBLE = 0.02
 
 GPU_OVERLAP_SLOWDOWN = 0.08
 """How much longer a GPU computes while it communicates: up to 15 % (Zhang et al. 2020, arXiv:2006.10103); half of it."""
+
+TRIAL_BYTES = 2 << 20
+
+GPU_PASSES, CPU_PASSES = (1.0, 1.0), (2.0, 1.0)
+"""How often a gradient is copied before it travels and after: into DDP's bucket and back; on CPUs into shared memory too."""
 
 INNER_STEPS = 100
 """Steps alone in mode local where nobody says."""
@@ -70,14 +77,15 @@ def needed_bandwidth(
 ) -> float | None:
     """Bytes per second that each host's wire must carry for this efficiency; None where no wire is fast enough, or none is there."""
     fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host)
-    return _needed(fabric, workload, strategy, efficiency)
+    return _needed(fabric, workload, strategy, _pieces(fabric, workload, strategy), efficiency)
 
 
 def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:
-    step = _step(fabric, workload, strategy, spans=spans)
+    parts = _pieces(fabric, workload, strategy)
+    step = _step(fabric, workload, strategy, parts, spans=spans)
     alone = _alone(fabric, workload, strategy)
     efficiency = _efficiency(fabric, workload, strategy, step)
-    cap = _cap(fabric, workload, strategy, step, efficiency)
+    cap = _cap(fabric, workload, strategy, parts, step)
     notes = fabric.notes
     if workload.loader_seconds > NEGLIGIBLE * alone:
         part = workload.loader_seconds * strategy.accumulate / alone
@@ -114,16 +122,18 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
     return min(1.0, _alone(fabric, workload, strategy) / step.seconds) if step.seconds > 0 else 1.0
 
 
-def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Step:
-    slowest = _slowness(fabric, strategy) * steps.slowest_of(fabric.ranks, workload.variation)
+def _step(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
+) -> Step:
+    own = _slowness(fabric, strategy)
+    slowest = own * steps.slowest_of(fabric.ranks, workload.variation)
     if strategy.mode == "async":
-        return _asynchronous(fabric, workload, strategy)
+        return asynchronous(fabric, workload, strategy, slowest if strategy.staleness == 0 else own)
     if strategy.mode == "local":
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
         workload,
-        _buckets(workload, strategy.bucket_bytes) if fabric.ranks > 1 else (),
-        _cost(fabric, strategy),
+        _transfers(fabric, strategy, parts),
         batches=strategy.accumulate,
         slowness=slowest,
         overlap_slowdown=GPU_OVERLAP_SLOWDOWN if fabric.gpus else 0.0,
@@ -131,31 +141,53 @@ def _step(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool
     )
 
 
-def _buckets(workload: Workload, bucket_bytes: int | None) -> tuple[Bucket, ...]:
-    return steps.buckets(workload.gradients, bucket_bytes)
-
-
-def _cost(fabric: Fabric, strategy: Strategy) -> Callable[[Bucket], float]:
-    """What each bucket costs on the wire, packing included."""
-
-    def cost(bucket: Bucket) -> float:
-        payload = payload_of(bucket, strategy.gradients)
-        packing = (
-            payload.passes * bucket.size_bytes / (fabric.memory_bytes_per_second or 5e9) if payload.passes else 0.0
+def _transfers(fabric: Fabric, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
+    """What averaging each piece of the gradients costs, in the order in which they travel."""
+    copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
+    packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
+    return [
+        Transfer(
+            ready_seconds=piece.ready_seconds,
+            wire_seconds=_wire_seconds(fabric, strategy, piece, copying),
+            pack_seconds=packing * piece.size_bytes / copying,
+            unpack_seconds=unpacking * piece.size_bytes / copying,
         )
-        size = payload.size_bytes
-        if payload.collective == "all_gather":  # everybody's to everybody: half of an all-reduce of n times as much
-            return packing + collectives.all_reduce(fabric, size * fabric.ranks) / 2
-        return packing + collectives.all_reduce(fabric, size, hierarchical=strategy.all_reduce == "hierarchical")
+        for piece in parts
+    ]
 
-    return cost
+
+def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Piece, ...]:
+    """What is averaged in a step, in the order in which it travels."""
+    if fabric.ranks == 1 or strategy.mode != "sync":
+        return ()
+    if fabric.gpus or strategy.backend == "horovod":
+        return pieces.of_ddp(workload.gradients, strategy.bucket_bytes)
+    if fabric.wire is None:
+        return pieces.of_distrib(workload.gradients, strategy, None)
+    # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
+    grouped = strategy.all_reduce != "flat"
+    small, large = (collectives.all_reduce(fabric, size, hierarchical=grouped) for size in (64, TRIAL_BYTES))
+    wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
+    return pieces.of_distrib(workload.gradients, strategy, wire)
+
+
+def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: float) -> float:
+    payload = payload_of(piece, strategy.gradients)
+    grouped = strategy.all_reduce == "hierarchical" or (strategy.all_reduce == "auto" and not fabric.gpus)
+    size = payload.size_bytes
+    if payload.collective == "all_gather":  # everybody's to everybody: half of an all-reduce of n times as much
+        wire = collectives.all_reduce(fabric, size * fabric.ranks, hierarchical=grouped) / 2
+    else:
+        wire = collectives.all_reduce(fabric, size, hierarchical=grouped)
+    # One piece is packed while another travels.
+    return max(wire, payload.passes * piece.size_bytes / copying)
 
 
 def _slowness(fabric: Fabric, strategy: Strategy) -> float:
     """What the slowest rank takes; with balanced batches, what all take."""
     if not fabric.slowness:
         return 1.0
-    if strategy.balance or strategy.mode == "async":
+    if strategy.balance or (strategy.mode == "async" and strategy.staleness != 0):
         ranks = sum(count for _, count in fabric.slowness)
         return ranks / sum(count / factor for factor, count in fabric.slowness)
     return max(factor for factor, _ in fabric.slowness)
@@ -163,50 +195,21 @@ def _slowness(fabric: Fabric, strategy: Strategy) -> float:
 
 def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: float) -> Step:
     """Steps alone, and after `inner_steps` of them the mean of all parameters, which nothing hides; of one step its share."""
-    alone = steps.synchronous(workload, (), lambda _: 0.0, batches=strategy.accumulate, slowness=slowest)
+    alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=slowest)
     inner = strategy.inner_steps or INNER_STEPS
     averaging = collectives.all_reduce(fabric, workload.parameter_bytes) / inner if fabric.ranks > 1 else 0.0
     return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
 
 
-def _asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy) -> Step:
-    """Against parameter servers: a worker's own time, or the servers' where those are the narrower part.
-
-    A worker pulls parameters, computes and pushes gradients while backward goes on. All workers together keep the
-    servers' wires busy for max(M/B, nM/kB) a step with k dedicated servers, and for 2(n-1)M/nB where every host
-    serves a share (BytePS, OSDI '20).
-    """
-    alone = steps.synchronous(
-        workload, (), lambda _: 0.0, batches=strategy.accumulate, slowness=_slowness(fabric, strategy)
-    ).seconds
-    wire = fabric.wire or fabric.inside
-    if wire is None:
-        return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
-    pushed = sum(payload_of(bucket, strategy.gradients).size_bytes for bucket in _buckets(workload, 1 << 62))
-    pulled = float(workload.parameter_bytes)
-    each = fabric.ranks_per_host
-    if strategy.servers:
-        own = wire.curve.seconds(each * pulled)
-        shared = max(
-            collectives.parameter_server(fabric.ranks, strategy.servers, size, wire.curve) for size in (pushed, pulled)
-        )
-    else:
-        far = (fabric.hosts - 1) / fabric.hosts if fabric.hosts > 1 else 1.0
-        own = wire.curve.seconds(each * pulled * far)
-        shared = wire.curve.seconds(each * (pushed + pulled) * far)
-    hidden = workload.backward_seconds
-    exposed = own + max(0.0, wire.curve.seconds(each * pushed) - hidden)
-    seconds = max(alone + exposed, shared)
-    return Step(seconds=seconds, communication_seconds=shared, exposed_seconds=seconds - alone)
-
-
-def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, efficiency: float) -> Cap | None:
-    link = _narrowest(fabric)
+def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:
+    link = min(
+        (link for link in (fabric.wire, fabric.inside) if link), key=lambda link: link.bytes_per_second, default=None
+    )
     if link is None or step.exposed_seconds <= NEGLIGIBLE * step.seconds:
         return None
     needed = None
-    if efficiency < WANTED_EFFICIENCY and link is fabric.wire:
-        needed = _needed(fabric, workload, strategy, WANTED_EFFICIENCY)
+    if link is fabric.wire and _efficiency(fabric, workload, strategy, step) < WANTED_EFFICIENCY:
+        needed = _needed(fabric, workload, strategy, parts, WANTED_EFFICIENCY)
     return Cap(
         link=link.name,
         source=link.source,
@@ -217,12 +220,10 @@ def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, eff
     )
 
 
-def _narrowest(fabric: Fabric) -> Wire | None:
-    links = [link for link in (fabric.wire, fabric.inside) if link]
-    return min(links, key=lambda link: link.bytes_per_second, default=None)
-
-
-def _needed(fabric: Fabric, workload: Workload, strategy: Strategy, wanted: float) -> float | None:
+def _needed(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], wanted: float
+) -> float | None:
+    """By bisection, with the gradients cut as they are for the wires that there are."""
     if not 0 < wanted <= 1:
         raise ConfigError(f"an efficiency of {wanted} cannot be", hint="it is more than 0 and at most 1")
     if fabric.wire is None:
@@ -230,7 +231,7 @@ def _needed(fabric: Fabric, workload: Workload, strategy: Strategy, wanted: floa
 
     def reached(bytes_per_second: float) -> bool:
         faster = fabric.with_wire(bytes_per_second)
-        return _efficiency(faster, workload, strategy, _step(faster, workload, strategy)) >= wanted
+        return _efficiency(faster, workload, strategy, _step(faster, workload, strategy, parts)) >= wanted
 
     low, high = fabric.wire.bytes_per_second, _FASTEST
     if reached(low):

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from distrib.bandwidth.prediction import Span
-from distrib.bandwidth.workload import Gradient, Workload
-
-FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = 25 << 20
-"""What torch's DistributedDataParallel fills a bucket with, and the first one (torch/nn/parallel/distributed.py)."""
+from distrib.bandwidth.prediction import Phase, Span
+from distrib.bandwidth.workload import Workload
 
 
-class Bucket(msgspec.Struct, frozen=True, kw_only=True):
-    """Gradients that travel together: bytes of their own, and when the last of them is ready, since backward began."""
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What averaging one piece of the gradients costs.
 
-    size_bytes: int
-    elements: int
+    `ready_seconds` since backward began. Packing takes the computing side's time once it is ready, unpacking after backward.
+    """
+
     ready_seconds: float
-    tensors: int
+    wire_seconds: float
+    pack_seconds: float = 0.0
+    unpack_seconds: float = 0.0
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,27 +33,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
 
 
-def buckets(gradients: Sequence[Gradient], bucket_bytes: int | None) -> tuple[Bucket, ...]:
-    """Buckets as torch's DDP forms them: gradients in the order in which they get ready, a bucket full when it reaches its size.
-
-    `bucket_bytes` None: 25 MiB, and 1 MiB for the first bucket.
-    """
-    found = []
-    limit = FIRST_BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    size = elements = tensors = 0
-    ready = 0.0
-    for position, gradient in enumerate(gradients):
-        size += gradient.size_bytes
-        elements += gradient.elements
-        tensors += 1
-        ready = max(ready, gradient.ready_seconds)
-        if size >= limit or position == len(gradients) - 1:
-            found.append(Bucket(size_bytes=size, elements=elements, ready_seconds=ready, tensors=tensors))
-            size = elements = tensors = 0
-            limit = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-    return tuple(found)
-
-
 def slowest_of(count: int, variation: float) -> float:
     """By what factor the slowest of `count` ranks exceeds the median, for normal errors (Blom, 1958)."""
     if count < 2 or variation <= 0:
@@ -63,60 +42,68 @@ def slowest_of(count: int, variation: float) -> float:
 
 def synchronous(
     workload: Workload,
-    parts: Sequence[Bucket],
-    cost: Callable[[Bucket], float],
+    transfers: Sequence[Transfer],
     *,
     batches: int = 1,
     slowness: float = 1.0,
     overlap_slowdown: float = 0.0,
     spans: bool = False,
 ) -> Step:
-    """A step of data-parallel training: buckets in order on one stream, each when it is ready and the one before is through.
+    """A step of data-parallel training: pieces in order on one stream, each when it is ready and the one before is through.
 
     `slowness` is what the slowest rank takes for what the workload says takes 1; `overlap_slowdown` how much longer
     computing takes while the wire is busy. All but the last of `batches` are computed without communication.
     """
-    drawn: list[Span] = []
-
-    def draw(stream: str, phase: str, label: str, start: float, end: float) -> None:
-        if spans and end > start:
-            drawn.append(
-                Span(stream=stream, phase=phase, label=label, start_seconds=start, end_seconds=end)  # type: ignore[arg-type]
-            )
-
-    now = 0.0
+    clock = _Clock(draws=spans)
     for number in range(batches):
         label = f" {number + 1}" if batches > 1 else ""
-        draw("compute", "loader", "loader" + label, now, now + workload.loader_seconds)
-        now += workload.loader_seconds
-        forward = workload.forward_seconds * slowness
-        draw("compute", "forward", "forward" + label, now, now + forward)
-        now += forward
+        clock.compute("loader", "loader" + label, workload.loader_seconds)
+        clock.compute("forward", "forward" + label, workload.forward_seconds * slowness)
         if number < batches - 1:
-            backward = workload.backward_seconds * slowness
-            draw("compute", "backward", "backward" + label, now, now + backward)
-            now += backward
-    begun, done, free, busy = now, 0.0, now, 0.0
+            clock.compute("backward", "backward" + label, workload.backward_seconds * slowness)
+    begun, progress, busy = clock.now, 0.0, 0.0
+    free = clock.now
+    ends = []
 
-    def compute_until(progress: float) -> None:
-        """Backward up to `progress`, slower as long as the wire is busy."""
-        nonlocal now, done
-        left = max(0.0, progress * slowness - done)
-        overlapped = min(left, max(0.0, free - now) / (1 + overlap_slowdown))
-        now += overlapped * (1 + overlap_slowdown) + left - overlapped
-        done += left
+    def backward_until(seconds: float) -> None:
+        """Slower as long as the wire is busy."""
+        nonlocal progress
+        left = max(0.0, seconds * slowness - progress)
+        overlapped = min(left, max(0.0, free - clock.now) / (1 + overlap_slowdown))
+        clock.now += left + overlapped * overlap_slowdown
+        progress += left
 
-    for number, part in enumerate(parts):
-        compute_until(min(part.ready_seconds, workload.backward_seconds))
-        start = max(now, free)
-        free = start + cost(part)
-        busy += free - start
-        draw("wire", "communication", f"bucket {number + 1}", start, free)
-    compute_until(workload.backward_seconds)
-    draw("compute", "backward", "backward" + (f" {batches}" if batches > 1 else ""), begun, now)
-    exposed = max(0.0, free - now)
-    draw("compute", "wait", "wait for the wire", now, free)
-    now = max(now, free)
-    optimizer = workload.optimizer_seconds * slowness
-    draw("compute", "optimizer", "optimizer", now, now + optimizer)
-    return Step(seconds=now + optimizer, communication_seconds=busy, exposed_seconds=exposed, spans=tuple(drawn))
+    for number, transfer in enumerate(transfers):
+        backward_until(min(transfer.ready_seconds, workload.backward_seconds))
+        clock.now += transfer.pack_seconds
+        start = max(clock.now, free)
+        free = start + transfer.wire_seconds
+        busy += transfer.wire_seconds
+        ends.append(free)
+        clock.draw("wire", "communication", f"piece {number + 1}", start, free)
+    backward_until(workload.backward_seconds)
+    clock.draw("compute", "backward", f"backward {batches}" if batches > 1 else "backward", begun, clock.now)
+    waited = clock.now
+    for transfer, end in zip(transfers, ends, strict=True):
+        clock.now = max(clock.now, end) + transfer.unpack_seconds
+    exposed = max(0.0, free - waited)
+    clock.draw("compute", "wait", "wait for the wire", waited, clock.now)
+    clock.compute("optimizer", "optimizer", workload.optimizer_seconds * slowness)
+    return Step(seconds=clock.now, communication_seconds=busy, exposed_seconds=exposed, spans=tuple(clock.spans))
+
+
+class _Clock:
+    """How far the computing side is, and what was drawn on the way."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.now = 0.0
+        self.spans: list[Span] = []
+        self._draws = draws
+
+    def compute(self, phase: Phase, label: str, seconds: float) -> None:
+        self.draw("compute", phase, label, self.now, self.now + seconds)
+        self.now += seconds
+
+    def draw(self, stream: Literal["compute", "wire"], phase: Phase, label: str, start: float, end: float) -> None:
+        if self._draws and end > start:
+            self.spans.append(Span(stream=stream, phase=phase, label=label, start_seconds=start, end_seconds=end))

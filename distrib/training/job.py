@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
-from distrib.strategy import from_environment
+from distrib.strategy import Strategy, from_environment
 from distrib.training import checkpoint, leaving
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.meter import Meter
@@ -52,7 +52,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         world = find_world()
         device = find_device(world.local_rank)
         join(world, device, timedelta(seconds=timeout_seconds))
-        _job = Job(world, device)
+        _job = Job(world, device, strategy)
         if wish := wish_from(os.environ):
             _job._profile_for_launcher(wish)
     elif _job.closed:
@@ -78,11 +78,12 @@ class Job:
     device: torch.device
     """Where this rank computes."""
 
-    def __init__(self, world: World, device: torch.device) -> None:
+    def __init__(self, world: World, device: torch.device, strategy: Strategy) -> None:
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
         self.device = device
         self.closed = False
+        self._strategy = strategy
         self._comm = world.comm
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
@@ -133,7 +134,13 @@ class Job:
             return thing
         if isinstance(thing, nn.Module):
             # The one place where the mode of training is chosen; asynchronous and local come here.
-            model = synchronous(thing, self.device, self.world_size, find_unused_parameters=find_unused_parameters)
+            model = synchronous(
+                thing,
+                self.device,
+                self.world_size,
+                find_unused_parameters=find_unused_parameters,
+                strategy=self._strategy,
+            )
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._models.append(model)
             return model

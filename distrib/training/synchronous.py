@@ -5,20 +5,99 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from distrib.strategy import Strategy
+from distrib.training.gradients.compression import EXACT_STEPS
+from distrib.training.gradients.hook import Averaging, GpuAveraging, attach
 
-def synchronous(model: nn.Module, device: torch.device, ranks: int, *, find_unused_parameters: bool) -> nn.Module:
+BUCKETS = 64
+"""About how many buckets DDP makes of a model whose pieces we cut ourselves: many, so that the first is ready early."""
+SMALL_BYTES = 256 << 10
+"""Gradients of so few bytes travel at once, whoever sends them."""
+MIB = 1 << 20
+
+
+def synchronous(
+    model: nn.Module,
+    device: torch.device,
+    ranks: int,
+    *,
+    find_unused_parameters: bool,
+    strategy: Strategy | None = None,
+) -> nn.Module:
     """`model` on `device`, in torch's DistributedDataParallel where there are other ranks to agree with.
 
-    Every rank begins with the parameters of rank 0. A model that learns nothing is moved only.
+    Every rank begins with the parameters of rank 0. A model that learns nothing is moved only. How gradients are averaged
+    is the strategy's: on GPUs NCCL does it alone unless fewer bytes are asked for.
     """
+    strategy = strategy or Strategy()
     model = model.to(device)
-    if ranks == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if ranks == 1 or not learning:
         return model
-    gpus = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=gpus, find_unused_parameters=find_unused_parameters)
+    if device.type == "cuda":
+        return _on_gpu(model, device, strategy, find_unused_parameters)
+    if _left_to_ddp(model, learning, strategy):
+        cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
+        return DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
+    averaging = Averaging(learning, strategy)
+    wrapped = DistributedDataParallel(
+        model,
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=_cap_mib(learning, strategy),
+    )
+    attach(wrapped, averaging)
+    return wrapped
+
+
+def _left_to_ddp(model: nn.Module, learning: list[nn.Parameter], strategy: Strategy) -> bool:
+    """Whether there is nothing to gain over DDP itself, or something that only DDP can do."""
+    if any(getattr(module, "sparse", False) for module in model.modules()):
+        return True
+    if not all(parameter.dtype.is_floating_point for parameter in learning):
+        return True
+    one_piece = sum(parameter.nbytes for parameter in learning) <= SMALL_BYTES
+    return one_piece and strategy.gradients.exact and strategy.all_reduce == "auto"
+
+
+def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
+    """How large DDP makes its buckets, in MiB; None is its own default."""
+    if strategy.gradients.format == "powersgd":
+        return strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
+    fine = max(SMALL_BYTES, sum(parameter.nbytes for parameter in learning) // BUCKETS)
+    return min(fine, strategy.bucket_bytes or fine) / MIB
+
+
+def _on_gpu(
+    model: nn.Module, device: torch.device, strategy: Strategy, find_unused_parameters: bool
+) -> DistributedDataParallel:
+    cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=[device.index],
+        find_unused_parameters=find_unused_parameters,
+        bucket_cap_mb=cap,
+    )
+    gradients = strategy.gradients
+    if gradients.format == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif gradients.format == "bf16":
+        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    elif gradients.format == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            dist.group.WORLD,
+            matrix_approximation_rank=gradients.rank or 1,
+            start_powerSGD_iter=EXACT_STEPS,
+            orthogonalization_epsilon=1e-8,
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif not gradients.exact:
+        wrapped.register_comm_hook(GpuAveraging(device, strategy), lambda state, bucket: state.average(bucket))
+    return wrapped
 
 
 def unwrapped(thing: Any) -> Any:

@@ -1,0 +1,119 @@
+"""Where the stream of gradients is cut: small enough to start early, large enough for the wire's latency."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+FINEST = 192
+"""Into how many atoms at most the gradients are divided before they are put together again."""
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """What averaging a piece of the gradients costs: `overhead_seconds`, and `seconds_per_byte` of the gradient.
+
+    The overhead is what one more piece costs while others are on their way.
+    """
+
+    overhead_seconds: float
+    seconds_per_byte: float
+
+    @property
+    def large_enough_bytes(self) -> int:
+        """The size of a piece of which the overhead is 2 % of its time."""
+        return int(self.overhead_seconds / 0.02 / self.seconds_per_byte)
+
+
+def finish_seconds(
+    ends: Sequence[int], sizes_bytes: Sequence[int], ready_seconds: Sequence[float], wire: Wire
+) -> float:
+    """When the last piece has been averaged, if the stream is cut at `ends` and pieces go one after the other.
+
+    `sizes_bytes` are the gradients in the order in which they get ready, `ready_seconds` when they do; a piece begins
+    once its last byte is ready.
+    """
+    finish, start, index, gradient_end = 0.0, 0, -1, 0
+    for end in ends:
+        while gradient_end < end:
+            index += 1
+            gradient_end += sizes_bytes[index]
+        begin = max(finish, ready_seconds[index] if index >= 0 else 0.0)
+        finish = begin + wire.overhead_seconds + (end - start) * wire.seconds_per_byte
+        start = end
+    return finish
+
+
+def cut(
+    sizes_bytes: Sequence[int],
+    ready_seconds: Sequence[float],
+    wire: Wire,
+    *,
+    largest_bytes: int | None = None,
+    grain_bytes: int = 64,
+) -> tuple[int, ...]:
+    """Where each piece ends, in bytes from the first gradient's beginning, so that the last piece ends soonest.
+
+    The exact optimum by dynamic programming over `FINEST` atoms (gradients that are larger are divided, at multiples of
+    `grain_bytes`; smaller neighbours are put together), as MG-WFBP does by merging (Shi, Chu, Li 2019, arXiv:1811.11141).
+    Of two cuts that end at the same time the one with fewer pieces is taken. Ready times that go back are read as if
+    they did not. `largest_bytes` bounds a piece, so that a gradient which comes late holds up little.
+    """
+    atoms, ready = _atoms(sizes_bytes, ready_seconds, grain_bytes)
+    if not atoms:
+        return ()
+    offsets = [0]
+    for atom in atoms:
+        offsets.append(offsets[-1] + atom)
+    bound = max(largest_bytes or offsets[-1], max(atoms))
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # finish, pieces, where the last piece begins
+    for end in range(1, len(offsets)):
+        choice = (math.inf, 0, 0)
+        for start in range(end - 1, -1, -1):
+            length = offsets[end] - offsets[start]
+            if length > bound:
+                break
+            finish = max(best[start][0], ready[end - 1]) + wire.overhead_seconds + length * wire.seconds_per_byte
+            if finish < choice[0] or (finish == choice[0] and best[start][1] + 1 < choice[1]):
+                choice = (finish, best[start][1] + 1, start)
+        best.append(choice)
+    ends, at = [], len(offsets) - 1
+    while at > 0:
+        ends.append(offsets[at])
+        at = best[at][2]
+    return tuple(reversed(ends))
+
+
+def evenly(total_bytes: int, piece_bytes: int, grain_bytes: int = 64) -> tuple[int, ...]:
+    """The ends of pieces of `piece_bytes` at most (and `grain_bytes` at least), as equal as they can be."""
+    if total_bytes <= 0:
+        return ()
+    count = max(1, math.ceil(total_bytes / max(piece_bytes, grain_bytes)))
+    ends = {min(total_bytes, round(total_bytes * i / count / grain_bytes) * grain_bytes) for i in range(1, count)}
+    return (*sorted(ends - {0, total_bytes}), total_bytes)
+
+
+def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[list[int], list[float]]:
+    """The gradients in parts of similar size, and when each is ready."""
+    target = max(grain, math.ceil(sum(sizes) / FINEST))
+    parts: list[int] = []
+    times: list[float] = []
+    gathered, latest, before = 0, 0.0, 0.0
+    for size, seconds in zip(sizes, ready, strict=True):
+        latest = max(latest, seconds)
+        if gathered and gathered + size > target:
+            parts.append(gathered)
+            times.append(before)
+            gathered = 0
+        if size > 2 * target:
+            ends = evenly(size, 2 * target, grain)
+            parts += [end - start for start, end in zip((0, *ends), ends, strict=False)]
+            times += [latest] * len(ends)
+        else:
+            gathered += size
+        before = latest
+    if gathered:
+        parts.append(gathered)
+        times.append(latest)
+    return parts, times

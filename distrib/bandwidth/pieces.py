@@ -1,0 +1,96 @@
+"""How the gradients of a step are cut: by torch's DDP on GPUs, by distrib itself on CPU hosts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from distrib.bandwidth import buckets
+from distrib.bandwidth.workload import Gradient
+from distrib.strategy import Strategy
+
+DDP_FIRST_BYTES, DDP_BYTES = 1 << 20, 25 << 20
+"""What torch's DistributedDataParallel fills its first bucket with, and each other (torch/nn/parallel/distributed.py)."""
+
+FINE_BYTES, FINE_PARTS = 256 << 10, 64
+FIRST_PIECE_BYTES = 1 << 20
+"""Those of distrib.training: how finely DDP is made to cut what distrib cuts anew, and how large its own pieces are at least."""
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Gradients that travel together, and when the last of them is ready: seconds since backward began."""
+
+    size_bytes: float
+    elements: float
+    tensors: int
+    ready_seconds: float
+
+
+def of_ddp(gradients: Sequence[Gradient], bucket_bytes: int | None = None) -> tuple[Piece, ...]:
+    """DDP's buckets: gradients in the order in which they get ready, a bucket full once it has reached its size."""
+    found = []
+    limit = DDP_FIRST_BYTES if bucket_bytes is None else bucket_bytes
+    size = elements = tensors = 0
+    ready = 0.0
+    for position, gradient in enumerate(gradients):
+        size += gradient.size_bytes
+        elements += gradient.elements
+        tensors += 1
+        ready = max(ready, gradient.ready_seconds)
+        if size >= limit or position == len(gradients) - 1:
+            found.append(Piece(size_bytes=size, elements=elements, tensors=tensors, ready_seconds=ready))
+            size = elements = tensors = 0
+            limit = DDP_BYTES if bucket_bytes is None else bucket_bytes
+    return tuple(found)
+
+
+def of_distrib(gradients: Sequence[Gradient], strategy: Strategy, wire: buckets.Wire | None) -> tuple[Piece, ...]:
+    """The pieces of distrib.training.gradients: DDP's buckets, made small, cut anew so that the last one ends soonest.
+
+    `wire` None: inside one host, where pieces are even.
+    """
+    total = sum(gradient.size_bytes for gradient in gradients)
+    if strategy.gradients.format == "powersgd":
+        return of_ddp(gradients, strategy.bucket_bytes)
+    if total <= FINE_BYTES and strategy.gradients.exact and strategy.all_reduce == "auto":
+        return of_ddp(gradients, strategy.bucket_bytes)
+    fine = max(FINE_BYTES, total // FINE_PARTS)
+    parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
+    if strategy.bucket_bytes or wire is None:
+        even = strategy.bucket_bytes or FIRST_PIECE_BYTES
+        return tuple(piece for part in parts for piece in _split(part, buckets.evenly(int(part.size_bytes), even)))
+    ends = buckets.cut(
+        [int(part.size_bytes) for part in parts],
+        [part.ready_seconds for part in parts],
+        wire,
+        largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes),
+    )
+    return tuple(_joined(parts, ends))
+
+
+def _split(part: Piece, ends: Sequence[int]) -> list[Piece]:
+    return [
+        msgspec.structs.replace(part, size_bytes=end - start, elements=part.elements * (end - start) / part.size_bytes)
+        for start, end in itertools.pairwise((0, *ends))
+    ]
+
+
+def _joined(parts: Sequence[Piece], ends: Sequence[int]) -> list[Piece]:
+    """The pieces of a stream that is cut at `ends`; each is ready with its last byte."""
+    density = sum(part.elements for part in parts) / sum(part.size_bytes for part in parts)
+    found, place, begun = [], 0, 0
+    reached = parts[0].size_bytes
+    for end in ends:
+        tensors = parts[place].tensors
+        while reached < end:
+            place += 1
+            reached += parts[place].size_bytes
+            tensors += parts[place].tensors
+        size = end - begun
+        found.append(
+            Piece(size_bytes=size, elements=size * density, tensors=tensors, ready_seconds=parts[place].ready_seconds)
+        )
+        begun = end
+    return found

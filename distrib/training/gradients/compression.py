@@ -1,0 +1,268 @@
+"""What a piece of the gradients is turned into before it crosses the wire, and how the ranks then sum it.
+
+Every way of summing is a generator: it yields what it waits for, and sums into the tensor that it was given. Collectives
+of stage s go to `groups[s]`, so that pieces on their way together keep their order in each group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+from distrib.strategy import Gradients
+
+gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+BLOCK = 256
+"""Elements of 8-bit gradients that share a scale: 1.6 % more bytes, and one large value spoils few others."""
+
+EXACT_STEPS = 10
+"""Steps before PowerSGD begins: the first gradients are large and DDP has settled its buckets by then."""
+
+Waits = Iterator[torch.futures.Future[Any]]
+Errors = Callable[[int], torch.Tensor]
+"""Given a stage, what this rank has left out of this piece so far: to be read, and overwritten with what is left out now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """The bucket of DDP that a piece is, where the way wants whole buckets."""
+
+    index: int
+    shapes: tuple[torch.Size, ...]
+    last: bool
+    """Whether it is the last one of the step that comes to this rank."""
+
+
+class Way(Protocol):
+    """A way of summing over the ranks of `groups`, one group for each stage of a sum."""
+
+    stages: int
+    window: int
+    """How many pieces may be on their way at once."""
+    whole: bool
+    """Whether a piece must be a whole bucket of DDP, of which the way is told the `Origin`."""
+
+    def sum(
+        self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None
+    ) -> Waits: ...
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        """What a rank sends for a piece of so many elements."""
+
+
+class Exact(Way):
+    """The sum of the gradients as they are."""
+
+    stages, window, whole = 1, 64, False
+
+    def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
+        yield dist.all_reduce(piece, group=groups[0], async_op=True).get_future()
+
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        return 2 * (hosts - 1) * elements * element_bytes // hosts
+
+
+class Shared(Way):
+    """Each rank sums a share of the piece that all sent to it in a smaller form, and sends the sum back in that form.
+
+    Two crossings, as in a ring, yet every value is rounded only once on each.
+    """
+
+    stages, window, whole = 2, 8, False
+
+    def __init__(self, form: Halves | Blocks) -> None:
+        self.form = form
+
+    def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
+        ranks, rank = groups[0].size(), groups[0].rank()
+        share = self.form.padded(math.ceil(piece.numel() / ranks))
+        rows = torch.zeros(ranks, share, dtype=torch.float32, device=piece.device)
+        flat = rows.view(-1)[: piece.numel()]
+        flat.copy_(piece)
+        if self.form.lossy:
+            flat += errors(0)
+        sent = self.form.encode(rows)
+        if self.form.lossy:
+            _keep(errors(0), flat, self.form.decode(sent, share).view(-1)[: piece.numel()])
+        received = torch.empty_like(sent)
+        yield dist.all_to_all_single(received, sent, group=groups[0], async_op=True).get_future()
+        total = self.form.decode(received, share).sum(dim=0, keepdim=True)
+        mine = slice(rank * share, max(rank * share, min((rank + 1) * share, piece.numel())))
+        length = mine.stop - mine.start
+        if self.form.lossy:
+            total[0, :length] += errors(1)[mine]
+        own = self.form.encode(total)
+        if self.form.lossy:
+            _keep(errors(1)[mine], total[0, :length], self.form.decode(own, share)[0, :length])
+        everyones = torch.empty(ranks, own.shape[1], dtype=own.dtype, device=own.device)
+        yield gather(everyones.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
+        piece.copy_(self.form.decode(everyones, share).view(-1)[: piece.numel()])
+
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        return 2 * (hosts - 1) * self.form.row_bytes(self.form.padded(math.ceil(elements / hosts)))
+
+
+def _keep(errors: torch.Tensor, wanted: torch.Tensor, sent: torch.Tensor) -> None:
+    """What was left out is for the next step; not so after gradients that were no numbers, which must not stay for ever."""
+    torch.sub(wanted, sent, out=errors).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+class Halves:
+    """16 bits each: `torch.float16` or `torch.bfloat16`."""
+
+    lossy = False
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def padded(self, elements: int) -> int:
+        return elements
+
+    def row_bytes(self, elements: int) -> int:
+        return 2 * elements
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.to(self.dtype).view(torch.uint8)
+
+    def decode(self, rows: torch.Tensor, elements: int) -> torch.Tensor:
+        return rows.view(self.dtype).float()
+
+
+class Blocks:
+    """8 bits each and a scale for every `BLOCK`: the greatest magnitude there is 127 (Dettmers et al. 2022, arXiv:2110.02861,
+    quantize blockwise; both crossings keep their errors, as in Tang et al. 2021, arXiv:2102.02888)."""  # fmt: skip
+
+    lossy = True
+
+    def padded(self, elements: int) -> int:
+        return BLOCK * math.ceil(elements / BLOCK)
+
+    def row_bytes(self, elements: int) -> int:
+        return elements + 4 * (elements // BLOCK)
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = rows.view(len(rows), -1, BLOCK)
+        scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=2, keepdim=True) / 127
+        values = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        return torch.cat(
+            [values.view(len(rows), -1).view(torch.uint8), scales.view(len(rows), -1).view(torch.uint8)], dim=1
+        )
+
+    def decode(self, rows: torch.Tensor, elements: int) -> torch.Tensor:
+        values = rows[:, :elements].view(torch.int8).view(len(rows), -1, BLOCK).float()
+        scales = rows[:, elements:].contiguous().view(torch.float32).view(len(rows), -1, 1)
+        return (values * scales).view(len(rows), elements)
+
+
+class Largest(Way):
+    """The fraction that is largest in magnitude, with its places; the rest is kept for later steps.
+
+    Stich, Cordonnier, Jaggi 2018 (arXiv:1809.07599).
+    """
+
+    stages, window, whole = 1, 8, False
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def kept(self, elements: int) -> int:
+        """How many of so many elements are sent."""
+        return max(1, math.ceil(self.fraction * elements)) if elements else 0
+
+    def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
+        ranks, kept = groups[0].size(), self.kept(piece.numel())
+        wanted = errors(0)
+        wanted += piece
+        places = torch.topk(wanted.abs(), kept, sorted=False).indices
+        values = wanted[places]
+        wanted[places] = 0
+        sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
+        received = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
+        yield gather(received, sent, group=groups[0], async_op=True).get_future()
+        rows = received.view(ranks, 2, 4 * kept)
+        piece.zero_()
+        piece.index_add_(
+            0,
+            rows[:, 1].contiguous().view(torch.int32).view(-1),
+            rows[:, 0].contiguous().view(torch.float32).view(-1).to(piece.dtype),
+        )
+
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        return 8 * (hosts - 1) * self.kept(elements)
+
+
+class LowRank(Way):
+    """torch's own PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727), with its error feedback and warm start.
+
+    The first `EXACT_STEPS` steps are exact. Its callbacks wait for collectives inside Gloo's threads: two buckets at once
+    would wait for each other for ever.
+    """
+
+    stages, window, whole = 1, 1, True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._state: PowerSGDState | None = None
+
+    def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
+        assert origin is not None
+        if self._state is None:
+            self._state = PowerSGDState(
+                groups[0],
+                matrix_approximation_rank=self.rank,
+                start_powerSGD_iter=EXACT_STEPS,
+                orthogonalization_epsilon=1e-8,  # a layer without gradients must not become NaN
+            )
+        piece.mul_(groups[0].size())  # it averages over the group; what comes here is to be summed
+        yield powerSGD_hook(self._state, _Bucket(piece, origin))
+
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        assert origin is not None
+        sent = 0
+        for shape in origin.shapes:
+            rows = shape[0] if shape else 1
+            columns = math.prod(shape) // rows
+            rank = min(rows, columns, self.rank)
+            low = (rows + columns) * rank
+            sent += low if 2 * low < rows * columns else rows * columns
+        return 2 * (hosts - 1) * sent * element_bytes // hosts
+
+
+class _Bucket:
+    """As much of DDP's bucket as torch's hook asks for, over a piece of our own."""
+
+    def __init__(self, piece: torch.Tensor, origin: Origin) -> None:
+        self._piece, self._origin = piece, origin
+
+    def index(self) -> int:
+        return self._origin.index
+
+    def buffer(self) -> torch.Tensor:
+        return self._piece
+
+    def is_last(self) -> bool:
+        return self._origin.last
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self._piece, [shape.numel() for shape in self._origin.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._origin.shapes, strict=True)]
+
+
+def way_of(gradients: Gradients) -> Way:
+    """The way of summing that a strategy's format asks for."""
+    if gradients.format == "fp16":
+        return Shared(Halves(torch.float16))
+    if gradients.format == "bf16":
+        return Shared(Halves(torch.bfloat16))
+    if gradients.format == "int8":
+        return Shared(Blocks())
+    if gradients.format == "topk":
+        return Largest(gradients.fraction or 1.0)
+    if gradients.format == "powersgd":
+        return LowRank(gradients.rank or 1)
+    return Exact()

@@ -1,0 +1,182 @@
+"""The communication hook of DDP that cuts the stream of gradients into pieces and hands them to the engine."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from distrib.bandwidth.buckets import cut, evenly
+from distrib.strategy import Strategy
+from distrib.training.gradients.compression import Origin, way_of
+from distrib.training.gradients.engine import Piece
+from distrib.training.gradients.hierarchy import Hierarchy
+
+FIRST_PIECE_BYTES = 1 << 20
+"""How large pieces are until it is known when gradients get ready."""
+SETTLED_STEPS = 3
+"""After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more."""
+ALIGNMENT_BYTES = 16
+
+
+class Averaging:
+    """Averages the gradients of one model on CPU hosts. Every rank must make it at the same time.
+
+    `hosts` names every rank's host (default: found out).
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], strategy: Strategy, hosts: Sequence[Hashable] | None = None
+    ) -> None:
+        self._way = way_of(strategy.gradients)
+        self._even_bytes = strategy.bucket_bytes
+        size = sum(parameter.nbytes for parameter in parameters)
+        self._mixed = len({parameter.dtype for parameter in parameters}) > 1
+        if self._mixed:  # every change of type on the way may cost some bytes
+            size += ALIGNMENT_BYTES * len(parameters)
+        flat = strategy.all_reduce == "flat"
+        self._hierarchy = Hierarchy(-(-size // 4096) * 4096, self._way, flat=flat, hosts=hosts)
+        self._engine = self._hierarchy.engine
+        self._scale = 1 / dist.get_world_size()
+        self._steps = 0
+        self._ends: tuple[int, ...] = ()
+        self._seen: list[tuple[torch.dtype, int]] = []
+        self._times: list[float] = []
+        self._layout: list[tuple[torch.dtype, int]] = []  # of the buckets in the latest step
+        self._ready: list[float] = []
+        self._filled = self._sent = self._keys = 0
+        self._begun = 0.0
+        weakref.finalize(self, self._engine.stop)
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether this rank shares memory with others of its host."""
+        return self._hierarchy.local_size > 1
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent over the wire since the beginning."""
+        return self._engine.sent_bytes
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where the pieces of a step end, in bytes; empty as long as buckets are cut evenly."""
+        return self._ends
+
+    def plan(self) -> None:
+        """Cuts the stream anew, once it is known when gradients get ready. Called between steps, by every rank."""
+        even = self._even_bytes or self._way.whole or self._mixed or self._hierarchy.hosts == 1
+        if self._steps != SETTLED_STEPS or self._ends or even:
+            return
+        ready = torch.tensor(self._ready, dtype=torch.float64)
+        dist.all_reduce(ready, op=dist.ReduceOp.MAX)
+        wire = self._hierarchy.measure()
+        sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
+        self._ends = cut(sizes, ready.tolist(), wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
+        self._engine.forget()
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls when a bucket is full, in the order of the buckets."""
+        if bucket.index() == 0:
+            self._begin_step()
+        buffer = bucket.buffer()
+        dtype, width = buffer.dtype, buffer.element_size()
+        if self._seen and self._seen[-1][0] != dtype:
+            self._filled = self._sent = -(-self._filled // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._seen.append((dtype, buffer.numel()))
+        self._times.append(time.perf_counter() - self._begun)
+        begin, end = self._filled, self._filled + buffer.nbytes
+        for stop in (*self._stops(begin, end), end):
+            if stop == self._filled:
+                continue
+            part = buffer[(self._filled - begin) // width : (stop - begin) // width]
+            torch.mul(part, self._scale, out=self._hierarchy.own_input[self._filled : stop].view(dtype))
+            self._filled = stop
+            if stop != end or not self._ends or stop in self._ends:
+                self._send(stop, bucket)
+        # A piece that begins in this bucket and ends in a later one is still to come.
+        pieces = self._engine.pieces + (self._sent < end)
+        future = self._engine.promise(pieces, self._hierarchy.result(begin, end, dtype))
+        if bucket.is_last():
+            self._end_step()
+        return future
+
+    def _stops(self, begin: int, end: int) -> Iterator[int]:
+        """Where pieces end between two places of the stream."""
+        if self._ends:
+            yield from (stop for stop in self._ends if begin < stop <= end)
+        elif not self._way.whole:
+            yield from (begin + stop for stop in evenly(end - begin, self._even_bytes or FIRST_PIECE_BYTES))
+
+    def _send(self, stop: int, bucket: GradBucket) -> None:
+        origin = None
+        if self._way.whole:
+            shapes = tuple(gradient.shape for gradient in bucket.gradients())
+            last = bucket.index() >= len(self._layout) - self._hierarchy.lanes
+            origin = Origin(index=bucket.index(), shapes=shapes, last=last)
+        dtype = bucket.buffer().dtype
+        self._engine.copied(Piece(key=self._keys, start=self._sent, end=stop, dtype=dtype, origin=origin))
+        self._keys += 1
+        self._sent = stop
+
+    def _begin_step(self) -> None:
+        self._begun = time.perf_counter()
+        self._seen, self._times = [], []
+        self._filled = self._sent = self._keys = 0
+
+    def _end_step(self) -> None:
+        if self._seen != self._layout:
+            self._layout, self._ends = self._seen, ()
+        self._ready = self._times
+        self._steps += 1
+
+
+class GpuAveraging:
+    """Averages the gradients of one model on GPUs in a form for which torch has no hook, on a stream of its own."""
+
+    def __init__(self, device: torch.device, strategy: Strategy) -> None:
+        self._way = way_of(strategy.gradients)
+        self._groups = [dist.new_group() for _ in range(self._way.stages)]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._scale = 1 / dist.get_world_size()
+        self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
+        self.sent_bytes = 0
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls when a bucket is full, in the order of the buckets."""
+        buffer = bucket.buffer()
+        elements, width = buffer.numel(), buffer.element_size()
+
+        def errors(stage: int) -> torch.Tensor:
+            key = bucket.index(), elements, stage
+            if key not in self._errors:
+                self._errors[key] = torch.zeros(elements, device=buffer.device)
+            return self._errors[key]
+
+        self.sent_bytes += self._way.sent_bytes(elements, width, self._groups[0].size(), None)
+        self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._stream):
+            buffer.mul_(self._scale)
+            for waiting in self._way.sum(buffer, self._groups, errors, None):
+                waiting.wait()  # makes the stream wait, not this thread
+            buffer.record_stream(self._stream)
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
+            future.set_result(buffer)
+        return future
+
+
+def attach(model: DistributedDataParallel, averaging: Averaging) -> None:
+    """Lets `averaging` average the gradients of `model`."""
+    model.register_comm_hook(averaging, lambda state, bucket: state.average(bucket))  # torch cannot read annotations
+
+    def before_forward(module: nn.Module, _: object) -> None:
+        if module.training and torch.is_grad_enabled():
+            averaging.plan()
+
+    model.register_forward_pre_hook(before_forward)

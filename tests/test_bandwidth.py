@@ -1,0 +1,439 @@
+"""The bandwidth model: curves, collectives, the timeline of a step, scaling and advice, by known answers and by what must hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrib.bandwidth import collectives, curves, pieces, timeline
+from distrib.bandwidth.advice import advise, best_exact, options_of
+from distrib.bandwidth.buckets import Wire
+from distrib.bandwidth.fabric import find_fabric
+from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling
+from distrib.bandwidth.timeline import Transfer
+from distrib.bandwidth.workload import Gradient, Workload
+from distrib.cluster.measured import Point
+from distrib.cluster.topology import Topology, parse_topology
+from distrib.errors import ConfigError
+from distrib.strategy import Gradients, Strategy
+
+MB = 1_000_000
+POD = """
+nodes:
+  - hosts: a[1-8]
+    gpus: {kind: V100, count: 8}
+    links: {nvlink: NVLink2 x6, nvswitch: yes, pcie: PCIe3 x16}
+    nics: [{name: "mlx5_[0-3]", rate: EDR, gpudirect: yes}]
+"""
+LAB = """
+nodes:
+  - hosts: n[1-4]
+    gpus: {kind: RTX A6000, count: 2}
+    links: {pcie: PCIe4 x16}
+    nics: [{name: eno1, rate: RATE}]
+"""
+
+
+def lab(rate: str = "10 GbE") -> Topology:
+    return parse_topology(LAB.replace("RATE", rate), "lab.yaml")
+
+
+def job(
+    megabytes: float = 100, tensors: int = 20, backward: float = 0.1, forward: float = 0.05, device: str = "RTX A6000"
+) -> Workload:
+    size = max(4, int(megabytes * MB / tensors / 4) * 4)
+    return Workload(
+        name="job", origin="measured", device=device, batch=32, forward_seconds=forward, backward_seconds=backward,
+        optimizer_seconds=0.002, parameter_bytes=size * tensors, memory_bytes=10**10,
+        gradients=tuple(
+            Gradient(name=f"w{n}", elements=size // 4, size_bytes=size, ready_seconds=backward * (n + 1) / tensors)
+            for n in range(tensors)
+        ),
+    )  # fmt: skip
+
+
+def measured_lab(seconds_per_megabyte: float = 0.016, ranks: tuple[int, ...] = (2, 4), each: int = 1) -> Topology:
+    """A cluster of CPU hosts whose all-reduces were measured: a latency of 1 ms and so long for each 10^6 bytes."""
+    curve = [[4**k, 0.001 + 4**k / MB * seconds_per_megabyte, 0.0] for k in range(4, 14)]
+    found = [
+        {
+            "name": "all_reduce",
+            "backend": "gloo",
+            "hosts": [f"n{i + 1}" for i in range(n)],
+            "ranks": n * each,
+            "curve": curve,
+        }
+        for n in ranks
+    ]
+    pairs = [
+        {"source": f"n{a}", "target": f"n{b}", "way": "tcp", "load": "alone", "bandwidth_bytes_per_second": 120e6,
+         "variation": 0.001, "latency_seconds": 1e-4}
+        for a in range(1, 5) for b in range(1, 5) if a != b
+    ]  # fmt: skip
+    text = msgspec.json.encode(
+        {
+            "nodes": [{"hosts": "n[1-4]", "nics": [{"name": "eth0", "rate": "1 GbE"}]}],
+            "measured": {"when": "2026-01-01T00:00:00Z", "software": {}, "hosts": ["n1", "n2", "n3", "n4"],
+                         "pairs": pairs, "collectives": found},
+        }
+    ).decode()  # fmt: skip
+    return parse_topology(text, "measured.yaml")
+
+
+# Curves
+
+
+def test_a_curve_goes_through_what_was_measured_and_between():
+    seen = [Point(4**k, 1e-4 + 4**k / 1e8) for k in range(3, 14)]
+    curve = curves.measured(seen)
+    for point in seen:
+        assert curve.seconds(point.size_bytes) == pytest.approx(point.seconds)
+    for size in (100, 3000, 20_000, 7 * MB):
+        assert curve.seconds(size) == pytest.approx(1e-4 + size / 1e8, rel=0.01)
+    assert curve.seconds(400 * MB) == pytest.approx(4.0, rel=0.01)
+
+
+def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
+    curve = curves.measured([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
+    assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(1, 10**9), st.floats(1e-6, 10)), min_size=2, max_size=12),
+    sizes=st.lists(st.floats(0, 1e10), min_size=2, max_size=6),
+    factor=st.floats(0.1, 10),
+)
+def test_a_curve_never_falls(points, sizes, factor):
+    curve = curves.measured([Point(size, seconds) for size, seconds in points])
+    if curve is None:
+        return
+    for each in (curve, curve.slower(factor)):
+        taken = [each.seconds(size) for size in sorted(sizes)]
+        assert all(later >= earlier * (1 - 1e-9) for earlier, later in itertools.pairwise(taken))
+        assert all(0 <= seconds < math.inf for seconds in taken)
+
+
+# Collectives
+
+
+def test_formulas():
+    link = curves.line(1e-3, 1e8)
+    assert collectives.ring_all_reduce(4, 100 * MB, link) == pytest.approx(6 * (1e-3 + 0.25))
+    assert collectives.tree_all_reduce(8, 100 * MB, link) == pytest.approx(6e-3 + 2.0)
+    assert collectives.broadcast(5, 100 * MB, link) == pytest.approx(1.0 + 4e-3)
+    # max(M/B, nM/(kB)): as many servers as workers are enough, fewer are not
+    assert collectives.parameter_server(8, 8, 100 * MB, link) == pytest.approx(1e-3 + 1.0)
+    assert collectives.parameter_server(8, 2, 100 * MB, link) == pytest.approx(1e-3 + 4.0)
+    assert collectives.shared_parameter_server(4, 100 * MB, link) == pytest.approx(2e-3 + 2 * 3 / 4 * 1.0)
+
+
+def test_nccl_on_one_host_as_published():
+    """8 x H200: 220 GB/s of bus bandwidth at 16 MiB, 367 for rings at large sizes (stas00/ml-engineering@744d01e)."""
+    text = "nodes: [{hosts: h, gpus: {kind: H200, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes}}]"
+    fabric = find_fabric(parse_topology(text, "h200"), job(device="H200"), 1, 8)
+    for size, published in ((16 << 20, 220e9), (16 << 30, 367e9)):
+        bus = size / collectives.all_reduce(fabric, size) * 2 * 7 / 8
+        assert bus == pytest.approx(published, rel=0.1)
+
+
+def test_an_all_reduce_that_was_measured_is_read_from_its_curve():
+    fabric = find_fabric(measured_lab(), job(device="cpu"), 4, 1)
+    assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(0.161, rel=0.01)
+
+
+def test_a_ring_of_other_ranks_is_put_together_from_the_steps_of_a_measured_one():
+    fabric = find_fabric(measured_lab(ranks=(2,)), job(device="cpu"), 4, 1)
+    # 2(m-1) messages of S/m took 0.161 s; so 2(n-1) of S/n take (n-1)/(m-1) times what mS/n took.
+    assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(3 * 0.081, rel=0.01)
+
+
+def test_ranks_of_one_host_share_its_wire():
+    """A flat ring over n ranks carries 2(n-1)/n of the bytes over each wire; hierarchical 2(h-1)/h, for h hosts."""
+    fabric = find_fabric(lab("1 GbE"), job(device="cpu"), 4, 2)
+    rate = 1e9 / 8 * 0.94
+    assert collectives.all_reduce(fabric, 100 * MB) == pytest.approx(2 * 7 / 8 * 100 * MB / rate, rel=0.01)
+    inside = (1 + 1 / 2) * 100 * MB / 5e9
+    grouped = collectives.all_reduce(fabric, 100 * MB, hierarchical=True)
+    assert grouped == pytest.approx(2 * 3 / 4 * 100 * MB / rate + inside, rel=0.01)
+
+
+# The timeline
+
+
+def test_buckets_are_those_of_ddp():
+    """1 MiB first, then 25 MiB, each closed by the gradient with which it is full (torch/nn/parallel/distributed.py)."""
+    found = pieces.of_ddp(job(megabytes=100, tensors=20).gradients)
+    assert [part.size_bytes / MB for part in found] == [5, 30, 30, 30, 5]
+    assert [round(part.ready_seconds, 6) for part in found] == [0.005, 0.035, 0.065, 0.095, 0.1]
+    assert len(pieces.of_ddp(job(tensors=20).gradients, 1)) == 20
+
+
+def test_the_pieces_of_distrib_are_all_of_the_gradients():
+    gradients = job(megabytes=50, tensors=7).gradients
+    wire = Wire(overhead_seconds=1e-3, seconds_per_byte=1e-8)
+    for strategy in (Strategy(), Strategy(bucket_bytes=3 << 20)):
+        for found in (pieces.of_distrib(gradients, strategy, wire), pieces.of_distrib(gradients, strategy, None)):
+            assert sum(piece.size_bytes for piece in found) == sum(gradient.size_bytes for gradient in gradients)
+            assert sum(piece.elements for piece in found) == pytest.approx(sum(g.elements for g in gradients))
+            ready = [piece.ready_seconds for piece in found]
+            assert ready == sorted(ready)
+            assert ready[-1] == gradients[-1].ready_seconds
+
+
+def transfers(*wire_seconds_at: tuple[float, float]) -> list[Transfer]:
+    return [Transfer(ready_seconds=at, wire_seconds=seconds) for at, seconds in wire_seconds_at]
+
+
+def test_the_last_piece_is_exposed():
+    step = timeline.synchronous(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
+    # forward 0.05, backward 0.1 with the first piece beside it, 0.03 of the last, optimizer 0.002
+    assert step.seconds == pytest.approx(0.182)
+    assert (step.communication_seconds, step.exposed_seconds) == (pytest.approx(0.06), pytest.approx(0.03))
+    assert {span.phase for span in step.spans} == {"forward", "backward", "communication", "wait", "optimizer"}
+    assert max(span.end_seconds for span in step.spans) == pytest.approx(step.seconds)
+
+
+def test_a_piece_waits_for_the_one_before():
+    step = timeline.synchronous(job(), transfers((0.02, 0.2), (0.1, 0.2)))
+    assert step.seconds == pytest.approx(0.05 + 0.02 + 0.2 + 0.2 + 0.002)
+
+
+def test_packing_makes_backward_longer_and_unpacking_follows_the_wire():
+    parts = [Transfer(ready_seconds=0.1, wire_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
+    assert timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
+
+
+def test_computing_is_slower_while_the_wire_is_busy():
+    step = timeline.synchronous(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
+    # 0.055 s of overlap bring 0.05 s of the backward pass
+    assert step.seconds == pytest.approx(0.05 + 0.1 + 0.005 + 0.002)
+
+
+def test_the_slowest_of_many_is_slower():
+    assert timeline.slowest_of(1, 0.1) == 1.0
+    assert timeline.slowest_of(100, 0.0) == 1.0
+    # the expected largest of 100 normal errors is 2.51 standard deviations
+    assert timeline.slowest_of(100, 0.1) == pytest.approx(1.251, abs=0.01)
+
+
+# Scaling
+
+
+def test_one_rank_needs_nobody():
+    told = foretell(None, job(), hosts=1)
+    assert (told.efficiency, told.exposed_seconds, told.cap, told.notes) == (1.0, 0.0, None, ())
+    assert told.step_seconds == pytest.approx(0.152)
+
+
+def test_the_wire_that_caps_is_named_and_what_would_do():
+    told = foretell(lab(), job(), hosts=4, ranks_per_host=2)
+    assert told.efficiency < 0.8
+    assert told.cap.link == "n1-n2, 10 GbE"
+    assert told.cap.bandwidth_bytes_per_second == pytest.approx(1.1375e9)
+    wanted = needed_bandwidth(lab(), job(), hosts=4, ranks_per_host=2, efficiency=0.9)
+    assert wanted == told.cap.needed_bytes_per_second
+    # a link of exactly that rate, of which Ethernet between 25 and 40 Gb/s uses 90 %
+    rate = f"'{wanted * 8e-6 / 0.9:.3f}Mb/s', kind: Ethernet"
+    again = foretell(lab(rate), job(), hosts=4, ranks_per_host=2)
+    assert again.efficiency == pytest.approx(0.9, abs=0.005)
+
+
+def test_a_fast_wire_caps_nothing():
+    assert foretell(parse_topology(POD, "pod"), job(megabytes=20, device="V100"), hosts=8, ranks_per_host=8).cap is None
+
+
+def test_the_slow_link_is_the_one_that_is_named():
+    text = LAB.replace("n[1-4]", "n[1-2],n4").replace("RATE", "10 GbE")
+    slow = "  - {hosts: n3, gpus: {kind: RTX A6000, count: 2}, nics: [{name: eno1, rate: 1 GbE}]}\n"
+    told = foretell(parse_topology(text + slow, "x"), job(), hosts=["n1", "n2", "n3", "n4"], ranks_per_host=2)
+    assert told.cap.link == "n2-n3, 1 GbE"
+
+
+def test_hosts_that_the_topology_does_not_have_are_extrapolated_and_said_so():
+    told = foretell(lab(), job(), hosts=100, ranks_per_host=2)
+    assert any("100 are extrapolated" in note for note in told.notes)
+    assert any("was not measured" in note for note in told.notes)
+    assert told.efficiency < foretell(lab(), job(), hosts=4, ranks_per_host=2).efficiency
+
+
+def test_measured_links_make_a_smaller_error_to_expect():
+    measured = foretell(measured_lab(), job(device="cpu"), hosts=4)
+    assert measured.expected_error < foretell(lab("1 GbE"), job(device="cpu"), hosts=4).expected_error
+    assert not any("not measured" in note for note in measured.notes)
+
+
+def test_nothing_is_known_of_the_link():
+    with pytest.raises(ConfigError, match="distrib-topo probe"):
+        foretell(None, job(), hosts=2)
+    with pytest.raises(ConfigError, match="between x and y"):
+        foretell(lab(), job(), hosts=["x", "y"])
+    with pytest.raises(ConfigError, match="0 hosts"):
+        foretell(lab(), job(), hosts=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "where"),
+    [
+        ("backward_seconds", math.nan, r"\$\.backward_seconds"),
+        ("loader_seconds", math.inf, r"\$\.loader_seconds"),
+        ("gradients", (), r"\$\.gradients"),
+        ("batch", 0, r"\$\.batch"),
+        ("parameter_bytes", 0, r"\$\.parameter_bytes"),
+        ("gradients", (Gradient(name="w", elements=0, size_bytes=0, ready_seconds=0.0),), r"\$\.gradients\[0\]"),
+        ("gradients", (Gradient(name="w", elements=1, size_bytes=4, ready_seconds=math.nan),), r"ready_seconds"),
+    ],
+)
+def test_a_workload_that_cannot_be(field, value, where):
+    with pytest.raises(ConfigError, match=where):
+        foretell(lab(), msgspec.structs.replace(job(), **{field: value}), hosts=2)
+
+
+def test_gpus_of_two_kinds_wait_for_the_slower():
+    text = LAB.replace("RATE", "100 GbE") + LAB[LAB.index("  -") :].replace("n[1-4]", "old[1-4]").replace(
+        "RTX A6000", "T4"
+    ).replace("RATE", "100 GbE")
+    told = foretell(parse_topology(text, "x"), job(megabytes=1), hosts=8, ranks_per_host=2)
+    alone = foretell(parse_topology(text, "x"), job(megabytes=1), hosts=4, ranks_per_host=2)
+    assert told.step_seconds == pytest.approx(alone.step_seconds * 154.8 / 65, rel=0.05)
+    assert any("T4 takes 2.4 times as long" in note for note in told.notes)
+    balanced = foretell(parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2)
+    assert balanced.samples_per_second > told.samples_per_second
+
+
+def test_staging_through_host_memory_halves_the_bus():
+    """6 of 12 GB/s over 100 Gb/s InfiniBand without GPUDirect RDMA (NVIDIA/nccl#465)."""
+    text = POD.replace("mlx5_[0-3]", "mlx5_0")
+    direct = find_fabric(parse_topology(text, "x"), job(device="V100"), 2, 8).wire
+    staged = find_fabric(
+        parse_topology(text.replace("gpudirect: yes", "gpudirect: no"), "x"), job(device="V100"), 2, 8
+    ).wire
+    assert direct.bytes_per_second == pytest.approx(12.07e9, rel=0.01)
+    assert staged.bytes_per_second == pytest.approx(6e9, rel=0.01)
+
+
+def test_an_uplink_is_shared_by_as_many_as_cross_it():
+    """A ring in the order of the racks crosses each uplink once; one that goes to and fro crosses it at every host."""
+    racks = 'switches: [{name: r1, hosts: "a[1-4]", oversubscription: 4:1}, {name: r2, hosts: "a[5-8]", oversubscription: 4:1}]'
+    topology = parse_topology(POD + racks, "x")
+    in_order = [f"a{n}" for n in range(1, 9)]
+    to_and_fro = ["a1", "a5", "a2", "a6", "a3", "a7", "a4", "a8"]
+    rates = [
+        find_fabric(topology, job(device="V100"), hosts, 8).wire.bytes_per_second for hosts in (in_order, to_and_fro)
+    ]
+    assert rates[0] == pytest.approx(4 * rates[1])
+
+
+def test_memory():
+    assert foretell(lab(), job(), hosts=2).fits_memory is True
+    large = msgspec.structs.replace(job(), memory_bytes=48 * 10**9)
+    assert foretell(lab(), large, hosts=2).fits_memory is False
+    assert foretell(lab(), msgspec.structs.replace(job(), memory_bytes=None), hosts=2).fits_memory is None
+
+
+def test_a_slow_loader_is_told_of():
+    told = foretell(lab(), msgspec.structs.replace(job(), loader_seconds=0.1), hosts=2)
+    assert any("for data" in note for note in told.notes)
+
+
+jobs = st.builds(
+    job,
+    megabytes=st.floats(0.1, 1000),
+    tensors=st.integers(1, 80),
+    backward=st.floats(0.001, 2),
+    forward=st.floats(0.001, 1),
+)
+ways = st.sampled_from(
+    [
+        Strategy(),
+        Strategy(all_reduce="hierarchical"),
+        Strategy(bucket_bytes=4 << 20),
+        Strategy(gradients=Gradients("bf16")),
+        Strategy(gradients=Gradients("topk", fraction=0.01)),
+        Strategy(gradients=Gradients("powersgd", rank=4)),
+        Strategy(accumulate=4),
+        Strategy(mode="local", inner_steps=10),
+        Strategy(mode="async"),
+        Strategy(mode="async", servers=2),
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(workload=jobs, strategy=ways, hosts=st.integers(1, 300), each=st.integers(1, 2), cpu=st.booleans())
+def test_what_always_holds(workload, strategy, hosts, each, cpu):
+    if cpu:
+        workload = msgspec.structs.replace(workload, device="cpu")
+    told = foretell(lab(), workload, strategy, hosts=hosts, ranks_per_host=each)
+    assert 0 < told.efficiency <= 1
+    assert 0 <= told.exposed_seconds <= told.step_seconds
+    assert told.step_seconds >= told.compute_seconds * (1 - 1e-9)
+    assert told.samples_per_second == pytest.approx(
+        told.efficiency * hosts * each * 32 * strategy.accumulate / told.compute_seconds
+    )
+    if strategy.mode == "sync":
+        assert told.exposed_seconds <= told.communication_seconds + 1e-9
+    faster = foretell(lab("25 GbE"), workload, strategy, hosts=hosts, ranks_per_host=each)
+    # On CPU hosts gradients are cut anew for a faster wire, by what plain pieces cost: packing may then show more.
+    if not cpu or strategy.gradients.exact:
+        assert faster.step_seconds <= told.step_seconds * (1.01 if cpu else 1 + 1e-9)
+    if hosts == each == 1:
+        assert told.efficiency == pytest.approx(1.0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(workload=jobs, hosts=st.integers(2, 64), times=st.floats(1.1, 5))
+def test_more_bytes_are_never_faster(workload, hosts, times):
+    larger = msgspec.structs.replace(
+        workload,
+        gradients=tuple(
+            msgspec.structs.replace(each, size_bytes=int(each.size_bytes * times)) for each in workload.gradients
+        ),
+    )
+    one = Strategy(bucket_bytes=1 << 50)  # one bucket: where they are cut may help or harm
+    assert (
+        foretell(lab(), larger, one, hosts=hosts).step_seconds
+        >= foretell(lab(), workload, one, hosts=hosts).step_seconds * (1 - 1e-9)
+    )  # fmt: skip
+
+
+def test_a_hundred_thousand_gpus_take_no_time():
+    topology = parse_topology(POD, "pod")
+    counts = sorted({round(1.15**k) for k in range(68)} | {12_500})
+    begun = time.process_time()
+    told = scaling(topology, job(device="V100", tensors=160), nodes=counts, ranks_per_host=8)
+    assert time.process_time() - begun < 5  # the benchmark holds the second; here a loaded machine must not fail
+    assert told[-1].hosts * told[-1].ranks_per_host == 100_000
+    efficiencies = [each.efficiency for each in told]
+    assert efficiencies[0] > efficiencies[-1] > 0
+
+
+# Advice
+
+
+def test_advice_is_ranked_and_says_what_it_costs():
+    found = advise(lab(), job(), hosts=4, ranks_per_host=2)
+    efficiencies = [round(advice.prediction.efficiency, 3) for advice in found]
+    assert efficiencies == sorted(efficiencies, reverse=True)
+    assert {advice.strategy.mode for advice in found} == {"sync", "async", "local"}
+    best = best_exact(found)
+    assert best.exact
+    plain = next(advice for advice in found if advice.strategy == Strategy())
+    assert best.prediction.efficiency >= plain.prediction.efficiency
+    assert plain.options == ()
+    for advice in found:
+        assert advice.exact == advice.convergence.startswith("the same as synchronous SGD")
+
+
+def test_options_choose_the_strategy():
+    from distrib_launch import cli, training
+
+    for advice in advise(lab(), job(), hosts=4, ranks_per_host=2):
+        chosen = training.strategy_of(cli.parser().parse_args([*advice.options, "train.py"]))
+        assert chosen == advice.strategy
+    assert options_of(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
