@@ -69,9 +69,9 @@ def test_the_bandwidth_that_is_needed_is_enough():
     words = ["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "8", "--network"]
     needed = planned(*words, "10GbE", "--efficiency", "80%")["needed_bytes_per_second"]
     assert 1.14e9 < needed < 12.5e9
-    # A card that carries as much and no more, as data sheets count: InfiniBand reaches 95 % of its rate.
+    # A card that carries a little more, and one that carries less; the catalogue expects 92 % of such a rate of RoCE.
     for factor, enough in ((1.02, True), (0.9, False)):
-        rate = f"RoCE {needed * 8 / 0.97 * factor / 1e9:.2f}Gb/s"  # 97 %: what the catalogue expects of RoCE
+        rate = f"RoCE {needed * 8 / 0.92 * factor / 1e9:.2f}Gb/s"
         assert (planned(*words, rate)["predictions"][0]["efficiency"] >= 0.8) is enough, rate
 
 
