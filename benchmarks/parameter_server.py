@@ -1,7 +1,7 @@
 """What the parameter servers reach of the wire, beside MPI and torch.distributed.rpc; stragglers, faults and convergence.
 
     python benchmarks/parameter_server.py goodput [--size 10x161] [--servers 0,1,2,4] [--peers]
-    python benchmarks/parameter_server.py straggler|convergence|idle|memory
+    python benchmarks/parameter_server.py straggler|convergence|equality|idle|memory
     python benchmarks/parameter_server.py kill-worker|kill-server|cut [--times 20]
 
 Runs on the virtual cluster (root, iproute2, sshd, iperf3), all hosts of which share this machine's cores: a quiet machine is
@@ -245,6 +245,37 @@ def convergence(seeds: int, epochs: int) -> bool:
     )
 
 
+def equality() -> bool:
+    """50 steps with 3 ranks, synchronous with DDP and against servers with S = 0: how far the parameters are apart."""
+    import torch
+
+    good = True
+    for optimizer in ("sgd", "adamw"):
+        states = []
+        with tempfile.TemporaryDirectory() as folder:
+            for mode in ([], ["--mode", "async", "--staleness", "0", "--servers", "2"]):
+                path = f"{folder}/{len(states)}.pt"
+                command = [
+                    str(LAUNCH),
+                    "-np",
+                    "3",
+                    "--run-dir",
+                    f"{folder}/run",
+                    *mode,
+                    str(LESSONS),
+                    "fifty",
+                    optimizer,
+                    path,
+                ]
+                subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, check=True)
+                states.append(torch.load(path, weights_only=True)["states"]["model"])
+        names = [name for name in states[0] if "running" not in name and "num_batches" not in name]
+        apart = max((states[0][name] - states[1][name]).abs().max().item() for name in names)
+        good &= apart < 1e-5
+        print(f"{optimizer}: parameters after 50 steps are {apart:.1e} apart")
+    return good
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
@@ -354,7 +385,7 @@ def _process(cluster: Cluster, host: str, what: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["goodput", "memory", "idle", "straggler", "convergence", "kill-worker", "kill-server", "cut"]
+    kinds = ["goodput", "memory", "idle", "straggler", "convergence", "equality", "kill-worker", "kill-server", "cut"]
     parser.add_argument("part", choices=kinds)
     parser.add_argument("--size", default="10x161", help="megabytes x tensors")
     parser.add_argument("--servers", default="0,1,2,4", help="dedicated servers; 0: one beside every worker")
@@ -372,6 +403,7 @@ def main() -> int:
         "memory": lambda: memory(options.size, options.seconds),
         "idle": lambda: idle(max(10.0, options.seconds)),
         "straggler": lambda: straggler(options.workers or 8, options.seconds),
+        "equality": equality,
         "convergence": lambda: convergence(options.seeds, options.epochs),
     }.get(options.part, lambda: faults(options.part, options.times, options.seed))()
     print("as it should be" if good else "NOT as it should be")

@@ -146,16 +146,23 @@ def start(cluster: Cluster, folder: Path, kind: str, *words: str) -> None:
 
 def ask(folder: Path, cases: list[dict[str, Any]], seconds: float = 600) -> dict[str, Any]:
     """What the waiting job answers to an order."""
+    order(folder, cases)
+    return await_answer(folder, seconds)
+
+
+def order(folder: Path, cases: list[dict[str, Any]]) -> None:
+    """Have the waiting job carry cases out; none: have it end."""
     part = folder / "order.part"
     part.write_text(json.dumps(cases))
     part.rename(folder / "order.json")
+
+
+def await_answer(folder: Path, seconds: float = 600) -> dict[str, Any]:
     answer, deadline = folder / "answer.json", time.monotonic() + seconds
-    while cases and not answer.exists():
+    while not answer.exists():
         if time.monotonic() > deadline:
             sys.exit(f"no answer after {seconds} s: {(folder / 'log').read_text()[-2000:]}")
         time.sleep(0.2)
-    if not cases:
-        return {}
     found: dict[str, Any] = json.loads(answer.read_text())
     answer.unlink()
     return found
@@ -187,13 +194,21 @@ def shape_links(cluster: Cluster, rate: str) -> None:
 
 
 def profile(shape: str, kind: str, results: dict[str, Any]) -> None:
-    """Each case of a shape with one rank, on its first host."""
+    """Each case of a shape with one rank; where some compute in earnest, every host profiles at once, as they share cores."""
     cluster = Cluster.load(cluster_name(shape, kind))
-    folder = cluster.directory / "alone"
-    folder.mkdir()
-    start(cluster, folder, "default", "-np", "1")
-    results["profiles"] |= ask(folder, [case for rate in SHAPES[shape] for case in cases_of(shape, rate)])
-    ask(folder, [])
+    cases = [case for rate in SHAPES[shape] for case in cases_of(shape, rate)]
+    hosts = cluster.hosts if any(case["real"] for case in cases) else cluster.hosts[:1]
+    folders = [cluster.directory / f"alone-{host}" for host in hosts]
+    for host, folder in zip(hosts, folders, strict=True):
+        folder.mkdir()
+        start(cluster, folder, "default", "-np", "1", "--include", host)
+    for folder in folders[1:]:
+        order(folder, cases)
+    results["profiles"] |= ask(folders[0], cases)
+    for folder in folders[1:]:
+        await_answer(folder)
+    for folder in folders:
+        order(folder, [])
 
 
 def measure(shape: str, rate: str, kind: str, half: str | None, results: dict[str, Any]) -> None:
@@ -209,7 +224,7 @@ def down(shape: str, kind: str) -> None:
     if cluster_name(shape, kind) not in names():
         return
     cluster = Cluster.load(cluster_name(shape, kind))
-    ask(cluster.directory / "job", [])
+    order(cluster.directory / "job", [])
     time.sleep(1)
     cluster.down()
 

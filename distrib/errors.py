@@ -60,9 +60,13 @@ class TopologyError(ConfigError):
 
 
 class PreflightError(DistribError):
-    """The hosts are not fit to run the job."""
+    """The hosts are not fit to run the job; `hosts` are those that are not, each with the reason."""
 
     exit_code = 3
+
+    def __init__(self, what: str, *, hint: str = "", hosts: Mapping[str, str] | None = None) -> None:
+        super().__init__(what, hint=hint)
+        self.hosts = dict(hosts or {})
 
 
 class LaunchError(DistribError):

@@ -26,6 +26,8 @@ LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
 """Runs, in the Python of any host, a program of a given length: its end need not be the end of the pipe."""
 
 CLOSE_SECONDS = 0.5
+LOOK_SECONDS = 0.2
+"""So often those who wait for an answer see whether it is wanted still: closing a pipe wakes nobody who polls it."""
 
 
 class Conversation(NamedTuple):
@@ -89,7 +91,10 @@ class Connections:
                 if (remaining := deadline - time.monotonic()) <= 0:
                     _kill(process)
                     return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
-                for key, _ in selector.select(remaining):
+                ready = selector.select(min(remaining, LOOK_SECONDS))
+                if self._closed:
+                    raise InterruptedError
+                for key, _ in ready:
                     stream = key.fileobj  # type: ignore[assignment]
                     if stream is process.stdin:
                         left = _write(process.stdin, left)

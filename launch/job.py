@@ -138,8 +138,8 @@ def _with_outlook(
     from distrib_launch import outlook as outlooks
     from distrib_launch import plan as planning
 
-    notes: tuple[str, ...] = ()
     outlook, strategy = None, plan.strategy
+    notes: tuple[str, ...] = ()
     if outlooks.is_wanted(options):
         from distrib_launch.outlook import before
 
@@ -205,7 +205,7 @@ def _launch(plan: LaunchPlan, options: argparse.Namespace, console: Console, scr
 def _launch_in(
     run_dir: Path, plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes
 ) -> Result:
-    from distrib_launch import admission, failures, results
+    from distrib_launch import admission, failures, report, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
     from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
@@ -248,11 +248,17 @@ def _launch_in(
         result = supervisor.run()
     try:
         results.write_json(run_dir / "result.json", result)
+        report.write(plan, result, run_dir, supervisor.started)
     except OSError as error:
-        console.say(f"error: cannot write {run_dir / 'result.json'}: {error.strerror}")
+        console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
     if result.first_failure:
-        report = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
-        console.say(f"error: {report}")
+        told = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
+        console.say(f"error: {told}")
+    if result.foretold and result.measured:
+        seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds
+        console.say(
+            f"a step took {seconds * 1e3:,.4g} ms, {foretold * 1e3:,.4g} ms was foretold ({seconds / foretold - 1:+.0%})"
+        )
     if options.profile:
         from distrib_launch import profile
 

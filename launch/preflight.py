@@ -62,7 +62,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         from distrib_launch.checktable import table_text
 
         more = [f"warning: {check}" for check in self.warnings]
-        return PreflightError("\n".join([*map(str, self.errors), *more, "", table_text(self)]))
+        first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
+        return PreflightError("\n".join([*map(str, self.errors), *more, "", table_text(self)]), hosts=first)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------

@@ -10,27 +10,25 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from distrib_launch.journal import Journal
 
 from distrib.cluster.measured import Measured
-from distrib.errors import ConfigError, DistribError, LaunchError
+from distrib.errors import ConfigError, DistribError, LaunchError, PreflightError
 
 if TYPE_CHECKING:
     from distrib_launch.results import Result
 
+    from distrib.cluster.hosts import HostList
     from distrib.probe.finding import Finding
     from distrib.probe.records import Record
-    from distrib.probe.settings import Mode
 
-RELAUNCHES = 3
-"""After the loss of so many hosts, one after another, the probe gives up."""
-
-FRESH_SECONDS = 3600.0
-"""An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
+RELAUNCHES = 4
+"""So often the probe goes on after a failure; then it gives up."""
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,38 +86,76 @@ def run(options: argparse.Namespace) -> int:
     hosts = tuple(host.name for host in listed.hosts if host.role == "worker")
     if len(hosts) < 2:
         raise ConfigError(f"{listed.source}: one host has no links to measure", hint="name two hosts or more")
-    if options.plot:
-        from distrib.probe.plot import check_name
-
-        check_name(options.plot)
-    before = _baseline(options.baseline) if options.baseline else None
-    if options.output and Path(options.output).is_file() and Path(options.output).stat().st_size:
-        from distrib.cluster.topology import check_hosts, read_topology
-
-        # What is measured of hosts that the file does not know could not be written into it afterwards.
-        check_hosts(read_topology(options.output), listed)
+    before = _check_files(options, listed)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
     results.make_run_dir(run_dir)
     journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume)
     began = time.monotonic()
-    lost, result = _measure(options, hosts, journal, run_dir)
+    try:
+        lost, result = _measure(options, hosts, journal, run_dir)
+    except KeyboardInterrupt:
+        return _interrupted(options, journal, 130)
+    except DistribError:
+        if not journal.read():
+            journal.done()
+        raise
     records = journal.read()
     output = _output(options, hosts, lost, records, before, time.monotonic() - began, run_dir)
-    if result and result.exit_code == 130 and not output.whole:
-        print(f"distrib-topo: interrupted; the same command goes on where it stopped ({journal.path})", file=sys.stderr)
-        return 130
+    if result and result.status == "stopped" and not output.whole:
+        return _interrupted(options, journal, result.exit_code)
     _tell(options, output, records)
-    if output.whole and options.output:
+    if not output.whole:
+        told = result.first_failure.message if result and result.first_failure else "no host is left to measure with"
+        raise LaunchError(f"the probe did not come to its end: {told}", hint=_how_to_go_on(options, journal))
+    if options.output:
         journal.done()
     return 1 if options.strict and any(finding.severity == "error" for finding in output.findings) else 0
 
 
-def _baseline(path: str) -> Measured:
+def _check_files(options: argparse.Namespace, listed: HostList) -> Measured | None:
+    """What was measured earlier, for `--baseline`. Raises ConfigError for files that cannot be read or written later."""
+    if options.plot:
+        from distrib.probe.plot import check_name
+
+        check_name(options.plot)
+    if options.output:
+        from distrib.cluster.measured_part import check_writable
+        from distrib.cluster.topology import check_hosts, read_topology
+
+        check_writable(options.output)
+        if Path(options.output).exists() and Path(options.output).stat().st_size:
+            # What is measured of hosts that the file does not know could not be written into it afterwards.
+            check_hosts(read_topology(options.output), listed)
+    return _baseline(options.baseline, {host.name for host in listed.hosts}) if options.baseline else None
+
+
+def _interrupted(options: argparse.Namespace, journal: Journal, code: int) -> int:
+    """Say whether there is something to go on from; returns the exit code."""
+    journal.take_over()
+    if journal.done_steps:
+        print(f"distrib-topo: interrupted; {_how_to_go_on(options, journal)}", file=sys.stderr)
+    else:
+        journal.done()
+        print("distrib-topo: interrupted before anything was measured", file=sys.stderr)
+    return code
+
+
+def _how_to_go_on(options: argparse.Namespace, journal: Journal) -> str:
+    again = "" if options.output or options.run_dir else f" with --run-dir {journal.path.parent}"
+    return f"the same command{again} goes on where it stopped ({journal.path})"
+
+
+def _baseline(path: str, hosts: set[str]) -> Measured:
     from distrib.cluster.topology import read_topology
 
     measured: Measured | None = read_topology(path).measured
     if measured is None:
         raise ConfigError(f"--baseline {path}: nothing is measured in it", hint="name a file that probe -o has written")
+    if len(hosts & set(measured.hosts)) < 2:
+        raise ConfigError(
+            f"--baseline {path}: it was measured on other hosts: {', '.join(measured.hosts)}",
+            hint="name a file that probe -o has written for these",
+        )
     return measured
 
 
@@ -127,99 +163,71 @@ def _journal_path(options: argparse.Namespace, run_dir: Path) -> Path:
     return Path(f"{options.output}.partial.jsonl") if options.output else run_dir / "records.jsonl"
 
 
-class Journal:
-    """The lines of a probe on the disk, as they come; what an interrupted one has left is taken over if it fits."""
-
-    def __init__(self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None) -> None:
-        from distrib.probe.records import Ended, Started, StepDone, decode
-
-        self.path = path
-        self.done_steps: tuple[str, ...] = ()
-        try:
-            old = path.read_bytes().splitlines() if resume is not False else []
-            fresh = time.time() - path.stat().st_mtime < FRESH_SECONDS if old else False
-        except FileNotFoundError:
-            old, fresh = [], False
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        records = [record for line in old if (record := decode(line))]
-        start = next((record for record in records if isinstance(record, Started)), None)
-        ended = any(isinstance(record, Ended) for record in records)
-        if start and (start.hosts, start.mode) == (hosts, mode) and not ended and (fresh or resume):
-            self.done_steps = tuple(dict.fromkeys(r.step for r in records if isinstance(r, StepDone) and r.whole))
-        elif resume:
-            raise ConfigError(f"{path}: no probe of these hosts to go on with", hint="leave out --resume")
-        try:
-            self._file = path.open("ab" if self.done_steps else "wb", buffering=0)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        if self.done_steps and old and not path.read_bytes().endswith(b"\n"):
-            self._file.write(b"\n")
-
-    def write(self, line: str) -> None:
-        self._file.write(line.encode() + b"\n")
-
-    def read(self) -> list[Record]:
-        """All records so far, those of the interrupted probe first."""
-        from distrib.probe.records import decode
-
-        return [record for line in self.path.read_bytes().splitlines() if (record := decode(line))]
-
-    def seen(self, present: Sequence[str]) -> bytes:
-        """The links between those hosts that are measured already, a line each, without their curves."""
-        from distrib.probe.records import PairSeen, encode
-
-        pairs = [record for record in self.read() if isinstance(record, PairSeen) and not record.failed]
-        kept = [msgspec.structs.replace(r, curve=()) for r in pairs if r.source in present and r.target in present]
-        return "".join(encode(record) + "\n" for record in kept).encode()
-
-    def done(self) -> None:
-        """The probe is whole and kept elsewhere."""
-        self._file.close()
-        self.path.unlink(missing_ok=True)
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
 def _measure(
     options: argparse.Namespace, hosts: tuple[str, ...], journal: Journal, run_dir: Path
-) -> tuple[list[str], Result | None]:
-    """Run the job, and again without the host that it lost; returns the lost hosts and the last result."""
-    from distrib.probe.records import Ended, StepDone
+) -> tuple[dict[str, str], Result | None]:
+    """Run the job, and go on after a failure, without the hosts that are lost; returns those, why, and the last result.
 
-    lost: list[str] = []
+    A host that vanished, or is found unfit before the probe goes on, is left out; one where a process died gets a second try.
+    """
+    from distrib.probe.records import Ended
+
+    lost: dict[str, str] = {}
+    failed: set[str] = set()
     result = None
-    for attempt in range(RELAUNCHES + 1):
+    attempt = 0
+    while attempt <= RELAUNCHES:
         present = tuple(host for host in hosts if host not in lost)
         if len(present) < 2:
             break
         folder = run_dir / f"attempt{attempt}" if attempt else run_dir
         try:
             result = _launch(options, hosts, present, journal, folder)
-        except DistribError:
+        except PreflightError as error:
+            unfit = {host: why for host, why in error.hosts.items() if host in present}
+            if not attempt or not unfit:
+                raise
+            lost |= unfit
+            _say_lost(unfit)
+            continue
+        except DistribError as error:
             if not attempt:
                 raise
+            print(f"distrib-topo: {error}", file=sys.stderr)
             break
-        if result.status == "succeeded" or result.exit_code == 130:
-            break
-        if any(isinstance(record, Ended) for record in journal.read()):
+        attempt += 1
+        if result.status != "failed" or any(isinstance(record, Ended) for record in journal.read()):
             break
         failure = result.first_failure
         if failure is None or failure.host not in present:
             break
-        print(f"distrib-topo: {failure.host} was lost: {failure.message}; going on without it", file=sys.stderr)
-        lost.append(failure.host)
-        journal.done_steps = tuple(dict.fromkeys(r.step for r in journal.read() if isinstance(r, StepDone) and r.whole))
+        journal.take_over()
+        if failure.exit_code and not journal.done_steps:
+            break  # a mistake of the installation, which would be made again
+        vanished = failure.rank is not None and failure.exit_code is None and failure.signal is None
+        if vanished or failure.host in failed:
+            lost[failure.host] = failure.message
+            _say_lost({failure.host: failure.message})
+        else:
+            failed.add(failure.host)
+            print(f"distrib-topo: {failure.host}: {failure.message}; going on with it once more", file=sys.stderr)
     if result and result.status == "succeeded" and not lost and _gpudirect_matters(journal.read()):
         # NCCL reads its variables once in a process.
         result = _launch(options, hosts, hosts, journal, run_dir / "no-gpudirect", gpudirect=False)
-    if result and result.status != "succeeded" and not any(_is_pair(record) for record in journal.read()):
+    if result and result.status == "failed" and not any(_is_pair(record) for record in journal.read()):
         failure = result.first_failure
         raise LaunchError(
-            f"the probe failed: {failure.message if failure else result.status}", hint=f"see {run_dir}/ranks"
+            f"the probe failed: {failure.message if failure else result.status}", hint=f"see {folder}/ranks"
         )
     return lost, result
+
+
+def _say_lost(hosts: Mapping[str, str]) -> None:
+    for host, why in hosts.items():
+        print(f"distrib-topo: {host} was lost: {why}; going on without it", file=sys.stderr)
 
 
 def _gpudirect_matters(records: Sequence[Record]) -> bool:
@@ -287,7 +295,7 @@ def _launch(
 def _output(
     options: argparse.Namespace,
     hosts: tuple[str, ...],
-    lost: Sequence[str],
+    lost: Mapping[str, str],
     records: Sequence[Record],
     before: Measured | None,
     seconds: float,
@@ -298,7 +306,7 @@ def _output(
 
     found = findings.find(records)
     told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
-    gone = [findings.lost_host(host) for host in lost if host not in told]
+    gone = [findings.lost_host(host, why) for host, why in lost.items() if host not in told]
     now = measured(records) or Measured(when="", software={}, hosts=hosts)
     worse = baseline.worse(before, now) if before else ()
     seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from distrib_launch.outlook.record import Measured
 
+from distrib.bandwidth.prediction import Prediction
 from distrib.errors import ConfigError
 
 Status = Literal["succeeded", "failed", "stopped"]
@@ -65,6 +67,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankResult, ...]
     first_failure: Failure | None
     warnings: tuple[str, ...]
+    foretold: Prediction | None = None
+    """What the bandwidth model said before the start, where the workload was known."""
+    measured: Measured | None = None
+    """What the ranks measured of their steps, where their script has `distrib.init()` and took enough of them."""
 
 
 def choose_run_dir(wanted: str | None, script: str) -> Path:
@@ -133,6 +139,7 @@ def make_run_dir(path: Path) -> None:
         (path / "ranks").mkdir(parents=True, exist_ok=True)
         for old in (
             path / "result.json",
+            path / "report.html",
             path / "metrics.jsonl",
             *(path / "ranks").glob("*.out"),
             *(path / "ranks").glob("*.err"),

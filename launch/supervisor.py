@@ -22,6 +22,7 @@ from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
 from distrib_launch.engine_process import EngineProcess
 from distrib_launch.liveness import Liveness
+from distrib_launch.outlook import during
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
 
@@ -89,6 +90,7 @@ class Supervisor:
         self.log_lost = False  # and said so
         self.engine_lost = False  # and the job goes on
         self.warnings: list[str] = []
+        self.watch = during.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
 
     @property
@@ -341,12 +343,24 @@ class Supervisor:
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
                 self.standstill.progress()
+                if "measured" in status:
+                    self.watch.hear(state.plan.rank, status["measured"])
                 if "metrics" in status and state.plan.rank == 0:
                     try:
                         with (self.run_dir / "metrics.jsonl").open("ab") as file:
                             file.write(line + b"\n")
                     except OSError as error:
                         self._log_lost(f"{self.run_dir / 'metrics.jsonl'}: {error.strerror}")
+
+    def _warn(self, what: str) -> None:
+        self.warnings.append(what)
+        self.console.say(f"warning: {what}")
+
+    def _host_of(self, address: str) -> str | None:
+        """The host that has an address which leads to its ranks."""
+        address = address.removeprefix("::ffff:")
+        known = (host.name for host in self.hosts.values() if host.address == address)
+        return next(known, None) or next((state.plan.host for state in self.ranks if state.address == address), None)
 
     def _log_lost(self, problem: str) -> None:
         """A log could not be written, which is no reason to end the job; said once."""
@@ -598,4 +612,6 @@ class Supervisor:
             ),
             first_failure=failure,
             warnings=tuple(self.warnings),
+            foretold=self.plan.outlook.foretold if self.plan.outlook else None,
+            measured=self.watch.measured,
         )  # fmt: skip

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
 import types
 from pathlib import Path
 
 import pytest
 from distrib_launch.ask import Target, explain
 from distrib_launch.checks import CHECKS, Want
+from distrib_launch.connections import Connections
 from distrib_launch.judge import Evidence, judge, odd_ones
 from hypothesis import given
 from hypothesis import strategies as st
@@ -485,3 +490,25 @@ def test_what_the_user_has_set_is_left_alone(make_cluster, launch):
     assert run.code == 0, run
     assert {env["NCCL_SOCKET_IFNAME"] for env in environments(run, 2)} == {"ib0"}
     assert "note: NCCL_SOCKET_IFNAME=ib0 is left as you set it" in run.err
+
+
+def test_closing_ends_those_who_wait_for_an_answer(tmp_path):
+    """Ctrl-C while hosts are asked: nobody waits for an answer whose pipe somebody else keeps open."""
+    connections = Connections()
+    ended = threading.Event()
+    file = tmp_path / "pid"
+
+    def ask():
+        words = f'setsid sh -c "echo \\$\\$ > {file}.new; mv {file}.new {file}; exec sleep 60" & wait'
+        with contextlib.suppress(OSError):
+            connections.ask(["sh", "-c", words], "pass", 50.0)
+        ended.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    while not file.exists():
+        time.sleep(0.01)
+    try:
+        connections.close()
+        assert ended.wait(15.0)
+    finally:
+        os.kill(int(file.read_text()), signal.SIGKILL)

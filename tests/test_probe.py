@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import random
 import statistics
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
+from rich.console import Console
 
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
 from distrib.probe import baseline, findings, samples, schedule, sharing, steps, suspects
@@ -26,7 +29,7 @@ from distrib.probe.records import (
     encode,
     measured,
 )
-from distrib.probe.report import bus_bandwidth
+from distrib.probe.report import bus_bandwidth, heat_map, ranks_text
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
 MB = 1e6
@@ -238,6 +241,13 @@ def test_one_slow_direction_is_an_asymmetric_link():
     assert found[0].ratio == pytest.approx(0.5, abs=0.02)
 
 
+@pytest.mark.parametrize("hosts", [4, 5, 8])
+def test_a_host_that_is_slow_one_way_is_told_of_once(hosts):
+    """Also where too few links of others were measured alone to say what is usual among them."""
+    network = Network(hosts, one_way={(1, other): 0.25 for other in range(hosts) if other != 1})
+    assert [(f.kind, f.hosts) for f in findings.find(network.records(QUICK))] == [("slow_host", ("n2",))]
+
+
 def test_a_slow_way_between_two_good_hosts_is_a_slow_link():
     found = findings.find(Network(6, noise=0.002, one_way={(1, 4): 0.8, (4, 1): 0.8}).records(DEFAULT))
     assert [(f.kind, f.hosts) for f in found] == [("slow_link", ("n2", "n5"))]
@@ -277,6 +287,10 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
         for a, b in ((name, "n3"), ("n3", name))
     ]
     assert [(f.kind, f.hosts) for f in findings.find(gone)] == [("host_lost", ("n3",))]
+    stalled = [
+        structs.replace(r, failed="nearly nothing arrived") if isinstance(r, PairSeen) and r.failed else r for r in gone
+    ]
+    assert [(f.kind, f.hosts) for f in findings.find(stalled)] == [("mtu", ("n3",))]
 
 
 def facts(host, **changed):
@@ -418,6 +432,24 @@ def test_what_is_measured_is_what_the_topology_keeps():
     assert len({(p.source, p.target) for p in kept.pairs if p.load == "alone"}) == 12
     assert all(isinstance(pair, PairLink) for pair in kept.pairs)
     assert measured([]) is None
+
+
+@pytest.mark.parametrize(("hosts", "width"), [(20, 100), (8, 40), (8, 100)])
+def test_the_heat_map_can_be_read_without_colours(hosts, width):
+    kept = measured(Network(hosts, slow={1: 0.5}).records())
+    console = Console(width=width, file=io.StringIO())
+    console.print(heat_map(kept, "tcp", width))
+    rows = [line.split() for line in console.file.getvalue().splitlines()]
+    cells = {row[0]: row[1:] for row in rows if row and row[0] in kept.hosts and len(row) > hosts}
+    slow, fast = ("478", "956") if (hosts, width) == (8, 100) else ("5", "9")
+    assert cells["n3"] == [fast, slow, "-"] + [fast] * (hosts - 3)
+    assert cells["n2"] == [slow, "-"] + [slow] * (hosts - 2)
+
+
+def test_columns_of_all_reduce_say_how_many_hosts_and_ranks():
+    over = Collective(name="all_reduce", backend="nccl", hosts=("a", "b"), ranks=2, gpudirect=None, curve=())
+    assert ranks_text(over) == "2 hosts"
+    assert ranks_text(structs.replace(over, ranks=16, gpudirect=False)) == "2 hosts, 16 ranks, no GPUDirect"
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
 
 import pytest
 from distrib_launch import topo
-from distrib_launch.probe import Journal
+from distrib_launch.journal import Journal
 from distrib_launch.probeview import View
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib.cluster.measured import Measured
+from distrib.cluster.measured_part import check_writable, write_measured
 from distrib.errors import ConfigError
 from distrib.probe import inside, tcp
 from distrib.probe.collective import repetitions_of
@@ -211,6 +214,26 @@ def test_an_interrupted_probe_is_gone_on_with(tmp_path):
     assert not path.exists()
 
 
+def test_two_probes_do_not_write_the_same_file(tmp_path):
+    path = tmp_path / "t.yaml.partial.jsonl"
+    first = Journal(path, ("a", "b"), "quick", None)
+    first.write(encode(START))
+    with pytest.raises(ConfigError, match="another probe is writing it"):
+        Journal(path, ("a", "b"), "quick", None)
+    assert first.read() == [START]
+    first.done()
+    Journal(path, ("a", "b"), "quick", None).done()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_file_that_may_not_be_changed_is_not(tmp_path):
+    path = tmp_path / "t.yaml"
+    path.write_text("nodes:\n  - hosts: a,b\n")
+    path.chmod(0o444)
+    with pytest.raises(ConfigError, match="no permission"):
+        check_writable(path)
+
+
 @pytest.mark.parametrize("change", ["hosts", "mode", "ended", "asked"])
 def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     path = tmp_path / "t.yaml.partial.jsonl"
@@ -221,6 +244,7 @@ def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     journal = Journal(path, hosts, mode, False if change == "asked" else None)
     assert journal.done_steps == ()
     assert journal.read() == []
+    journal.done()
     if change != "asked":
         path.write_text("\n".join(lines) + "\n")
         with pytest.raises(ConfigError, match="no probe of these hosts"):
@@ -245,18 +269,27 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
         (["-H", "a"], "one host has no links"),
         (["-H", "a,b", "--plot", "x.gif"], "not a kind of picture"),
         (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
-        (["-H", "a,b", "-o", "/nowhere/t.yaml"], "cannot write"),
+        (["-H", "a,b", "--plot", "/nowhere/x.png"], "no folder /nowhere"),
+        (["-H", "a,b", "--plot", "folder.png"], "this is a directory"),
+        (["-H", "c,d", "--baseline", "MEASURED"], "measured on other hosts: a, b"),
+        (["-H", "a,b", "-o", "/nowhere/t.yaml"], "no folder /nowhere"),
+        (["-H", "a,b", "-o", "folder.png"], "this is a directory"),
+        (["-H", "a,b", "--resume", "-o", "t.yaml"], "no probe of these hosts"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path, monkeypatch, capsys, words, what):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("nodes:\n  - hosts: a\n")
-    words = [str(tmp_path / "base.yaml") if word == "BASE" else word for word in words]
+    write_measured(tmp_path / "measured.yaml", Measured(when="2026-01-01", software={}, hosts=("a", "b")))
+    (tmp_path / "folder.png").mkdir()
+    files = {"BASE": str(tmp_path / "base.yaml"), "MEASURED": str(tmp_path / "measured.yaml")}
+    words = [files.get(word, word) for word in words]
     assert topo.main(["probe", "--run-dir", str(tmp_path / "run"), *words]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("distrib-topo: error: ")
     assert what in err
     assert out == ""
+    assert not list(tmp_path.glob("*.partial.jsonl"))
 
 
 def test_pictures_of_every_kind_that_is_named():

@@ -22,8 +22,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def large_enough_bytes(self) -> int:
-        """The size of a piece of which the overhead is 2 % of its time."""
-        return int(self.overhead_seconds / 0.02 / self.seconds_per_byte)
+        """The size of a piece of which the overhead is 0.5 % of its time."""
+        return int(self.overhead_seconds / 0.005 / self.seconds_per_byte)
 
 
 def finish_seconds(

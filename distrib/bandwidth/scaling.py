@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
+from distrib.bandwidth.asynchronous import asynchronous
 from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.payload import payload_of
 from distrib.bandwidth.pieces import Piece
@@ -124,9 +125,10 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
 def _step(
     fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
 ) -> Step:
-    slowest = _slowness(fabric, strategy) * steps.slowest_of(fabric.ranks, workload.variation)
+    own = _slowness(fabric, strategy)
+    slowest = own * steps.slowest_of(fabric.ranks, workload.variation)
     if strategy.mode == "async":
-        return _asynchronous(fabric, workload, strategy)
+        return asynchronous(fabric, workload, strategy, slowest if strategy.staleness == 0 else own)
     if strategy.mode == "local":
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
@@ -185,7 +187,7 @@ def _slowness(fabric: Fabric, strategy: Strategy) -> float:
     """What the slowest rank takes; with balanced batches, what all take."""
     if not fabric.slowness:
         return 1.0
-    if strategy.balance or strategy.mode == "async":
+    if strategy.balance or (strategy.mode == "async" and strategy.staleness != 0):
         ranks = sum(count for _, count in fabric.slowness)
         return ranks / sum(count / factor for factor, count in fabric.slowness)
     return max(factor for factor, _ in fabric.slowness)
@@ -197,35 +199,6 @@ def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: floa
     inner = strategy.inner_steps or INNER_STEPS
     averaging = collectives.all_reduce(fabric, workload.parameter_bytes) / inner if fabric.ranks > 1 else 0.0
     return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
-
-
-def _asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy) -> Step:
-    """Against parameter servers: a worker's own time, or the servers' where those are the narrower part.
-
-    A worker pulls parameters, computes and pushes gradients while backward goes on. All workers together keep the
-    servers' wires busy for max(M/B, nM/kB) a step with k dedicated servers, and for 2(n-1)M/nB where every host
-    serves a share (BytePS, OSDI '20).
-    """
-    alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=_slowness(fabric, strategy)).seconds
-    wire = fabric.wire or fabric.inside
-    if wire is None:
-        return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
-    pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
-    pulled = float(workload.parameter_bytes)
-    each = fabric.ranks_per_host
-    if strategy.servers:
-        own = wire.curve.seconds(each * pulled)
-        shared = max(
-            collectives.parameter_server(fabric.ranks, strategy.servers, size, wire.curve) for size in (pushed, pulled)
-        )
-    else:
-        far = (fabric.hosts - 1) / fabric.hosts if fabric.hosts > 1 else 1.0
-        own = wire.curve.seconds(each * pulled * far)
-        shared = wire.curve.seconds(each * (pushed + pulled) * far)
-    hidden = workload.backward_seconds
-    exposed = own + max(0.0, wire.curve.seconds(each * pushed) - hidden)
-    seconds = max(alone + exposed, shared)
-    return Step(seconds=seconds, communication_seconds=shared, exposed_seconds=seconds - alone)
 
 
 def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:

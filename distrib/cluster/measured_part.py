@@ -95,6 +95,7 @@ def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
     from distrib.cluster.topology import parse_topology
     from distrib.cluster.yamlfile import read_text
 
+    check_writable(path)
     target = Path(os.path.realpath(path))  # a link stays a link
     source = os.fspath(path)
     old = read_text(target) if target.exists() else _minimal(measured.hosts)
@@ -112,6 +113,22 @@ def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
             "cannot take a measured part", source=source, hint="write `nodes:` in block style, at the left margin"
         )
     _replace(target, new, source)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises TopologyError where `write_measured` could not write: a folder, a file that may not be changed, no place for one."""
+    target, source = Path(os.path.realpath(path)), os.fspath(path)
+    why = ""
+    if target.is_dir():
+        why = "this is a directory"
+    elif target.exists() and not target.is_file():
+        why = "this is no file"
+    elif not target.parent.is_dir():
+        why = f"there is no folder {target.parent}"
+    elif not os.access(target if target.exists() else target.parent, os.W_OK) or not os.access(target.parent, os.W_OK):
+        why = "cannot write it: no permission"
+    if why:
+        raise TopologyError(why, source=source, hint="name another file with -o")
 
 
 def _has_content(text: str) -> bool:

@@ -279,7 +279,7 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
             ".hosts",
             (
                 f"this was measured on other hosts: {_few(strange)} "
-                f"{'is' if len(strange) == 1 else 'are'} in no group of `nodes`; probe again, or take `measured` away"
+                f"{'is' if len(strange) == 1 else 'are'} in no group of `nodes`; take `measured` away, then probe again"
             ),
         )
     known = {host.lower() for host in measured.hosts}

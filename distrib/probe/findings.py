@@ -49,11 +49,11 @@ def find(records: Sequence[Record]) -> tuple[Finding, ...]:
     return ranked(found)
 
 
-def lost_host(host: str) -> Finding:
-    """A host that went away during the probe; its pairs are missing."""
+def lost_host(host: str, why: str) -> Finding:
+    """A host that went away during the probe, or whose rank ended again and again; its pairs are missing."""
     return Finding(
         kind="host_lost", severity="error", what=f"{host} was lost during the probe",
-        evidence="its rank ended, or nothing was heard of it any more; the probe went on without it",
+        evidence=f"{why}; the probe went on without it",
         advice=f"see whether {host} is up (distrib-topo check), then probe again", hosts=(host,), ratio=0.0, loss=1.0,
     )  # fmt: skip
 
@@ -221,21 +221,36 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     for record in seen:
         if record.failed and (record.source, record.target) not in good:
             bad.setdefault((record.source, record.target), record.failed)
-    by_host = {host: sum(host in pair for pair in bad) for host in hosts}
     found = []
-    for host, count in by_host.items():
-        if count >= max(2, 2 * (len(hosts) - 1) * 0.8):
+    for host in hosts:
+        mine = {pair: why for pair, why in bad.items() if host in pair}
+        peers = {peer for pair in mine for peer in pair if peer != host}
+        if len(peers) < max(2, (len(hosts) - 1) * 0.8):
+            continue
+        directions = f"{len(mine)} of {2 * (len(hosts) - 1)} directions"
+        if all(map(_stalls, mine.values())):
             found.append(
                 Finding(
-                    kind="host_lost", severity="error", what=f"{host} could not be measured with any other host",
-                    evidence=next(why for pair, why in bad.items() if host in pair),
+                    kind="mtu", severity="error",
+                    what=f"{host}: small messages pass, large ones do not, with most other hosts: MTU mismatch?",
+                    evidence=f"{directions}: {next(iter(mine.values()))}",
+                    advice=f"set the MTU of the others on {host} and on its switch port", hosts=(host,), ratio=0.0, loss=1.0,
+                )
+            )  # fmt: skip
+        else:
+            nobody = len(peers) == len(hosts) - 1 and len(mine) == 2 * len(peers)
+            found.append(
+                Finding(
+                    kind="host_lost", severity="error",
+                    what=f"{host} could not be measured with {'any other host' if nobody else 'most other hosts'}",
+                    evidence=f"{directions}: {next(iter(mine.values()))}",
                     advice=f"see whether {host} is up and reaches the others", hosts=(host,), ratio=0.0, loss=1.0,
                 )
             )  # fmt: skip
     lost = {host for finding in found for host in finding.hosts}
     for (source, target), why in bad.items():
         if not lost & {source, target}:
-            stalls = "nearly nothing arrived" in why or "stands still" in why
+            stalls = _stalls(why)
             found.append(
                 Finding(
                     kind="mtu" if stalls else "not_measured", severity="error",
@@ -247,6 +262,11 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
                 )
             )  # fmt: skip
     return found
+
+
+def _stalls(why: str) -> bool:
+    """Whether a connection was made and pings were answered, and then nothing came."""
+    return "nearly nothing arrived" in why or "stands still" in why
 
 
 def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:

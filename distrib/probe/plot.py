@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 import statistics
+from pathlib import Path
 from typing import Any
 
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError
-from distrib.probe.report import bus_bandwidth, matrix
+from distrib.probe.report import bus_bandwidth, matrix, ranks_text
 
 LABELS_UP_TO = 40
 KINDS = (".png", ".svg", ".pdf")
 
 
 def check_name(name: str) -> None:
-    """ConfigError for a file whose ending is of no kind of picture that can be drawn."""
-    if not name.lower().endswith(KINDS):
+    """ConfigError for a file that is of no kind of picture that can be drawn, or that cannot be written."""
+    target = Path(name)
+    if target.suffix.lower() not in KINDS:
         raise ConfigError(
             f"--plot {name}: not a kind of picture that can be drawn", hint=f"end it in {', '.join(KINDS)}"
         )
+    if target.is_dir() or not target.parent.is_dir():
+        why = "this is a directory" if target.is_dir() else f"there is no folder {target.parent}"
+        raise ConfigError(f"--plot {name}: {why}", hint="name another")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"--plot {name}: cannot write it: no permission", hint="name another")
 
 
 def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
@@ -108,7 +115,7 @@ def _collectives(axes: Any, measured: Measured) -> None:
     for collective in measured.collectives:
         sizes = [point.size_bytes for point in collective.curve]
         rates = [bus_bandwidth(p.size_bytes, p.seconds, collective.ranks) * 8 / 1e9 for p in collective.curve]
-        axes.plot(sizes, rates, marker=".", label=f"{collective.ranks} hosts")
+        axes.plot(sizes, rates, marker=".", label=ranks_text(collective))
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     _sizes(axes)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distrib.cluster.measured import Measured, PairLink
+from distrib.cluster.measured import Collective, Measured, PairLink
 from distrib.probe.finding import Finding
 from distrib.probe.records import PairSeen, Record, Started
 from distrib.units import format_duration, format_rate, format_size
 
 NUMBERS_UP_TO = 16
-"""So many hosts get numbers in the heat map; more get colours only."""
+"""So many hosts get rates in the heat map, where the terminal is wide enough; more get tenths of the fastest."""
 
 CELL = 6
 SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -34,7 +34,7 @@ def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str,
 def show(console: Console, measured: Measured, records: Sequence[Record], findings: Sequence[Finding]) -> None:
     """Print everything."""
     start = next(record for record in records if isinstance(record, Started))
-    parts: list[RenderableType] = [heat_map(measured, start.primary), links_table(measured, records)]
+    parts: list[RenderableType] = [heat_map(measured, start.primary, console.width), links_table(measured, records)]
     if curves := curve_table(measured):
         parts.append(curves)
     if measured.collectives:
@@ -42,10 +42,14 @@ def show(console: Console, measured: Measured, records: Sequence[Record], findin
     if measured.inside:
         parts.append(inside_table(measured))
     parts.append(findings_text(findings))
-    console.print(Group(*parts))
+    for part in parts:
+        if isinstance(part, Table) and part.title:  # as a title it would be folded to the table's width
+            console.print(part.title, style="bold")
+            part.title = None
+        console.print(part)
 
 
-def heat_map(measured: Measured, way: str) -> RenderableType:
+def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     """Rates from each host (rows) to each other (columns), alone where that was measured."""
     rates = matrix(measured, way)
     hosts = measured.hosts
@@ -53,22 +57,27 @@ def heat_map(measured: Measured, way: str) -> RenderableType:
         return Text("no link was measured")
     top = max(rates.values())
     unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
-    wide = len(hosts) <= NUMBERS_UP_TO
     label = max(map(len, hosts))
+    wide = len(hosts) <= NUMBERS_UP_TO and label + CELL * len(hosts) <= width
     text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
     if wide:
         text.append(" " * label + "".join(f"{host[-CELL + 1 :]:>{CELL}}" for host in hosts) + "\n", style="dim")
+    else:
+        fastest = format_rate(top, digits=3, bits=True)
+        text = Text(f"bandwidth over {way} in tenths of the fastest, {fastest}: from (row) to (column, same order)\n")
+        text.stylize("bold")
     for source in hosts:
         text.append(f"{source:>{label}}", style="dim")
         for target in hosts:
             rate = rates.get((source, target))
+            cell = CELL if wide else 2
             if source == target:
-                text.append(f"{'-':>{CELL}}" if wide else " -", style="dim")
+                text.append(f"{'-':>{cell}}", style="dim")
             elif rate is None:
-                text.append(f"{'?':>{CELL}}" if wide else " ?", style="red")
+                text.append(f"{'?':>{cell}}", style="red")
             else:
-                shown = f"{rate * 8 / unit:.3g}"
-                text.append(f"{shown:>{CELL}}" if wide else "  ", style=_heat(rate / top))
+                shown = f"{rate * 8 / unit:.3g}" if wide else str(min(9, int(10 * rate / top)))
+                text.append(f"{shown:>{cell}}", style=_heat(rate / top))
         text.append("\n")
     return text
 
@@ -144,7 +153,7 @@ def collective_table(measured: Measured) -> Table:
     )
     table.add_column("size", justify="right")
     for collective in measured.collectives:
-        table.add_column(f"{collective.ranks} hosts", justify="right")
+        table.add_column(ranks_text(collective), justify="right")
     sizes = sorted({point.size_bytes for collective in measured.collectives for point in collective.curve})
     for size in sizes:
         cells = []
@@ -155,6 +164,13 @@ def collective_table(measured: Measured) -> Table:
             )
         table.add_row(format_size(size, binary=True), *cells)
     return table
+
+
+def ranks_text(collective: Collective) -> str:
+    """Over what a collective went: `4 hosts`, or `4 hosts, 32 ranks`; and whether without GPUDirect RDMA."""
+    hosts = len(collective.hosts)
+    ranks = f", {collective.ranks} ranks" if collective.ranks != hosts else ""
+    return f"{hosts} hosts{ranks}" + (", no GPUDirect" if collective.gpudirect is False else "")
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:

@@ -83,7 +83,7 @@ def slow_links(seen: Sequence[PairSeen], way: Way, slow: set[str]) -> list[Findi
     alone = {(r.source, r.target): r for r in best(one_way(seen, way, "alone")).values()}
     good = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items() if not slow & set(pair)}
     if len(good) < 3:
-        return _asymmetric({pair: record.bandwidth_bytes_per_second for pair, record in alone.items()}, 0.0)
+        return _asymmetric(good, 0.0)
     limit, usual = _limit(list(good.values()))
     found = _asymmetric(good, limit)
     told = {frozenset(finding.hosts) for finding in found}

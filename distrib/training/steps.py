@@ -141,19 +141,19 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
     `steps` are all of the job's, those of optimizers that are prepared later too.
     """
     own_step, own_update = scaler.step, scaler.update
-    stepped: set[Steps] = set()
+    scaled: list[Steps] = []
 
     def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
         for one in steps:
             if one.optimizer is optimizer:
-                stepped.add(one)
+                if one not in scaled:
+                    scaled.append(one)
                 return one.scaled_by(scaler, own_step, arguments, options)
         return own_step(optimizer, *arguments, **options)
 
     def update(new_scale: float | torch.Tensor | None = None) -> None:
-        if new_scale is None and scaler.is_enabled() and any(one.mean.begun for one in stepped):
+        if new_scale is None and scaler.is_enabled() and any(one.mean.begun for one in scaled):
             new_scale = scaler.get_scale()
-        stepped.clear()
         own_update(new_scale)
 
     scaler.step, scaler.update = step, update  # type: ignore[method-assign]

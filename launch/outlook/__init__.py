@@ -54,7 +54,8 @@ def is_wanted(options: argparse.Namespace) -> bool:
 
 def beside(options: argparse.Namespace) -> Path | None:
     """The profile `NAME.profile.json` that lies beside the script `NAME.py`."""
-    path = Path(options.script).with_suffix(".profile.json")
+    script = Path(options.script)
+    path = script.parent / f"{script.stem}.profile.json"
     return path if not options.module and not options.profile and path.is_file() else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch.outlook import beside, text
+from distrib_launch.outlook import beside, words
 from distrib_launch.outlook.ask import workload_of
 from distrib_launch.outlook.record import Outlook
 
@@ -134,9 +134,9 @@ def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], t
     cap = foretold.cap
     why = "no link, the ranks themselves"
     if cap:
-        why = f"link {cap.link}, {text.rate(cap.bandwidth_bytes_per_second)}"
+        why = f"link {cap.link}, {words.rate(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
-            why += f"; {cap.wanted_efficiency:.0%} needs {text.rate(cap.needed_bytes_per_second)}"
+            why += f"; {cap.wanted_efficiency:.0%} needs {words.rate(cap.needed_bytes_per_second)}"
     said = f"{hosts} x {ranks} ranks will reach {foretold.efficiency:.0%} ({why})"
     exact = best_exact(advice)
     if exact and not auto and exact.prediction.efficiency >= foretold.efficiency + WORTH:
@@ -167,18 +167,18 @@ def _kind(strategy: Strategy) -> str:
 def _named(advice: Advice) -> str:
     """Such as `Hierarchical + bf16`."""
     strategy = advice.strategy
-    words = []
+    parts = []
     if strategy.all_reduce == "hierarchical":
-        words.append("hierarchical")
+        parts.append("hierarchical")
     if not strategy.gradients.exact:
-        words.append(f"{strategy.gradients} gradients")
+        parts.append(f"gradients as {strategy.gradients}")
     if strategy.bucket_bytes:
-        words.append(f"buckets of {text.size(strategy.bucket_bytes)}")
+        parts.append(f"buckets of {words.size(strategy.bucket_bytes)}")
     if strategy.accumulate > 1:
-        words.append(f"accumulating {strategy.accumulate} batches")
+        parts.append(f"accumulating {strategy.accumulate} batches")
     if strategy.mode == "local":
-        words.append(f"averaging every {strategy.inner_steps} steps")
+        parts.append(f"averaging every {strategy.inner_steps} steps")
     if strategy.mode == "async":
-        words.append("asynchronous servers")
-    joined = " + ".join(words) or "the default"
+        parts.append("asynchronous servers")
+    joined = " + ".join(parts) or "the default"
     return joined[0].upper() + joined[1:]

@@ -7,7 +7,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from distrib_launch.outlook import text
+from distrib_launch.outlook import words
 from distrib_launch.outlook.ask import Answer, Question
 from distrib_launch.show.drawing import GREY, GROUPS, INK, LINE, PAPER
 
@@ -120,7 +120,7 @@ def timeline(prediction: Prediction, title: str) -> Any:
         axes.set_yticks([0, 1], ["wire", "compute"])
         axes.set_xlim(0, prediction.step_seconds * 1e3)
         axes.set_xlabel("milliseconds")
-        what = f"{text.time(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
+        what = f"{words.time(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
         axes.set_title(f"{title}: {what}", loc="left", color=INK, size=11)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)

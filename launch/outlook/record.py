@@ -17,3 +17,29 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     expected_error: float
     """Of the step's time: of links and workload together."""
     warning: str = ""
+
+
+class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """What a link carried during the run while it had something to carry, and what the topology says of it."""
+
+    source: str
+    target: str
+    bytes_per_second: float
+    expected_bytes_per_second: float | None
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks measured of their steps; times are medians, those of the slowest rank.
+
+    `exposed_seconds` is what a step takes beyond computing. `efficiency`: the step of one rank alone, as profiled, or else
+    computing alone, against the step. `against_foretold`: how much longer the step was than foretold, as a part of that.
+    """
+
+    steps: int
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    efficiency: float
+    slowest_rank: int
+    links: tuple[LinkSeen, ...] = ()
+    against_foretold: float | None = None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distrib_launch.outlook.ask import Answer, Compared, Question
+from distrib_launch.outlook.words import number, rate, size, time
 
-from distrib import units
 from distrib.bandwidth.advice import Advice
 from distrib.bandwidth.prediction import Prediction
 
@@ -129,20 +129,3 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int
         return "  ".join(padded).rstrip()
 
     return [line(head), *map(line, rows)]
-
-
-def time(seconds: float) -> str:
-    return units.format_duration(seconds, digits=3)
-
-
-def rate(bytes_per_second: float) -> str:
-    return units.format_rate(bytes_per_second, digits=2 if bytes_per_second < 1e9 else 3)
-
-
-def size(size_bytes: int) -> str:
-    return units.format_size(size_bytes, digits=3, binary=False)
-
-
-def number(value: float) -> str:
-    """With at most four significant digits, and thousands apart."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -44,7 +44,7 @@ if how.endswith(".json"):
     job.profile(how, warmup_steps=2, steps=8)
 data = TensorDataset(torch.randn(4096, 8))
 model = Model()
-optimizer = torch.optim.SGD(model.parameters(), 0.01)
+optimizer = torch.optim.SGD(model.parameters(), 1e-5)
 loader = DataLoader(data, 4, shuffle=True)
 if how != "unprepared":
     model, optimizer, loader = job.prepare(model, optimizer, loader)

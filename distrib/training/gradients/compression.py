@@ -181,6 +181,7 @@ class Largest(Way):
         places = torch.topk(wanted.abs(), kept, sorted=False).indices
         values = wanted[places]
         wanted[places] = 0
+        wanted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # see _keep
         sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
         received = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
         yield gather(received, sent, group=groups[0], async_op=True).get_future()

@@ -130,6 +130,7 @@ class Engine:
         self._neighbours.wake()
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_SECONDS)
+        self._neighbours.close()
 
     # In the thread
 

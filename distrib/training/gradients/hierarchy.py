@@ -66,8 +66,11 @@ class Hierarchy:
         result = self._neighbours.shared(self._result_start, self._result_start + size_bytes, torch.uint8)
         self.own_input = parts[mine.index(rank)]
         lane = None
+        # That of distrib.init(), which new groups do not take over by themselves.
+        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
         for number, ranks in enumerate(lanes):
-            groups = [dist.new_group(ranks, backend="gloo") for _ in range(way.stages)] if self.hosts > 1 else []
+            stages = range(way.stages if self.hosts > 1 else 0)
+            groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for _ in stages]
             if rank in ranks:
                 lane = Lane(number=number, count=len(lanes), hosts=self.hosts, groups=groups)
         self.lane = lane

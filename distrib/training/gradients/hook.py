@@ -60,6 +60,11 @@ class Averaging:
         return self._hierarchy.local_size > 1
 
     @property
+    def hosts(self) -> int:
+        """How many hosts there are."""
+        return self._hierarchy.hosts
+
+    @property
     def sent_bytes(self) -> int:
         """What this rank has sent over the wire since the beginning."""
         return self._engine.sent_bytes

@@ -120,6 +120,14 @@ class Neighbours:
         """Ends this rank's own `sleep`, from another thread."""
         os.eventfd_write(self._bell, 1)
 
+    def close(self) -> None:
+        """Leaves the others, who will find this rank gone."""
+        for peer in self._peers.values():
+            try:
+                peer.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it left first
+
     def sleep(self) -> None:
         """Until a neighbour tells something, leaves, or `wake` is called. Those that left are in `gone`."""
         for descriptor, event in self._poll.poll():

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from distrib.errors import TrainingError
+from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.tables import raw
 from distrib.training.parameter_server.wire import (
     APPLIED,
     FINAL,
+    SHARED,
     Connection,
     Frame,
     Kind,
@@ -46,10 +48,9 @@ LOST_SECONDS = 120.0
 class Slot:
     """A chunk on a worker: the memory that its gradient is sent from, and that its new value is received into."""
 
-    def __init__(self, table: int, chunk: int, shard: int, elements: int, dtype: torch.dtype, *, pinned: bool) -> None:
+    def __init__(self, table: int, chunk: int, shard: int, gradient: torch.Tensor, value: torch.Tensor) -> None:
         self.table, self.chunk, self.shard = table, chunk, shard
-        self.gradient = torch.zeros(elements, dtype=dtype, pin_memory=pinned)
-        self.value = torch.empty(elements, dtype=dtype, pin_memory=pinned)
+        self.gradient, self.value = gradient, value
         self.version = 0
         self.waits = False
         """Whether a push has not been answered yet."""
@@ -78,6 +79,7 @@ class _Link:
         self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
         self.options: dict[int, bytes] = {}
         self.last_gather: tuple[Frame, Any] | None = None
+        self.shared: set[int] = set()  # tables of which the server sees this worker's memory
         self._sock: socket.socket | None = None
         self._tries = 0
         self._called = 0.0
@@ -115,6 +117,7 @@ class _Link:
             self._tries += 1
         self._sock = self.connection = None
         self.welcomed = False
+        self.shared.clear()
 
     def tick(self, now: float) -> None:
         if self._sock is None:
@@ -161,6 +164,8 @@ class _Link:
                 push.slot.refused += not frame.flags & APPLIED
                 self.client.arrived(push.slot)
         elif frame.kind is Kind.DONE:
+            if not frame.step and len(payload) and unpacked(payload) is True:  # the answer to SHARE
+                self.shared.add(frame.table)
             if (request := self.requests.pop(frame.step, None)) is not None:
                 request[2].set_result((frame, payload))
         elif frame.kind is Kind.WELCOME:
@@ -168,7 +173,7 @@ class _Link:
         elif frame.kind is Kind.REFUSED:
             why = unpacked(payload)
             if why:
-                self.client.fail(TrainingError(why, hint="every rank must build the same model and optimizer"))
+                self.client.fail(TrainingError(why))
             elif frame.flags:
                 self._voted.discard(self.epoch + 1)
             raise ConnectionRefusedError
@@ -188,6 +193,8 @@ class _Link:
             if number not in said["tables"]:  # a server that was started again, and has lost everything
                 for frame, payload in about(self.shard):
                     self.connection.send(frame, payload)
+        for table in self.client.arenas:
+            self.share(table)
         if self.last_gather:
             self.connection.send(*self.last_gather)
         for frame, payload, _ in self.requests.values():
@@ -197,13 +204,23 @@ class _Link:
         for push in self.pushes.values():
             self.send_push(push)
 
+    def share(self, table: int) -> None:
+        """Offers the server the memory of this worker, if it is on the same host."""
+        if self.connection and self.welcomed and self._sock:
+            arena = self.client.arenas.get(table, {}).get(self.shard)
+            if arena and self._sock.getsockname()[0] == self._sock.getpeername()[0]:
+                self.connection.send(Frame(Kind.SHARE, table=table), packed(arena.about))
+
     # -- what goes out ----------------------------------------------------------------------------------------------------
 
     def send_push(self, push: _Push) -> None:
         if self.connection and self.welcomed:
             slot = push.slot
-            frame = Frame(Kind.PUSH, FINAL if push.final else 0, slot.table, slot.chunk, push.step, slot.version)
-            push.outgoing = self.connection.send(frame, raw(slot.gradient), priority=slot.chunk)
+            flags, payload = FINAL if push.final else 0, raw(slot.gradient)
+            if slot.table in self.shared:
+                flags, payload = flags | SHARED, memoryview(b"")
+            frame = Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version)
+            push.outgoing = self.connection.send(frame, payload, priority=slot.chunk)
 
     def send(self, frame: Frame, payload: Any = b"") -> None:
         """What is not asked again when the connection breaks."""
@@ -221,6 +238,8 @@ class Client:
         """Whether some server does not wait for this worker: it has to join again."""
         self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
         """Of each table, what a server must be told that knows nothing of it."""
+        self.arenas: dict[int, dict[int, Arena]] = {}
+        """Memory that servers of this host may see, by table and shard."""
         self.rejoin: Callable[[], None] = lambda: None
         self.round = 0
         self.loop = Loop()
@@ -295,7 +314,7 @@ class Client:
                     continue
                 push.final = True
                 if push.outgoing and not push.outgoing.cancelled:
-                    push.outgoing.frame = push.outgoing.frame._replace(flags=FINAL)
+                    push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FINAL)
                 elif link.welcomed:
                     told.setdefault((slot.shard, slot.table), []).append(slot.chunk)
             for (shard, table), chunks in told.items():
@@ -315,6 +334,17 @@ class Client:
                 link.send(Frame(Kind.OPTIONS, table=table), payload)
 
         self.loop.call(send)
+
+    def share(self, table: int, arenas: dict[int, Arena]) -> None:
+        """Offer this memory to servers of this host."""
+
+        def share() -> None:
+            self.arenas[table] = arenas
+            for link in self._links:
+                link.share(table)
+                link.watch()
+
+        self.loop.call(share)
 
     def wait(self, slots: Iterable[Slot]) -> None:
         """Until every push of these slots is answered. Raises TrainingError when one will never be."""

@@ -14,6 +14,7 @@ from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
 from distrib.training.parameter_server.optimizers import options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
+from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.tables import Description, Wire, raw, wire_dtype
 from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
 
@@ -37,10 +38,10 @@ class HeldTable:
             recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire
         )
         self.chunks: Sequence[Chunk] = self.description.chunks()
-        pinned = any(parameter.device.type == "cuda" for parameter in self.parameters)
-        self.slots = [
-            Slot(number, c.number, c.server, c.elements, wire_dtype(wire, c.kind), pinned=pinned) for c in self.chunks
-        ]
+        self._arenas: dict[int, Arena] = {}
+        if all(parameter.device.type == "cpu" for parameter in self.parameters):
+            self._arenas = _arenas(self.chunks, wire)
+        self.slots = [Slot(number, c.number, c.server, *self._memory(c, wire_dtype(wire, c.kind))) for c in self.chunks]
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -54,6 +55,13 @@ class HeldTable:
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
         self._pushed: set[int] = set()
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def _memory(self, chunk: Chunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the gradient and the value of a chunk: shared with the server, or such as GPUs copy from and to."""
+        if arena := self._arenas.get(chunk.server):
+            return arena.gradients[chunk.number].view(dtype), arena.values[chunk.number].view(dtype)
+        made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=torch.cuda.is_available()) for _ in range(2)]
+        return made[0], made[1]
 
     def _settings(self) -> list[dict[str, Any]]:
         return [options_of(group) for group in self.optimizer.param_groups]
@@ -70,6 +78,8 @@ class HeldTable:
             self.give(replace=False)
         self.pull()
         self.client.tables[self.number] = self._all_we_know
+        if self._arenas:
+            self.client.share(self.number, self._arenas)
 
     def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
         """The table and the values that this worker had last, for a server that has lost them; its state is new then."""
@@ -94,7 +104,7 @@ class HeldTable:
 
     def pull(self) -> None:
         """Gives the model the servers' present values, all of them, exactly."""
-        self.client.wait(self.slots)
+        self.wait()
         answers = [
             self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots
         ]
@@ -156,7 +166,7 @@ class HeldTable:
 
     def join(self) -> None:
         """Makes the servers wait for this worker again, from its next step on."""
-        self.client.wait(self.slots)
+        self.wait()
         shards = range(len(self.client.addresses))
         asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
         self.step = max(self.step, *(unpacked(self.client.result(answer)[1]) for answer in asked))
@@ -186,11 +196,15 @@ class HeldTable:
             slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter])
         )
 
+    def wait(self) -> None:
+        """Until all steps that were taken are answered. What was sent of the next one is answered when that is taken."""
+        self.client.wait(slot for slot in self.slots if slot.chunk not in self._pushed)
+
     def get(self, numbers: Iterable[int]) -> None:
         """Gives the model the new values of these chunks, as soon as they are there."""
         for number in numbers:
             slot = self.slots[number]
-            if slot.waits:
+            if slot.waits and number not in self._pushed:
                 self.client.wait([slot])
             if slot.fresh:
                 slot.fresh = False
@@ -258,6 +272,13 @@ class HeldTable:
             asked.append(self.client.ask(slot.shard, frame, file.getvalue()))
         for answer in asked:
             self.client.result(answer)
+
+
+def _arenas(chunks: Sequence[Chunk], wire: Wire) -> dict[int, Arena]:
+    sizes: dict[int, dict[int, int]] = {}
+    for chunk in chunks:
+        sizes.setdefault(chunk.server, {})[chunk.number] = chunk.elements * wire_dtype(wire, chunk.kind).itemsize
+    return {server: Arena(of) for server, of in sizes.items()}
 
 
 def _kind(name: str, parameter: torch.Tensor) -> str:

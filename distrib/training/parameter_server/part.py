@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from distrib.errors import DistribError
 from distrib.strategy import Strategy
 from distrib.training.parameter_server.gathering import Gathering
 from distrib.training.parameter_server.shard import Answer, Apply, Effect
+from distrib.training.parameter_server.sharing import Shared
 from distrib.training.parameter_server.tables import Description, Pool, Table, raw
-from distrib.training.parameter_server.wire import APPLIED, FINAL, MORE, Connection, Frame, Kind, packed, unpacked
+from distrib.training.parameter_server.wire import (
+    APPLIED,
+    FINAL,
+    MORE,
+    SHARED,
+    Connection,
+    Frame,
+    Kind,
+    packed,
+    unpacked,
+)
+from distrib.units import format_size
 
 DROP_SECONDS = 5.0
 """How long the others wait for a worker whose connection is gone."""
@@ -37,6 +52,7 @@ class Part:
         self._lives: dict[int, str] = {}
         self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
         self._pulls: list[tuple[int, Frame]] = []
+        self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
         self._kept: dict[int, bytes] = {}
         self._views: dict[tuple[int, int], list[int]] = {}  # who shares an epoch of a loader
         self._fetches: list[tuple[int, Frame]] = []
@@ -60,6 +76,7 @@ class Part:
         self._asked.pop(worker, None)
         self._pulls = [(who, frame) for who, frame in self._pulls if who != worker]
         self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
+        self._forget_shared(worker)
         connection.send(
             Frame(Kind.WELCOME),
             packed(
@@ -76,8 +93,12 @@ class Part:
         """A worker's connection is gone; the worker may come back."""
         if self._there.get(worker) is connection:
             del self._there[worker]
+            self._forget_shared(worker)
             if worker in self.members:
                 self._gone[worker] = time.monotonic()
+
+    def _forget_shared(self, worker: int) -> None:
+        self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
 
     def tick(self, now: float) -> None:
         """Stops waiting for workers that have been gone for too long."""
@@ -111,6 +132,8 @@ class Part:
         table = self.tables.get(frame.table)
         if frame.kind is Kind.PUSH:
             assert table
+            if frame.flags & SHARED:
+                payload = self._shared[worker, frame.table].gradients[frame.chunk]
             final = bool(frame.flags & FINAL)
             self._carry_out(
                 table, table.shard.push(worker, frame.chunk, frame.step, frame.version, payload, final=final)
@@ -142,6 +165,11 @@ class Part:
             self._describe(worker, frame, payload)
         elif table is None:
             raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
+        elif frame.kind is Kind.SHARE:
+            sizes = {chunk: table.wire_bytes(chunk) for chunk in table.chunks}
+            with contextlib.suppress(OSError, KeyError, ValueError):
+                self._shared[worker, table.number] = Shared(unpacked(payload), sizes)
+            self._reply(worker, frame, packed((worker, table.number) in self._shared))
         elif frame.kind is Kind.COMMIT:
             self._carry_out(table, table.shard.commit(worker, frame.step, unpacked(payload)))
         elif frame.kind is Kind.OPTIONS:
@@ -180,12 +208,23 @@ class Part:
         table = self.tables.get(frame.table)
         if table is None:
             table = Table(frame.table, description, self.shard, self.members, self.strategy, self.pool)
+            needed, free = table.memory_bytes(len(self.members)), psutil.virtual_memory().available
+            if needed > free:
+                where = f"parameter server {self.shard} on {socket.gethostname()}"
+                what = f"{where} needs {format_size(needed)} for its part of the model and has {format_size(free)} free"
+                refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
+                self._send(worker, refusal, packed(f"{what}; use more servers (--servers) or larger hosts"))
+                return
             self.tables[frame.table] = table
             self._begin_replica(table)
         elif why := table.description.differs(description):
             refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
             self._send(
-                worker, refusal, packed(f"worker {worker} has another model or optimizer than the others: {why}")
+                worker,
+                refusal,
+                packed(
+                    f"worker {worker} has another model or optimizer than the others: {why}; make the same everywhere"
+                ),
             )
             return
         self._reply(worker, frame, packed({"set": table.is_set}))
@@ -231,19 +270,28 @@ class Part:
     def _carry_out(self, table: Table, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Apply):
-                gradient, options = table.effective(effect.chunk, effect.updates)
+                gradient, options, memory = table.effective(effect.chunk, effect.updates)
                 table.apply(effect.chunk, gradient, options)
-                self._replicate(table, effect, gradient, options)
+                if self.follower:
+                    self._replicate(table, effect, gradient, options, memory)
+                else:
+                    table.give_back(memory)
             elif isinstance(effect, Answer):
                 if connection := self._there.get(effect.worker):
-                    payload, sent = table.publish(effect.chunk, effect.worker)
-                    frame = Frame(
-                        Kind.VALUE, APPLIED if effect.applied else 0, table.number, effect.chunk, effect.step,
-                        table.shard.version(effect.chunk),
-                    )  # fmt: skip
-                    connection.send(frame, payload, priority=effect.chunk, sent=sent)
+                    self._answer(table, effect, connection)
             else:
                 self.pool.give(effect.gradient)
+
+    def _answer(self, table: Table, answer: Answer, connection: Connection) -> None:
+        chunk, flags = answer.chunk, APPLIED if answer.applied else 0
+        payload, sent = None, None
+        if shared := self._shared.get((answer.worker, table.number)):
+            table.publish_into(chunk, answer.worker, shared.values[chunk])
+            flags |= SHARED
+        else:
+            payload, sent = table.publish(chunk, answer.worker)
+        frame = Frame(Kind.VALUE, flags, table.number, chunk, answer.step, table.shard.version(chunk))
+        connection.send(frame, payload or b"", priority=chunk, sent=sent)
 
     # -- the replica: this server's side --------------------------------------------------------------------------------
 
@@ -278,14 +326,14 @@ class Part:
         if self.follower:
             self.follower.send(Frame(Kind.STATE, FINAL), packed(sorted(self.members)))
 
-    def _replicate(self, table: Table, entry: Apply, gradient: torch.Tensor, options: dict[str, Any]) -> None:
-        if self.follower is None:
-            table.give_back(gradient)
-            return
+    def _replicate(
+        self, table: Table, entry: Apply, gradient: torch.Tensor, options: dict[str, Any], memory: torch.Tensor | None
+    ) -> None:
+        assert self.follower
         about = {"updates": [[u.worker, u.step] for u in entry.updates], "options": options}
         frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.follower.send(frame, packed(about))
-        self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(gradient))
+        self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(memory))
 
     def acknowledge(self, frame: Frame) -> None:
         """The replica has an entry."""

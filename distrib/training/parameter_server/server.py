@@ -170,6 +170,7 @@ class Server:
         part = self.parts.get(shard)
         if "worker" not in hello:  # a primary that looks for a replica
             if part is None or not part.in_charge or epoch > part.epoch:
+                self._give_up(shard)
                 part = self.parts[shard] = Part(shard, 0, len(self.addresses), self.strategy, self.pool)
                 part.epoch = epoch
                 self._votes.pop(shard, None)
@@ -179,8 +180,7 @@ class Server:
         worker = hello["worker"]
         if part is not None and part.in_charge and epoch > part.epoch:
             say(f"shard {shard}: another server is in charge since epoch {epoch}")
-            part.in_charge = False
-            del self.parts[shard]
+            self._give_up(shard)
             part = None
         counted = part is not None and not part.in_charge and self._vote(part, worker, epoch)
         if part is None or not part.in_charge:
@@ -188,6 +188,14 @@ class Server:
             return
         peer.part, peer.worker = part, worker
         part.welcome(worker, hello["life"], peer.connection)
+
+    def _give_up(self, shard: int) -> None:
+        """Another server is in charge of the shard: those who thought that this one was must call again."""
+        part = self.parts.pop(shard, None)
+        if part:
+            part.in_charge = False
+            for peer in [peer for peer in self._peers if peer.part is part]:
+                self._end(peer)
 
     def _vote(self, part: Part, worker: int, epoch: int) -> bool:
         """A worker asks the replica. It takes charge when a majority does and the primary is silent here too.

@@ -15,8 +15,12 @@ from distrib.strategy import Strategy
 from distrib.training.parameter_server.optimizers import Recipe, Updater
 from distrib.training.parameter_server.placement import Chunk, Parameter, cut
 from distrib.training.parameter_server.shard import Shard, Update
+from distrib.training.parameter_server.sharing import is_borrowed
 
 Wire = Literal["fp32", "bf16", "fp16"]
+STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
+"""Tensors of a parameter's size that an optimizer keeps at most, where that is not two."""
+
 _WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -74,6 +78,8 @@ class Pool:
 
     def give(self, memory: torch.Tensor) -> None:
         """Nobody uses it any more."""
+        if is_borrowed(memory):
+            return
         self._free.setdefault(memory.numel(), []).append(memory)
 
 
@@ -113,6 +119,11 @@ class Table:
         """The size of the chunk on the wire."""
         return self.chunks[chunk].elements * self.dtype(chunk).itemsize
 
+    def memory_bytes(self, workers: int) -> int:
+        """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of every worker."""
+        state = STATES.get(self.description.recipe.name, 2)
+        return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + workers)
+
     def set(self, chunk: int, value: Any, *, replace: bool) -> None:
         """Gives a chunk its value, bytes in the servers' format: the first one, or any with `replace`."""
         at = self.chunks[chunk]
@@ -136,14 +147,19 @@ class Table:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def effective(self, chunk: int, updates: tuple[Update, ...]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The gradient and the settings with which the chunk is updated; the gradients' memory is given back."""
+    def effective(
+        self, chunk: int, updates: tuple[Update, ...]
+    ) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]:
+        """The gradient and the settings with which the chunk is updated, and the memory to give back then, if any."""
         at, shape = self.chunks[chunk], self.updaters[chunk].value.shape
         dtype, target = self.dtype(chunk), getattr(torch, at.kind)
         first = updates[0]
         result = first.gradient.view(dtype)
-        if dtype != target:
-            result = self._pool.take(at.bytes).view(target).copy_(result)
+        memory = None if is_borrowed(first.gradient) else first.gradient
+        changes = len(updates) > 1 or self.strategy.delay_compensation is not None
+        if dtype != target or (changes and memory is None):
+            memory = self._pool.take(at.bytes)
+            result = memory.view(target).copy_(result)
             self._pool.give(first.gradient)
         for update in updates[1:]:
             result.add_(update.gradient.view(dtype))
@@ -153,7 +169,9 @@ class Table:
         for update in updates:
             self.staleness[update.staleness] += 1
         options = self.options.get(first.worker, list(self.description.options))[at.group]
-        return result.view(shape), self._corrected(chunk, result, first, options) if len(updates) == 1 else options
+        if len(updates) == 1:
+            options = self._corrected(chunk, result, first, options)
+        return result.view(shape), options, memory
 
     def _corrected(self, chunk: int, gradient: torch.Tensor, update: Update, options: dict[str, Any]) -> dict[str, Any]:
         """What asynchrony does to an update, undone as far as was asked for."""
@@ -176,9 +194,10 @@ class Table:
         """One step of the chunk's optimizer."""
         self.updaters[chunk].apply(gradient, options)
 
-    def give_back(self, gradient: torch.Tensor) -> None:
+    def give_back(self, memory: torch.Tensor | None) -> None:
         """The memory of an effective gradient is not needed any more."""
-        self._pool.give(gradient.view(-1).view(torch.uint8))
+        if memory is not None:
+            self._pool.give(memory)
 
     # -- what workers get ---------------------------------------------------------------------------------------------
 
@@ -192,8 +211,7 @@ class Table:
             memory.view(self.dtype(chunk)).copy_(self.value(chunk))
             published = self._published[chunk] = _Published(version, memory)
         published.users += 1
-        if self.strategy.delay_compensation:
-            self._seen[worker, chunk] = self.value(chunk).clone()
+        self._note(chunk, worker)
 
         def sent() -> None:
             published.users -= 1
@@ -201,6 +219,15 @@ class Table:
                 self._pool.give(published.memory)
 
         return raw(published.memory), sent
+
+    def publish_into(self, chunk: int, worker: int, memory: torch.Tensor) -> None:
+        """The same, into memory that the worker shares."""
+        memory.view(self.dtype(chunk)).copy_(self.value(chunk))
+        self._note(chunk, worker)
+
+    def _note(self, chunk: int, worker: int) -> None:
+        if self.strategy.delay_compensation:
+            self._seen[worker, chunk] = self.value(chunk).clone()
 
     def _forget(self, chunk: int) -> None:
         published = self._published.pop(chunk, None)

@@ -47,7 +47,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to VIEW; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to SHARE; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -68,6 +68,7 @@ class Kind(enum.IntEnum):
     KEEP = 17
     FETCH = 18
     VIEW = 19
+    SHARE = 20
     WELCOME = 32
     VALUE = 33
     DONE = 34
@@ -78,8 +79,9 @@ class Kind(enum.IntEnum):
     LOGGED = 51
 
 
-FINAL, APPLIED, MORE = 1, 2, 4
-"""Flags: of a PUSH, that it needs no COMMIT; of a VALUE, that the gradient counted; of a LOG or STATE, that more belong to it."""
+FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
+"""Flags: of a PUSH, that it needs no COMMIT; of a VALUE, that the gradient counted; of a LOG or STATE, that more belong to it; of a PUSH or VALUE,
+that its payload lies in memory that both share."""
 
 
 class Frame(NamedTuple):

@@ -102,7 +102,7 @@ class Asynchronous(Backend):
         """A model was given other values: rank 0's are the servers' now."""
         if self.world.rank == 0:
             for table in self.tables:
-                self.client.wait(table.slots)
+                table.wait()
                 table.give(replace=True)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class Asynchronous(Backend):
     def settle(self) -> None:
         """Waits until all that was sent is answered, and gives the models the servers' values."""
         for table in self.tables:
-            self.client.wait(table.slots)
+            table.wait()
         self._refresh()
 
     def close(self) -> None:

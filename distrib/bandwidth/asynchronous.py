@@ -1,0 +1,45 @@
+"""A step against parameter servers: nobody waits for the others, but all of them use the servers' wires."""
+
+from __future__ import annotations
+
+from distrib.bandwidth import collectives, pieces, timeline
+from distrib.bandwidth.fabric import Fabric
+from distrib.bandwidth.payload import payload_of
+from distrib.bandwidth.timeline import Step
+from distrib.bandwidth.workload import Workload
+from distrib.strategy import Strategy
+
+LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, CHUNKS = 4 << 20, 64 << 10, 16
+"""Those of distrib.training.parameter_server: what travels and is updated at once, and how many of them each server has."""
+
+
+def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
+    """A worker's own time, or that for which the wires are busy with a step of every worker, whichever is longer.
+
+    Gradients are pushed while backward goes on, and the answer brings the new parameters, for which the next
+    forward pass waits layer by layer; so only what is pushed last is on the way while nothing is computed. With `staleness`
+    0 the slowest worker sets the pace (`slowness` is then that of the slowest).
+    """
+    alone = timeline.synchronous(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
+    wire = fabric.wire or fabric.inside
+    if wire is None:
+        return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
+    pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
+    busy = _busy_seconds(fabric, strategy, pushed)
+    servers = strategy.servers or fabric.hosts
+    chunk = min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, pushed / servers / CHUNKS), pushed)
+    seconds = max(alone + 2 * wire.curve.seconds(chunk), busy)
+    return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
+
+
+def _busy_seconds(fabric: Fabric, strategy: Strategy, size_bytes: float) -> float:
+    """How long one step of every worker keeps the busiest wire busy; parameters come back as large as gradients go."""
+    wire = fabric.wire or fabric.inside
+    assert wire is not None
+    each = fabric.ranks_per_host
+    if strategy.servers:
+        own = wire.curve.seconds(each * size_bytes)
+        return max(own, collectives.parameter_server(fabric.ranks, strategy.servers, size_bytes, wire.curve))
+    if fabric.hosts == 1:
+        return 2 * wire.curve.seconds(each * size_bytes)
+    return collectives.shared_parameter_server(fabric.hosts, each * size_bytes, wire.curve)

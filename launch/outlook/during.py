@@ -1,0 +1,218 @@
+"""While a job runs: what its ranks measured, set against what was foretold, and at most one warning of each kind."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from distrib_launch.outlook import words
+from distrib_launch.outlook.record import LinkSeen, Measured
+from distrib_launch.plan import LaunchPlan
+
+SLOWER = 0.15
+"""By how much a step may take longer than foretold before something is said to be wrong."""
+
+LESS = 0.7
+"""A link that carries less than this part of what is expected of it is named."""
+
+
+class _Told(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank says of some of its steps; see docs/contracts.md."""
+
+    steps: int
+    step_seconds: float
+    compute_seconds: float
+    exposed_seconds: float
+    sent_bytes_per_second: dict[str, float] = {}
+
+
+class Watch:
+    """Hears what ranks measure. `say` gets each warning; `host_of` knows hosts by their addresses."""
+
+    def __init__(self, plan: LaunchPlan, say: Callable[[str], None], host_of: Callable[[str], str | None]) -> None:
+        self._plan = plan
+        self._say = say
+        self._host_of = host_of
+        self._workers = sum(rank.role == "worker" for rank in plan.ranks)
+        self._pending: dict[int, _Told] = {}
+        self._rounds: list[Measured] = []
+        self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
+        self._warned: set[str] = set()
+
+    def hear(self, rank: int, told: Any) -> None:
+        """What one rank measured. Raises ValueError for what is no such thing."""
+        try:
+            self._pending[rank] = checked(msgspec.convert(told, _Told))
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
+        if len(self._pending) == self._workers:
+            round_ = self._summary(self._pending)
+            self._pending = {}
+            self._rounds.append(round_)
+            self._judge(round_)
+
+    @property
+    def measured(self) -> Measured | None:
+        """What was measured over the whole run; None where the ranks told nothing."""
+        if not self._rounds:
+            return None
+        last = self._rounds[-1]
+
+        def median(field: str) -> float:
+            return float(statistics.median(getattr(each, field) for each in self._rounds))
+
+        step, compute = median("step_seconds"), median("compute_seconds")
+        return msgspec.structs.replace(
+            last,
+            steps=sum(each.steps for each in self._rounds),
+            step_seconds=step,
+            compute_seconds=compute,
+            exposed_seconds=max(0.0, step - compute),
+            efficiency=median("efficiency"),
+            against_foretold=step / self._foretold_seconds - 1 if self._foretold_seconds else None,
+        )
+
+    @property
+    def _foretold_seconds(self) -> float | None:
+        return self._plan.outlook.foretold.step_seconds if self._plan.outlook else None
+
+    def _summary(self, told: Mapping[int, _Told]) -> Measured:
+        """One look at all ranks: the slowest computes, and what is left of the step is the wire's."""
+        step = max(each.step_seconds for each in told.values())
+        slowest = max(told, key=lambda rank: told[rank].compute_seconds)
+        compute = min(step, told[slowest].compute_seconds)
+        outlook = self._plan.outlook
+        alone = (
+            outlook.foretold.compute_seconds if outlook else statistics.median(t.compute_seconds for t in told.values())
+        )
+        sent: dict[tuple[str, str], float] = {}
+        for rank, each in told.items():
+            source = self._plan.ranks[rank].host
+            for address, rate in each.sent_bytes_per_second.items():
+                target = self._host_of(address)
+                if target is not None and target != source:
+                    sent[source, target] = sent.get((source, target), 0.0) + rate
+        return Measured(
+            steps=max(each.steps for each in told.values()),
+            step_seconds=step,
+            compute_seconds=compute,
+            exposed_seconds=step - compute,
+            efficiency=min(1.0, alone / step) if step > 0 else 1.0,
+            slowest_rank=slowest,
+            links=tuple(
+                LinkSeen(source=a, target=b, bytes_per_second=rate, expected_bytes_per_second=self._expect(a, b)[0])
+                for (a, b), rate in sorted(sent.items())
+            ),
+        )
+
+    # -- judging ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, seen: Measured) -> None:
+        if len(self._plan.hosts) < 2:
+            return
+        outlook = self._plan.outlook
+        waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
+        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2:
+            foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
+            self._warn(
+                "wire",
+                f"the wire holds this job at {seen.efficiency:.0%} of its speed{foretold}: of {words.time(seen.step_seconds)} a step, "
+                f"{words.time(seen.exposed_seconds)} are waiting for gradients{self._narrowest(seen)}",
+            )
+        if outlook is None:
+            return
+        tolerated = max(SLOWER, outlook.expected_error)
+        if seen.step_seconds > (1 + tolerated) * outlook.foretold.step_seconds:
+            self._warn(
+                "slower",
+                f"a step takes {words.time(seen.step_seconds)}, {words.time(outlook.foretold.step_seconds)} was foretold: "
+                + self._suspect(seen),
+            )
+
+    def _warn(self, kind: str, what: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._say(what)
+
+    def _narrowest(self, seen: Measured) -> str:
+        """The link that carries least, by what was seen, else by what was foretold."""
+        if seen.links:
+            worst = min(seen.links, key=lambda link: link.bytes_per_second)
+            named = self._expect(worst.source, worst.target)[1]
+            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {words.rate(worst.bytes_per_second)}"
+        cap = self._plan.outlook.foretold.cap if self._plan.outlook else None
+        return f"; link {cap.link}" if cap else ""
+
+    def _suspect(self, seen: Measured) -> str:
+        """What is wrong: the link that carries less than it should, or the rank that computes for longer."""
+        assert self._plan.outlook
+        foretold = self._plan.outlook.foretold
+        below = suspects(seen.links)
+        if below:
+            worst = below[0]
+            common = set.intersection(*({link.source, link.target} for link in below))
+            where, carries = f"link {worst.source}-{worst.target}", "carries"
+            if len(below) > 1 and len(common) == 1:
+                named = ", ".join(f"{link.source}-{link.target}" for link in below)
+                where, carries = f"the links of {common.pop()} ({named})", "carry"
+            elif len(below) > 1 and not common:
+                where, carries = f"{len(below)} links, {worst.source}-{worst.target} the worst of them,", "carry"
+            usual = worst.expected_bytes_per_second
+            beside = f", {words.rate(usual)} was expected" if usual else " while the others carry more"
+            return f"{where} {carries} {words.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
+        rank = self._plan.ranks[seen.slowest_rank]
+        more = seen.step_seconds - foretold.step_seconds
+        if seen.compute_seconds - foretold.compute_seconds > more / 2:
+            return (
+                f"rank {rank.rank} on {rank.host} computes for {words.time(seen.compute_seconds)}, {words.time(foretold.compute_seconds)} "
+                "was profiled; is its processor shared, or hot?"
+            )
+        cap = foretold.cap
+        guess = f"; link {cap.link} has most to carry" if cap else ""
+        return f"{words.time(seen.exposed_seconds)} are waiting for gradients, {words.time(foretold.exposed_seconds)} was foretold{guess}"
+
+    def _expect(self, source: str, target: str) -> tuple[float | None, str]:
+        """What a link should carry by the topology, and what it is."""
+        if self._expected is None:
+            self._expected = _lookup(self._plan.topology)
+        return self._expected(source, target)
+
+
+def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
+    """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first."""
+    usual = statistics.median(link.bytes_per_second for link in links) if links else 0.0
+
+    def part(link: LinkSeen) -> float:
+        return link.bytes_per_second / (link.expected_bytes_per_second or usual)
+
+    return sorted((link for link in links if part(link) < LESS), key=part)
+
+
+def checked(told: _Told) -> _Told:
+    """`told` itself. Raises ValueError for times and rates that cannot be."""
+    times = (told.step_seconds, told.compute_seconds, told.exposed_seconds, *told.sent_bytes_per_second.values())
+    if not all(math.isfinite(value) and value >= 0 for value in times) or not told.step_seconds or told.steps < 1:
+        raise ValueError(f"a step of {told.step_seconds} s cannot be")
+    return told
+
+
+def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
+    if path is None:
+        return lambda *_: (None, "")
+    from distrib.cluster.topology import read_topology
+    from distrib.cluster.ways import link_between
+    from distrib.errors import ConfigError
+
+    try:
+        topology = read_topology(path)
+    except ConfigError:  # it has changed since the job began
+        return lambda *_: (None, "")
+
+    def expect(source: str, target: str) -> tuple[float | None, str]:
+        way = link_between(topology, source, target)
+        return (way.bandwidth_bytes_per_second, way.text) if way else (None, "")
+
+    return expect

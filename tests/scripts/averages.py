@@ -1,0 +1,157 @@
+"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py exact|formats|numbers [HOSTS ...]`.
+
+HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another; without any, hosts are found out.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distrib
+from distrib.strategy import Strategy, parse_gradients
+from distrib.training.gradients.hook import Averaging, attach
+
+STEPS = 50
+
+
+def fresh() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 3))
+
+
+def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple[nn.Module, Averaging]:
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)  # type: ignore[arg-type]
+    averaging = Averaging(list(model.parameters()), strategy, hosts)
+    attach(wrapped, averaging)
+    return wrapped, averaging
+
+
+def train(wrapped: nn.Module, rank: int, steps: int = STEPS) -> float:
+    """Learns which of three directions its inputs point to, from other samples on every rank; gives the last loss."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    directions = torch.randn(40, 3, generator=torch.Generator().manual_seed(5))
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(steps):
+        inputs = torch.randn(16, 40, generator=generator)
+        loss = nn.functional.cross_entropy(wrapped(inputs), (inputs @ directions).argmax(dim=1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def exact(job: distrib.Job, hosts: list[str] | None) -> None:
+    """Parameters after 50 steps are DDP's to 1e-6, however the stream is cut."""
+    first = fresh()
+    theirs = copy.deepcopy(first)
+    train(DistributedDataParallel(theirs), job.rank)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs(first, theirs)) > 0.01
+    for strategy in (Strategy(), Strategy(bucket_bytes=100_000), Strategy(all_reduce="flat")):
+        model = copy.deepcopy(first)
+        wrapped, averaging = ours(model, strategy, hosts)
+        train(wrapped, job.rank)
+        difference = max(float((a - b).detach().abs().max()) for a, b in pairs(model, theirs))
+        assert difference <= 1e-6, (hosts, strategy, difference)
+        job.print(f"{difference:.1e} {averaging.hierarchical} {averaging.hosts} hosts, {len(averaging.ends)} pieces")
+
+
+def pairs(a: nn.Module, b: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(a.parameters(), b.parameters(), strict=True))
+
+
+def formats(job: distrib.Job, hosts: list[str] | None) -> None:
+    """Every format learns as much, sends as little as it should, and leaves all ranks with the same parameters."""
+    first = fresh()
+    exact_model = copy.deepcopy(first)
+    wrapped, averaging = ours(exact_model, Strategy(), hosts)
+    loss = job.all_reduce(train(wrapped, job.rank, 3 * STEPS))
+    most = {"fp16": 0.51, "bf16": 0.51, "int8": 0.27, "topk:0.05": 0.2, "powersgd:4": 0.35}
+    for name, fraction in most.items():
+        model = copy.deepcopy(first)
+        wrapped, compressed = ours(model, Strategy(gradients=parse_gradients(name)), hosts)
+        reached = job.all_reduce(train(wrapped, job.rank, 3 * STEPS))
+        assert reached < 0.35 < 1.0, (hosts, name, reached, loss)
+        sent = job.all_reduce(compressed.sent_bytes, "sum") / job.all_reduce(averaging.sent_bytes, "sum")
+        assert 0 < sent < fraction, (name, sent)
+        for parameter in model.parameters():
+            assert torch.equal(job.all_reduce(parameter, "max"), job.all_reduce(parameter, "min")), name
+        job.print(f"{name}: loss {reached:.3f} beside {loss:.3f}, {sent:.3f} of the bytes")
+
+
+def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
+    """A gradient that is no number reaches every rank, and is forgotten in the next step."""
+    for name in ("fp32", "int8", "topk:0.5"):
+        wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients(name)), hosts)
+        for bad in (False, True, False, False, False, False):
+            wrapped(torch.full((1, 40), float("nan") if bad and job.rank == 1 else 1.0)).sum().backward()
+            seen = all(bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())  # type: ignore[union-attr]
+            assert seen is not bad, (name, bad)
+            wrapped.zero_grad()
+
+
+def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
+    """Parameters of several types, and one that is not always used."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(7, 7, dtype=torch.float64)
+            self.second = nn.Linear(7, 5, dtype=torch.float32)
+            self.third = nn.Linear(5, 3, dtype=torch.bfloat16)
+            self.seldom = nn.Linear(5, 3, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor, seldom: bool) -> torch.Tensor:
+            x = self.second(self.first(x).float()).bfloat16()
+            return self.third(x) + (self.seldom(x) if seldom else 0)
+
+    torch.manual_seed(3)
+    first = Model()
+    theirs, mine = copy.deepcopy(first), copy.deepcopy(first)
+    plain = DistributedDataParallel(theirs, find_unused_parameters=True)
+    wrapped = DistributedDataParallel(mine, find_unused_parameters=True)
+    attach(wrapped, Averaging(list(mine.parameters()), Strategy(), hosts))
+    for step in range(6):
+        for model in (plain, wrapped):
+            model.zero_grad()
+            model(torch.full((2, 7), 1.0 + job.rank, dtype=torch.float64), step % 2 == 1).float().sum().backward()
+        for a, b in pairs(theirs, mine):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None and b.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad)
+
+
+def ends(job: distrib.Job, hosts: list[str] | None) -> None:
+    """A model that is dropped takes its thread and its sockets along."""
+    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    for _ in range(3):
+        wrapped, averaging = ours(fresh(), Strategy(all_reduce="auto"), hosts)
+        train(wrapped, job.rank, 5)
+        del wrapped, averaging
+        gc.collect()
+    assert threading.active_count() == before[1]
+
+
+def dies(job: distrib.Job, hosts: list[str] | None) -> None:
+    """The last rank is killed in the middle of its steps."""
+    wrapped, _ = ours(fresh(), Strategy(), hosts)
+    train(wrapped, job.rank, 5)
+    if job.rank == job.world_size - 1:
+        import os
+
+        os.kill(os.getpid(), 9)
+    train(wrapped, job.rank, 1000)
+
+
+if __name__ == "__main__":
+    with distrib.init() as job:
+        for pretended in sys.argv[2:] or [""]:
+            globals()[sys.argv[1]](job, pretended.split(",") if pretended else None)
+            job.print(f"done {pretended}")

@@ -1,0 +1,82 @@
+"""Where the stream of gradients is cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds
+
+wires = st.builds(
+    Wire,
+    overhead_seconds=st.floats(1e-5, 1e-1),
+    seconds_per_byte=st.floats(1e-10, 1e-6),
+    inside_seconds_per_byte=st.floats(0, 1e-9),
+)
+
+
+@st.composite
+def gradients(draw, most=40):
+    """Sizes, all multiples of four, and when each is ready, in order."""
+    sizes = draw(st.lists(st.integers(1, 1 << 20).map(lambda n: 4 * n), min_size=1, max_size=most))
+    waits = draw(st.lists(st.floats(0, 0.1), min_size=len(sizes), max_size=len(sizes)))
+    return sizes, list(itertools.accumulate(waits))
+
+
+@given(gradients(), wires, st.none() | st.integers(1, 1 << 22))
+@settings(deadline=None, max_examples=50)
+def test_a_cut_covers_every_byte_once(stream, wire, largest):
+    sizes, ready = stream
+    ends = cut(sizes, ready, wire, largest_bytes=largest)
+    assert list(ends) == sorted(set(ends))
+    assert ends[0] > 0 and ends[-1] == sum(sizes)
+    assert len(ends) <= 2 * FINEST + len(sizes)
+    assert all(end % 4 == 0 for end in ends)
+
+
+@given(gradients(most=7), wires)
+@settings(deadline=None, max_examples=30)
+def test_no_cut_at_the_ends_of_gradients_is_better(stream, wire):
+    sizes, ready = stream
+    sizes = [size + (1 << 20) for size in sizes]  # none so small that it is put together with its neighbour
+    mine = finish_seconds(cut(sizes, ready, wire), sizes, ready, wire)
+    ends = list(itertools.accumulate(sizes))
+    for count in range(len(sizes)):
+        for inner in itertools.combinations(ends[:-1], count):
+            assert mine <= finish_seconds((*inner, ends[-1]), sizes, ready, wire) * (1 + 1e-9)
+
+
+@given(st.integers(0, 1 << 24).map(lambda n: 4 * n), st.integers(1 << 12, 1 << 22))
+def test_even_pieces_are_even(total, piece):
+    ends = evenly(total, piece, 4)
+    assert (ends[-1] if ends else 0) == total
+    sizes = [b - a for a, b in itertools.pairwise((0, *ends))]
+    assert all(0 < size <= max(piece, 4) + 4 for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= 8
+
+
+def test_a_slow_wire_starts_early_and_a_costly_piece_is_large():
+    sizes, ready = [4 << 20] * 10, [0.02 * i for i in range(1, 11)]
+    eager = cut(sizes, ready, Wire(overhead_seconds=1e-4, seconds_per_byte=12e-9, inside_seconds_per_byte=1e-9))
+    assert eager[0] <= 4 << 20  # gone before the second gradient is ready
+    lazy = cut(sizes, ready, Wire(overhead_seconds=1.0, seconds_per_byte=12e-9))
+    assert lazy == (40 << 20,)
+
+
+def test_where_compute_takes_longest_the_last_piece_is_small():
+    sizes, ready = [1 << 20] * 20, [0.05 * i for i in range(1, 21)]
+    ends = cut(sizes, ready, Wire(overhead_seconds=1e-3, seconds_per_byte=2e-9))
+    assert sum(sizes) - ends[-2] <= 1 << 20
+
+
+@pytest.mark.parametrize("largest", [1 << 20, 3 << 20])
+def test_a_bound_is_kept(largest):
+    ends = cut([8 << 20] * 3, [0.0, 0.0, 0.0], Wire(overhead_seconds=1.0, seconds_per_byte=1e-9), largest_bytes=largest)
+    assert max(b - a for a, b in itertools.pairwise((0, *ends))) <= largest
+
+
+def test_nothing_is_cut_into_nothing():
+    assert cut([], [], Wire(overhead_seconds=1.0, seconds_per_byte=1.0)) == ()

@@ -1,0 +1,96 @@
+"""Warnings before and during a run, on clusters that a real probe has measured: they fire, stay silent, and name the slow link."""
+
+from __future__ import annotations
+
+import pytest
+
+from distrib.bandwidth.workloads import read_workload
+from tests.conftest import SCRIPTS, TOPO
+from tests.test_probe_cluster import measured_twice_if_need_be
+
+pytestmark = pytest.mark.cluster
+ENV = {"OMP_NUM_THREADS": "1"}
+STEPS = SCRIPTS / "steps.py"
+WORK = (0.12, 400_000)
+"""Seconds that a step of one rank computes, by sleeping, and elements of its gradients: 1.7 MB."""
+
+
+@pytest.fixture
+def profile(launch, tmp_path):
+    """A real profile of the script that then runs."""
+    path = tmp_path / "steps.json"
+    run = launch("--profile", path, STEPS, 1000, *WORK)
+    assert run.code == 0, run
+    assert read_workload(path).gradient_bytes == pytest.approx(4 * WORK[1], rel=0.1)
+    return path
+
+
+@pytest.fixture
+def probed(make_cluster, tmp_path):
+    """Builds a cluster of three hosts and lets a quick probe describe it."""
+
+    def build(**options):
+        cluster = make_cluster(3, **options)
+        topology = tmp_path / "topology.yaml"
+        command = [
+            TOPO,
+            "probe",
+            "--quick",
+            "--no-check",
+            "-H",
+            cluster.hostfile,
+            "-o",
+            topology,
+            "--run-dir",
+            tmp_path / "p",
+        ]
+        cluster.run("n1", command, env=ENV, check=True, cwd=tmp_path)
+        return cluster, ("-H", cluster.hostfile, "--topology", topology)
+
+    return build
+
+
+def warnings_of(run):
+    told = [line.partition("warning: ")[2] for line in run.err.splitlines() if "distrib-launch: warning: " in line]
+    assert run.code == 0 and run.result["warnings"] == told, run
+    return told
+
+
+@measured_twice_if_need_be
+def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, profile):
+    cluster, where = probed(rate="200mbit")
+    run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
+    before, during = warnings_of(run)[:2]
+    assert before.startswith("3 hosts x 1 ranks will reach ") and "24 MB/s; 90% needs " in before
+    assert during.startswith("the wire holds this job at ") and "was foretold)" in during
+    foretold, measured = run.result["foretold"], run.result["measured"]
+    assert foretold["cap"] and foretold["efficiency"] < 0.8
+    assert measured["step_seconds"] == pytest.approx(foretold["step_seconds"], rel=0.15)
+    assert measured["against_foretold"] == pytest.approx(measured["step_seconds"] / foretold["step_seconds"] - 1)
+    assert {link["source"] for link in measured["links"]} == {"n1", "n2", "n3"}
+    for link in measured["links"]:  # what the kernel counted, what the probe measured: the same wire
+        assert link["bytes_per_second"] == pytest.approx(link["expected_bytes_per_second"], rel=0.2)
+    page = (run.run_dir / "report.html").read_text()
+    assert "foretold" in page and before.split("(")[0] in page
+    assert cluster.left_over(within_seconds=3) == {}
+
+
+@measured_twice_if_need_be
+def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch, profile):
+    cluster, where = probed(rate="10gbit")
+    run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
+    assert warnings_of(run) == [], run
+    assert run.result["foretold"]["efficiency"] > 0.9
+    cluster.shape("n3", "200mbit")
+    told = warnings_of(launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster))
+    (slower,) = [warning for warning in told if warning.startswith("a step takes ")]
+    assert "the links of n3 (" in slower and "24 MB/s" in slower and "GB/s was expected" in slower
+
+
+def test_the_one_slow_link_is_named_before_the_launch(probed, launch, profile):
+    cluster, where = probed(rate="10gbit", rates={"n3": "100mbit"})
+    run = launch(*where, "--workload", profile, "--mode", "auto", "--dry-run", STEPS, 28, *WORK, cluster=cluster)
+    (warning,) = [line for line in run.out.splitlines() if line.startswith("warning: ")]
+    link = warning.partition("(link ")[2].partition(",")[0]
+    assert "n3" in link.split("-") and "12 MB/s" in warning, run
+    assert "note: mode auto: " in run.out

@@ -1,0 +1,187 @@
+"""`distrib-topo plan` as its users see it, and what `distrib-launch` says of a job before it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+
+from distrib.bandwidth.workload import write_workload
+from distrib.bandwidth.workloads import workload
+from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
+
+EXAMPLES = ROOT / "hostfiles"
+LAB = EXAMPLES / "four-hosts-10gbe.txt"
+
+
+def plan(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(TOPO), "plan", *map(str, words)], capture_output=True, text=True, timeout=60, cwd=cwd)
+
+
+def planned(*words: object) -> dict:
+    done = plan(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_table_says_how_far_it_scales_and_what_caps_it():
+    done = plan("--workload", "bert-large", "-H", LAB, "--nodes", "1..9")
+    assert done.returncode == 0 and not done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("BERT-large on RTX-A6000, 8 samples a rank (catalogued): ")
+    assert [line.split()[:2] for line in lines[3:8]] == [["1", "2"], ["2", "4"], ["4", "8"], ["8", "16"], ["9", "18"]]
+    assert "node1-node2, 10 GbE, 1.14 GB/s" in lines[4]
+    assert "it fits" in done.stdout and "error to expect of a step: " in done.stdout
+    assert "scaled from " in done.stdout  # where the A6000's time is from
+    assert "extrapolated" in done.stdout and "was not measured" in done.stdout
+    assert "exact: the same as synchronous SGD" in done.stdout
+    assert "--mode local --inner-steps 100" in done.stdout
+
+
+def test_json_has_all_of_it_and_the_numbers_agree():
+    told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "100GbE", "--nodes", "1,2,16")
+    assert [p["hosts"] for p in told["predictions"]] == [1, 2, 16]
+    assert told["ranks_per_node"] == 8 and told["workload"]["gradient_bytes"] == 102_228_128
+    last = told["predictions"][-1]
+    assert last["efficiency"] == pytest.approx(last["compute_seconds"] / last["step_seconds"], rel=1e-6)
+    assert last["samples_per_second"] == pytest.approx(16 * 8 * 64 / last["step_seconds"], rel=1e-6)
+    assert last["cap"]["link"] == "node1-node2, 100GbE"
+    assert {advice["exact"] for advice in told["advice"]} == {True, False}
+
+
+def test_what_if():
+    base = planned("--workload", "vgg16", "--gpu", "A100", "--network", "25GbE", "--nodes", "8")
+    for words in (["--network", "HDR"], ["--network", "8 x 25GbE"], ["--batch", "256"]):
+        changed = planned("--workload", "vgg16", "--gpu", "A100", "--network", "25GbE", "--nodes", "8", *words)
+        assert changed["predictions"][0]["efficiency"] > base["predictions"][0]["efficiency"], words
+    dgx = ["--workload", "vgg16", "-H", EXAMPLES / "dgx1-v100-edr.txt", "--nodes", "2"]
+    on, off = planned(*dgx), planned(*dgx, "--gpudirect", "off")
+    assert off["predictions"][0]["step_seconds"] > on["predictions"][0]["step_seconds"]
+    assert planned(*dgx, "--gpu", "H100")["workload"]["device"] == "H100-SXM5-80GB"
+
+
+def test_the_bandwidth_that_is_needed_is_enough():
+    words = ["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "8", "--network"]
+    needed = planned(*words, "10GbE", "--efficiency", "80%")["needed_bytes_per_second"]
+    assert 1.14e9 < needed < 12.5e9
+    # A card that carries as much and no more, as data sheets count: InfiniBand reaches 95 % of its rate.
+    for factor, enough in ((1.02, True), (0.9, False)):
+        rate = f"RoCE {needed * 8 / 0.97 * factor / 1e9:.2f}Gb/s"  # 97 %: what the catalogue expects of RoCE
+        assert (planned(*words, rate)["predictions"][0]["efficiency"] >= 0.8) is enough, rate
+
+
+def test_networks_side_by_side_with_prices():
+    words = ["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "2,8", "--compare", "10GbE=200,HDR=1500"]
+    told = planned(*words)["compared"]
+    assert [(each["network"], each["price"]) for each in told] == [("10GbE", 1600.0), ("HDR", 12000.0)]
+    for each in told:
+        efficiency = each["predictions"][-1]["efficiency"]
+        assert each["price_per_efficiency_percent"] == pytest.approx(each["price"] / (100 * efficiency))
+    assert "per % of efficiency" in plan(*words).stdout
+
+
+def test_pictures(tmp_path):
+    done = plan(
+        "--workload", "ResNet-50", "--gpu", "V100", "--network", "25GbE", "--plot", "scaling.svg", "--plot", "timeline.svg",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    texts = {}
+    for name in ("scaling", "timeline"):
+        root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
+        texts[name] = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert "ideal" in texts["scaling"] and "foretold" in texts["scaling"]
+    assert {"compute", "wire"} <= set(texts["timeline"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--workload", "ResNet-5", "--gpu", "V100"], "did you mean ResNet-50"),
+        (["--workload", "ResNet-50", "--nodes", "2"], "on which GPU?"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "2"], "on which network?"),
+        (["--workload", "ResNet-50", "--gpu", "W100", "--network", "HDR"], "--gpu W100: not in the catalogue"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDX"], "--network HDX: "),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is no price"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "10GbE", "--gpudirect", "on"], "needs InfiniBand or RoCE"),
+        (["--workload", "none.json"], "cannot read none.json: No such file"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--plot", "x.bmp"], "no kind of picture"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(tmp_path, words, says):
+    done = plan(*words, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
+    assert done.stderr.startswith("distrib-topo: error: ")
+
+
+@pytest.mark.parametrize("nodes", ["0", "4..2", "x", "1..", "-1", "1e3"])
+def test_counts_that_are_none(nodes):
+    done = plan("--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes)
+    assert done.returncode == 2 and "is no count of hosts" in done.stderr
+
+
+def test_a_hundred_thousand_gpus_are_planned():
+    for nodes, ranks in (("1..100000", 1), ("1..12500", 8)):
+        begin = time.monotonic()
+        told = planned(
+            "--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes, "--ranks-per-node", ranks
+        )
+        assert told["predictions"][-1]["hosts"] * ranks == 100_000
+        assert any("extrapolated" in note for note in told["notes"])
+        assert time.monotonic() - begin < 30  # that it ends at all; benchmarks say how fast
+
+
+# -- before a launch ----------------------------------------------------------------------------------------------
+
+
+def dry(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [str(LAUNCH), "-H", str(LAB), *map(str, words), "--dry-run", str(SCRIPTS / "where.py")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_job_that_the_wire_will_hold_is_warned_of():
+    said = dry("--workload", "ResNet-50").stdout
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith("warning: 4 hosts x 2 ranks will reach ")
+    assert "(link node1-node2, 10 GbE, 1.14 GB/s; 90% needs " in warning and "--gradients" in warning
+    for quiet in (dry(), dry("--workload", "ResNet-50", "--warn-below", "0"), dry("--workload", "none")):
+        assert quiet.returncode == 0 and "warning" not in quiet.stdout
+    assert dry("--workload", "ResNet-50", "--warn-below", "x").returncode == 2
+    assert "did you mean ResNet-50" in dry("--workload", "resnet5").stderr
+
+
+def test_a_profile_beside_the_script_is_found(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    found = msgspec.structs.replace(workload("VGG-16", "RTX A6000"), origin="measured")
+    command = [str(LAUNCH), "-H", str(LAB), "--dry-run", str(script)]
+    write_workload(tmp_path / "train.profile.json", found)
+    assert "warning: 4 hosts x 2 ranks will reach " in subprocess.run(command, capture_output=True, text=True).stdout
+    write_workload(tmp_path / "train.profile.json", msgspec.structs.replace(found, device="cpu"))
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert "nothing is foretold: " in said and "is of cpu, the ranks run on GPUs" in said
+    (tmp_path / "train.profile.json").write_text("{}")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
+
+
+def test_mode_auto_takes_the_best_exact_strategy_and_says_why():
+    chosen = json.loads(dry("--workload", "VGG-16", "--mode", "auto", "--json").stdout)
+    assert chosen["strategy"]["all_reduce"] == "hierarchical" and chosen["mode"] == "sync"
+    (note,) = [note for note in chosen["notes"] if note.startswith("mode auto: ")]
+    assert "--all-reduce hierarchical" in note and "instead of" in note and "the arithmetic is the same" in note
+    told = json.loads(chosen["ranks"][0]["environment"]["DISTRIB_STRATEGY"])
+    assert told["all_reduce"] == "hierarchical" and told.get("gradients", {}).get("format", "fp32") == "fp32"
+    blind = json.loads(dry("--mode", "auto", "--json").stdout)
+    assert blind["strategy"].get("all_reduce", "auto") == "auto"
+    assert any("needs to know the workload" in note for note in blind["notes"])
+
+
+def test_what_the_user_chose_himself_stays():
+    chosen = json.loads(dry("--workload", "VGG-16", "--mode", "auto", "--all-reduce", "flat", "--json").stdout)
+    assert chosen["strategy"]["all_reduce"] == "flat"

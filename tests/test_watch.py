@@ -1,0 +1,198 @@
+"""What is said of a running job: measured against foretold, links by what the kernel counts, the report."""
+
+from __future__ import annotations
+
+import socket
+from html.parser import HTMLParser
+
+import pytest
+from distrib_launch import cli, job, report
+from distrib_launch.outlook.during import Watch
+from distrib_launch.outlook.record import Outlook
+from distrib_launch.results import Failure, RankResult, Result
+from msgspec.structs import replace
+
+from distrib.bandwidth.prediction import Cap, Prediction
+from distrib.strategy import Strategy
+from distrib.training import wires
+from tests.conftest import SCRIPTS
+
+HOSTS = ("n1", "n2", "n3")
+CAP = Cap(link="n1-n2, 10 GbE", source="n1", target="n2", bandwidth_bytes_per_second=1.1e9)
+FORETOLD = Prediction(
+    hosts=3, ranks_per_host=1, strategy=Strategy(), step_seconds=0.1, compute_seconds=0.09, communication_seconds=0.05,
+    exposed_seconds=0.01, samples_per_second=120.0, efficiency=0.9, cap=CAP, expected_error=0.05,
+)  # fmt: skip
+
+
+@pytest.fixture
+def plan(tmp_path):
+    options = cli.parser().parse_args(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
+    outlook = Outlook(workload="w", source="w.json", foretold=FORETOLD, expected_error=0.05)
+    return replace(job.make_plan(options), outlook=outlook)
+
+
+def hear(plan, step=0.1, compute=0.09, links=None, computes=()):
+    """One look at every rank; returns what was said, and what is kept."""
+    said: list[str] = []
+    watch = Watch(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in (1, 2, 3)}.get)
+    links = links or {}
+    for rank, host in enumerate(HOSTS):
+        own = {f"10.0.0.{b[1]}": rate for (a, b), rate in links.items() if a == host}
+        mine = computes[rank] if computes else compute
+        watch.hear(
+            rank,
+            {
+                "steps": 20,
+                "step_seconds": step,
+                "compute_seconds": mine,
+                "exposed_seconds": step - mine,
+                "sent_bytes_per_second": own,
+            },
+        )
+    return said, watch.measured
+
+
+RING = {("n1", "n2"): 1.1e9, ("n2", "n3"): 1.1e9, ("n3", "n1"): 1.1e9}
+
+
+def test_a_job_that_does_as_foretold_is_left_alone(plan):
+    said, measured = hear(plan, step=0.11, links=RING)
+    assert not said
+    assert measured.against_foretold == pytest.approx(0.1) and measured.efficiency == pytest.approx(0.09 / 0.11)
+    assert [(link.source, link.target) for link in measured.links] == sorted(RING)
+
+
+def test_the_wire_that_holds_a_job_is_named(plan):
+    said, _ = hear(plan, step=0.3, links=RING)
+    assert len(said) == 2 and said[0].startswith("the wire holds this job at 30% of its speed (90% was foretold): ")
+    assert "of 300 ms a step, 210 ms are waiting for gradients; link n1-n2 carries 1.1 GB/s" in said[0]
+    assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
+
+
+def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
+    said, measured = hear(replace(plan, outlook=None), step=0.3, links=RING)
+    assert len(said) == 1 and "was foretold" not in said[0] and measured.against_foretold is None
+
+
+def test_the_slow_link_is_named(plan):
+    said, _ = hear(plan, step=0.3, links={**RING, ("n2", "n3"): 0.1e9})
+    assert (
+        "a step takes 300 ms, 100 ms was foretold: link n2-n3 carries 100 MB/s while the others carry more" in said[1]
+    )
+
+
+def test_a_host_all_of_whose_links_are_slow_is_named(plan):
+    links = {("n1", "n2"): 1e9, ("n2", "n1"): 1e9, ("n1", "n3"): 0.1e9, ("n3", "n2"): 0.12e9, ("n2", "n4"): 1e9}
+    said, _ = hear(plan, step=0.3, links=links)
+    assert "the links of n3 (n1-n3, n3-n2) carry 100 MB/s" in said[1]
+
+
+def test_a_rank_that_computes_slowly_is_named(plan):
+    said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
+    assert said == [
+        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes for 190 ms, 90 ms was profiled; is its processor "
+        "shared, or hot?"
+    ]
+
+
+def test_each_warning_comes_once_and_all_looks_count(plan):
+    said: list[str] = []
+    watch = Watch(plan, said.append, lambda _: None)
+    for step in (0.3, 0.3, 0.4):
+        for rank in (2, 0, 1):
+            watch.hear(
+                rank, {"steps": 20, "step_seconds": step, "compute_seconds": 0.09, "exposed_seconds": step - 0.09}
+            )
+    assert len(said) == 2 and watch.measured.steps == 60 and watch.measured.step_seconds == 0.3
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        {},
+        {"steps": 20, "step_seconds": "x", "compute_seconds": 0, "exposed_seconds": 0},
+        {"steps": 20, "step_seconds": float("nan"), "compute_seconds": 0, "exposed_seconds": 0},
+        {"steps": 20, "step_seconds": float("inf"), "compute_seconds": 0, "exposed_seconds": 0},
+        {"steps": 0, "step_seconds": 0.1, "compute_seconds": 0, "exposed_seconds": 0},
+        {
+            "steps": 2,
+            "step_seconds": 0.1,
+            "compute_seconds": 0,
+            "exposed_seconds": 0,
+            "sent_bytes_per_second": {"a": -1},
+        },
+    ],
+)
+def test_what_a_script_may_write_into_its_pipe(plan, told):
+    watch = Watch(plan, pytest.fail, lambda _: None)
+    with pytest.raises(ValueError):
+        watch.hear(0, told)
+    assert watch.measured is None
+
+
+def test_the_kernel_counts_what_goes_to_another_address():
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        begin = wires.sent()
+        with socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0)) as out:
+            received, _ = server.accept()
+            with received:
+                before = wires.sent()
+                for _ in range(64):
+                    out.sendall(b"x" * (1 << 16))
+                    assert received.recv(1 << 16, socket.MSG_WAITALL)
+                after = wires.sent()
+    assert "127.0.0.2" not in begin
+    assert after["127.0.0.2"].size_bytes - before["127.0.0.2"].size_bytes == pytest.approx(1 << 22, rel=0.05)
+    assert set(wires.rates(before, {**after, "127.0.0.1": before["127.0.0.1"]})) == {"127.0.0.2"}
+
+
+class Page(HTMLParser):
+    """The words of a page, and that its tags match."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        assert all(not (value or "").startswith("http") for name, value in attrs if name in ("src", "href"))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
+    _, measured = hear(plan, step=0.3, links=RING)
+    failure = Failure(
+        rank=1,
+        host="n2",
+        time=1.0,
+        exit_code=1,
+        signal=None,
+        message="ValueError: <b>",
+        traceback="Traceback\n<x>",
+        log="log",
+    )
+    rank = RankResult(rank=1, host="n2", local_rank=0, role="worker", device="cpu", exit_code=None, signal=9)
+    result = Result(
+        status="failed", exit_code=1, world_size=3, hosts=HOSTS, seconds=1.5, restarts=0, ranks=(rank,), first_failure=failure,
+        warnings=("the wire & more",), foretold=FORETOLD, measured=measured,
+    )  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
+    report.write(plan, result, tmp_path, 0.0)
+    page = Page()
+    page.feed((tmp_path / "report.html").read_text())
+    assert not page.open
+    text = " ".join(page.words)
+    for words in (
+        "where.py", "failed", "rank 1 on n2: ValueError: <b>", "Traceback\n<x>", "the wire & more", "300 ms", "100 ms", "+200.0%",
+        "n1-n2, 10 GbE", "loss: 2 to 1, 2 values", "SIGKILL",
+    ):  # fmt: skip
+        assert words in text, words
