@@ -5,9 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from itertools import pairwise
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.backend import backend_for
+from distrib.training.balance import new_speeds
+from distrib.training.samples import Mean, Samples
+from distrib.training.shards import proportional, share
+from distrib.training.world import World
 from tests.conftest import SCRIPTS
 from tests.test_training import run_ranks
 
@@ -31,10 +42,11 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
         pytest.param({"accumulate": 3}, 2, "exact scaled", id="accumulate"),
         pytest.param({"balance": True}, 3, "exact", id="balance"),
-        pytest.param({"balance": True, "accumulate": 2}, 2, "exact", id="balance and accumulate"),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan", id="horovod", marks=horovod),
-        pytest.param({**HOROVOD, "accumulate": 3}, 2, "exact", id="horovod, accumulate", marks=horovod),
-        pytest.param({**HOROVOD, "gradients": {"format": "fp16"}}, 2, "several", id="horovod, fp16", marks=horovod),
+        pytest.param(
+            {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled", id="horovod, fp16",
+            marks=horovod,
+        ),
         pytest.param({**AVERAGE, "inner_steps": 4}, 2, "wrapped several scaled nan streamed", id="local"),
         pytest.param({"mode": "local", "inner_steps": 3}, 2, "outer", id="diloco"),
         pytest.param(
@@ -49,3 +61,71 @@ def test_lessons(strategy, ranks, lessons, tmp_path):
     result = run_ranks(ranks, SCRIPTS / "modes.py", tmp_path, *lessons.split(), DISTRIB_STRATEGY=words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.split("\n")[:-1] == [f"{lesson}: learnt" for lesson in lessons.split()]
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "says"),
+    [({"mode": "sync", "backend": "horovod"}, 2, "Horovod needs ranks that MPI started|not installed")],
+)
+def test_backends_that_cannot_be(mode, ranks, says):
+    world = World(rank=0, size=ranks, local_rank=0, local_size=ranks, source="environment")
+    with pytest.raises(TrainingError, match=says):
+        backend_for(Strategy(**mode), world, torch.device("cpu"))
+
+
+batches = st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size=1, max_size=4)
+
+
+@given(batches)
+@settings(deadline=None)
+def test_gradients_are_the_mean_over_all_samples(sizes):
+    """Three ranks with so many samples each, batch after batch; what they average is the mean over everything."""
+    generator = torch.Generator().manual_seed(0)
+    shares = []
+    per_batch = [[torch.randn(own, 4, generator=generator, dtype=torch.float64) for own in ranks] for ranks in sizes]
+    for rank in range(3):
+        weight = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        samples = Samples(own=1, all=3)
+        mean = Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
+        mean.batches = len(sizes)
+        for batch in per_batch:
+            samples.own, samples.all = len(batch[rank]), sum(map(len, batch))
+            mean.follow()
+            weight.grad = None
+            (batch[rank] @ weight).mean().backward()
+            last = mean.last
+            mean.next()
+        assert last and not mean.begun
+        shares.append(weight.grad)
+    every = torch.cat([part for batch in per_batch for part in batch])
+    torch.testing.assert_close(sum(shares) / 3, every.mean(0))
+
+
+def test_even_batches_cost_nothing():
+    weight = torch.zeros(4, requires_grad=True)
+    samples = Samples(own=1, all=3)
+    mean = Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
+    for own, every, hooks in ((4, 12, 0), (3, 10, 1), (4, 12, 0)):
+        samples.own, samples.all = own, every
+        mean.follow()
+        assert len(weight._backward_hooks or {}) == hooks
+
+
+@given(st.integers(1, 2000), st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12))
+def test_shares_in_proportion(samples, speeds):
+    ranks = len(speeds)
+    parts = [share(5, 5 + samples, rank, ranks, speeds) for rank in range(ranks)]
+    assert [x for part in parts for x in part] == list(range(5, 5 + samples))
+    if samples >= ranks:
+        sizes = proportional(samples, speeds)
+        assert min(sizes) >= 1 and sizes == [len(part) for part in parts]
+        order = sorted(range(ranks), key=lambda rank: speeds[rank])
+        assert all(sizes[a] <= sizes[b] + 1 for a, b in pairwise(order))
+
+
+def test_shares_change_when_times_differ():
+    even = ((8.0, 0.10), (8.0, 0.102))
+    assert new_speeds(even, ()) == ()
+    assert new_speeds(((8.0, 0.1), (8.0, 0.2)), ()) == (80.0, 40.0)
+    assert new_speeds(((8.0, 0.1), (0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
+    assert proportional(16, (80.0, 40.0)) == [11, 5]
