@@ -1,7 +1,7 @@
 """Larger batches for faster ranks, so that none waits for the slowest.
 
 What is shared stays the global batch: only where it is cut changes, and gradients are weighted by samples
-(`distrib.training.gradients`). A rank's speed is that of its own part of a step, from the end of the last one until
+(`distrib.training.samples`). A rank's speed is that of its own part of a step, from the end of the last one until
 its last gradient is there; what it waits for the others afterwards does not count.
 """
 
