@@ -125,7 +125,14 @@ def _check_files(options: argparse.Namespace, listed: HostList) -> Measured | No
         check_writable(options.output)
         if Path(options.output).exists() and Path(options.output).stat().st_size:
             # What is measured of hosts that the file does not know could not be written into it afterwards.
-            check_hosts(read_topology(options.output), listed)
+            topology = read_topology(options.output)
+            check_hosts(topology, listed)
+            if options.mode == "quick" and topology.measured and topology.measured.collectives:
+                print(
+                    f"distrib-topo: note: {options.output} has all-reduce and curves of {topology.measured.when}; "
+                    "--quick measures neither, and will take their place",
+                    file=sys.stderr,
+                )
     return _baseline(options.baseline, {host.name for host in listed.hosts}) if options.baseline else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -473,10 +472,7 @@ class Job:
         self._end_watch()
         if dist.is_initialized():
             dist.destroy_process_group()
-            # Gloo's threads still drop the tensors of the last collectives, for which they take Python's lock; where a
-            # model keeps the group alive, nothing waits for them, and one that asks for the lock when Python has begun
-            # to end aborts the process (seen in one exit of four with torch 2.13; pytorch pull request 179291).
-            time.sleep(0.1)
+            leaving.let_go_of_tensors()
         if self._comm is not None:
             from mpi4py import MPI
 
@@ -508,6 +504,7 @@ class Job:
             self._end_watch()
             if self.world_size > 1:
                 leaving.no_later_than()
+                leaving.let_go_of_tensors()
 
     def _end_watch(self) -> None:
         if self._watch is not None:
