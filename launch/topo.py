@@ -13,7 +13,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     from distrib_launch import check, outlook, probe, show
 
-    parser = argparse.ArgumentParser(prog="distrib-topo", description="What the cluster is made of.")
+    parser = argparse.ArgumentParser(
+        prog="distrib-topo",
+        description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
+    )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
     show_verb = verbs.add_parser("show", help="hosts, GPUs, NICs, links and switches, as the files tell")
     show.add_options(show_verb)

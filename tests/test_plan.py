@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from distrib.bandwidth.workload import write_workload
+from distrib.bandwidth.workload import Gradient, write_workload
 from distrib.bandwidth.workloads import workload
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
@@ -170,16 +170,32 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
 
 
-def test_mode_auto_takes_the_best_exact_strategy_and_says_why():
-    chosen = json.loads(dry("--workload", "VGG-16", "--mode", "auto", "--json").stdout)
-    assert chosen["strategy"]["all_reduce"] == "hierarchical" and chosen["mode"] == "sync"
+def test_mode_auto_takes_the_best_exact_strategy_and_says_why(tmp_path):
+    # 240 MB that get ready evenly: a last bucket of 25 MiB would cross the wire after all computing is done.
+    gradients = tuple(
+        Gradient(name=f"layer{n}", elements=1_000_000, size_bytes=4_000_000, ready_seconds=0.5 * (n + 1) / 60)
+        for n in range(60)
+    )
+    even = msgspec.structs.replace(
+        workload("VGG-16", "RTX A6000"), gradients=gradients, forward_seconds=0.2, backward_seconds=0.5
+    )
+    write_workload(tmp_path / "even.json", even)
+    chosen = json.loads(dry("--workload", tmp_path / "even.json", "--mode", "auto", "--json").stdout)
+    assert 1 << 20 <= chosen["strategy"]["bucket_bytes"] < 25 << 20 and chosen["mode"] == "sync"
     (note,) = [note for note in chosen["notes"] if note.startswith("mode auto: ")]
-    assert "--all-reduce hierarchical" in note and "instead of" in note and "the arithmetic is the same" in note
+    assert "--bucket" in note and "instead of" in note and "the arithmetic is the same" in note
     told = json.loads(chosen["ranks"][0]["environment"]["DISTRIB_STRATEGY"])
-    assert told["all_reduce"] == "hierarchical" and told.get("gradients", {}).get("format", "fp32") == "fp32"
+    assert told["bucket_bytes"] == chosen["strategy"]["bucket_bytes"]
+    assert told.get("gradients", {}).get("format", "fp32") == "fp32"
     blind = json.loads(dry("--mode", "auto", "--json").stdout)
-    assert blind["strategy"].get("all_reduce", "auto") == "auto"
+    assert "bucket_bytes" not in blind["strategy"]
     assert any("needs to know the workload" in note for note in blind["notes"])
+
+
+def test_on_gpus_the_hierarchy_is_left_to_nccl():
+    chosen = json.loads(dry("--workload", "VGG-16", "--mode", "auto", "--json").stdout)
+    assert "all_reduce" not in chosen["strategy"]
+    assert "hierarchical" not in plan("--topology", LAB.with_suffix(".yaml"), "--workload", "VGG-16").stdout
 
 
 def test_what_the_user_chose_himself_stays():

@@ -66,7 +66,8 @@ def _candidates(fabric: Fabric, workload: Workload) -> list[Strategy]:
     if fabric.ranks == 1:
         return found
     shapes = [Strategy()]
-    if fabric.hosts > 1 and fabric.ranks_per_host > 1:
+    # On GPUs NCCL goes by hosts by itself, and the library leaves it to that.
+    if fabric.hosts > 1 and fabric.ranks_per_host > 1 and not fabric.gpus:
         shapes.append(Strategy(all_reduce="hierarchical"))
     found += shapes[1:]
     for shape in shapes:
