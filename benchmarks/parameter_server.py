@@ -140,19 +140,16 @@ def memory(size: str, seconds: float) -> bool:
     return ours >= 0.6 * rate
 
 
+def launch_on(cluster: Cluster, folder: str) -> list[str]:
+    """The words that start an asynchronous job on all hosts, before its own options."""
+    hosts = ["-H", str(cluster.hostfile)]
+    return [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", *hosts, "--mode", "async"]
+
+
 def idle(seconds: float) -> bool:
     """Processor time of a server while its workers compute."""
     with Cluster(2, rate="1gbit") as cluster, tempfile.TemporaryDirectory() as folder:
-        command = [
-            str(LAUNCH),
-            "--no-check",
-            "--run-dir",
-            f"{folder}/run",
-            "-H",
-            str(cluster.hostfile),
-            "--mode",
-            "async",
-        ]
+        command = launch_on(cluster, folder)
         job = cluster.popen("n1", [*command, str(LESSONS), "counting", folder, "2", str(seconds)], env=ENVIRONMENT)
         while not Path(folder, "acknowledged.0").exists() and job.poll() is None:
             time.sleep(0.1)
@@ -302,16 +299,7 @@ def _fault(cluster: Cluster, kind: str, host: str, moment: float) -> tuple[str, 
     """What was wrong, and how long after the fault every worker that lives had taken another two steps."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["--replicas", "1"] if kind == "kill-server" else []
-        command = [
-            str(LAUNCH),
-            "--no-check",
-            "--run-dir",
-            f"{folder}/run",
-            "-H",
-            str(cluster.hostfile),
-            "--mode",
-            "async",
-        ]
+        command = launch_on(cluster, folder)
         job = cluster.popen("n1", [*command, *words, str(LESSONS), "counting", folder, "100", "0.05"], env=ENVIRONMENT)
         workers = range(len(cluster.hosts))
         while len(_acknowledged(folder)) < len(workers) and job.poll() is None:

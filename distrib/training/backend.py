@@ -156,8 +156,6 @@ def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backe
         from distrib.training.local import Local
 
         return Local(strategy, world, device)
-    if strategy.mode == "async":
-        from distrib.training.parameter_server.worker import Asynchronous
+    from distrib.training.parameter_server.worker import Asynchronous
 
-        return Asynchronous(strategy, world, device)
-    raise TrainingError(f"mode {strategy.mode} cannot be trained in yet", hint="use --mode sync")
+    return Asynchronous(strategy, world, device)
