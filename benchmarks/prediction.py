@@ -1,17 +1,12 @@
 """How right the bandwidth model is: foretold from a probe and a one-rank profile, against what then was measured.
 
-    python benchmarks/prediction.py all                 every shape, one after another (an hour), then the table
-    python benchmarks/prediction.py up 4x2              builds hosts x slots and starts the job, which waits
-    python benchmarks/prediction.py probe 4x2 1gbit     probes, with the links at this rate
-    python benchmarks/prediction.py profile 4x2         profiles each case of the shape with one rank
-    python benchmarks/prediction.py measure 4x2 1gbit   has the waiting job carry the cases out (--half tune|held-out)
-    python benchmarks/prediction.py down 4x2
-    python benchmarks/prediction.py table               from what has been measured so far (--half, --each)
+    python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in half an hour
+    python benchmarks/prediction.py table [--half tune|held-out] [--each]   from what has been measured so far
 
 Real communication over the virtual cluster (root, iproute2, sshd); compute is emulated by sleeps (labelled `sleep`), or real
-on the CPU (`cpu`). All virtual hosts share this machine's cores, so it must be quiet while anything is measured: the
-parts are short for that. Half of the cases, chosen by a hash of their names before there was a model, is
-never used to tune it (`held-out`).
+on the CPU (`cpu`). All virtual hosts share this machine's cores, so it must be quiet while anything is measured. A shape
+whose measuring was interrupted is measured anew, the others are kept. Half of the cases, chosen by a hash of their names
+before there was a model, is never used to tune it (`held-out`).
 """
 
 from __future__ import annotations
@@ -24,27 +19,32 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import msgspec
 from distrib_launch import cli, training
 
+from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import foretell
-from distrib.bandwidth.workload import Gradient, Workload
+from distrib.bandwidth.workload import Workload
 from distrib.cluster.topology import parse_topology
 from tests.cluster import Cluster
-from tests.cluster.virtual import names, parse_rate
+from tests.cluster.virtual import parse_rate
 
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path("distrib-runs/prediction.json")
-SEED = 20250
+SEED = 20261120
 THRESHOLD = 0.8
 LONGEST_SECONDS = 1.5
-"""By the ring's limit; cases that would communicate for longer are not drawn."""
+"""By the wire's limit; cases that would communicate for longer are not drawn."""
 
 REAL_FLOP_PER_SECOND = 5e10
 """About what a core multiplies matrices with."""
@@ -70,44 +70,42 @@ KINDS: dict[str, list[str]] = {
     "bf16": ["--gradients", "bf16"],
     "async": ["--mode", "async"],
 }
-CASES = 4
-"""Of each shape and rate. With two ranks, one for each core here, the last of them computes in earnest."""
-PASSES, STEPS_OF_A_PASS = 2, 4
+REAL_KINDS = ("default", "bf16")
+"""Of these, with two ranks, there is a case that computes in earnest as well: there is one core for each here."""
+PASSES, STEPS_OF_A_PASS = 2, 5
 
 
 def cases_of(shape: str, rate: str) -> list[dict[str, Any]]:
-    """Drawn by the seed and the names: always the same."""
+    """One of each kind, drawn by the seed and the names: always the same."""
     hosts, slots = map(int, shape.split("x"))
-    ranks = hosts * slots
-    found = []
-    for number in range(CASES):
-        draw = random.Random(f"{SEED} {shape} {rate} {number}")
-        real = ranks == 2 and number == CASES - 1
-        while True:
-            megabytes = 10 ** draw.uniform(0, 2)
-            if 2 * (ranks - 1) / ranks * megabytes * 1e6 / (parse_rate(rate) / 8) <= LONGEST_SECONDS:
-                break
-        tensors = draw.randint(4, 60)
-        backward = 0.02 * 25 ** draw.random()
-        if draw.random() < 0.5:  # as in transformers: all alike
-            sizes = [megabytes * 1e6 / 4 / tensors] * tensors
-        else:  # as in convolutional networks: a few large ones
-            weights = [draw.expovariate(1.0) ** 2 + 0.01 for _ in range(tensors)]
-            sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
-        batch = 1
-        if real:  # square layers, and as many samples as fill the time
-            tensors = max(4, min(tensors, 12))
-            sizes = [megabytes * 1e6 / 4 / tensors] * tensors
-            batch = max(1, round(1.5 * backward * REAL_FLOP_PER_SECOND / (6 * sum(sizes))))
-        name = f"{shape}@{rate}/{number}"
-        found.append(
-            {
-                "name": name, "real": real, "batch": batch, "steps": STEPS_OF_A_PASS,
-                "elements": [max(1, round(size)) for size in sizes],
-                "forward_seconds": round(backward / 2, 4), "backward_seconds": round(backward, 4),
-            }
-        )  # fmt: skip
-    return found
+    kinds = [(kind, False) for kind in KINDS] + [(kind, True) for kind in REAL_KINDS if hosts * slots == 2]
+    return [_draw(shape, rate, kind, real) for kind, real in kinds]
+
+
+def _draw(shape: str, rate: str, kind: str, real: bool) -> dict[str, Any]:
+    hosts, slots = map(int, shape.split("x"))
+    name = f"{shape}@{rate} {kind}" + (" cpu" if real else "")
+    draw = random.Random(f"{SEED} {name}")
+    streams = slots if kind == "async" else 1
+    while True:
+        megabytes = 10 ** draw.uniform(0, 2)
+        if streams * 2 * (hosts - 1) / hosts * megabytes * 1e6 / (parse_rate(rate) / 8) <= LONGEST_SECONDS:
+            break
+    tensors = draw.randint(4, 60)
+    backward = 0.02 * 25 ** draw.random()
+    if real:  # square layers, and as many samples as fill the time
+        tensors = max(4, min(tensors, 12))
+    if real or draw.random() < 0.5:  # as in transformers: all alike
+        sizes = [megabytes * 1e6 / 4 / tensors] * tensors
+    else:  # as in convolutional networks: a few large ones
+        weights = [draw.expovariate(1.0) ** 2 + 0.01 for _ in range(tensors)]
+        sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
+    return {
+        "name": name, "kind": kind, "real": real, "steps": STEPS_OF_A_PASS,
+        "batch": max(1, round(1.5 * backward * REAL_FLOP_PER_SECOND / (6 * sum(sizes)))),
+        "elements": [max(1, round(size)) for size in sizes],
+        "forward_seconds": round(backward / 2, 4), "backward_seconds": round(backward, 4),
+    }  # fmt: skip
 
 
 def half_of(name: str) -> str:
@@ -118,163 +116,135 @@ def half_of(name: str) -> str:
 # Carrying out
 
 
-def cluster_name(shape: str, kind: str) -> str:
-    return f"foretell-{shape}-{kind}"
+class Waiting:
+    """A job on the cluster that carries out what it is asked to."""
+
+    def __init__(self, cluster: Cluster, *options: object) -> None:
+        self._folder = Path(tempfile.mkdtemp(dir=cluster.directory))
+        self._log = (self._folder / "log").open("w+")
+        command = [BIN / "distrib-launch", "-H", cluster.hostfile, "--run-dir", self._folder / "run", "--no-check"]
+        words = [str(word) for word in [*command, *options, STEPS, self._folder]]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._job = subprocess.Popen(
+            cluster.enter("n1", words), stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environ
+        )
+        self._asked = 0
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._order([])
+        try:
+            self._job.wait(60)
+        finally:
+            self._job.kill()
+            self._log.close()
+
+    def ask(self, cases: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the job answers, by the names of the cases."""
+        answer = self._folder / f"answer-{self._asked}.json"
+        self._order(cases)
+        while not answer.exists():
+            if self._job.poll() is not None:
+                self._log.seek(0)
+                sys.exit(f"the job ended with {self._job.returncode}: {self._log.read()[-3000:]}")
+            time.sleep(0.1)
+        found: dict[str, Any] = json.loads(answer.read_text())
+        return found
+
+    def _order(self, cases: list[dict[str, Any]]) -> None:
+        part = self._folder / "order.part"
+        part.write_text(json.dumps(cases))
+        part.rename(self._folder / f"order-{self._asked}.json")
+        self._asked += bool(cases)
 
 
-def up(shape: str, kind: str) -> None:
+def measure(shape: str) -> dict[str, Any]:
+    """Probes, profiles and times of every case of a shape."""
     hosts, slots = map(int, shape.split("x"))
-    cluster = Cluster(hosts, slots=slots, name=cluster_name(shape, kind))
-    cluster.up()
-    cases = cluster.directory / "job"
-    cases.mkdir()
-    start(cluster, cases, kind)
-
-
-def start(cluster: Cluster, folder: Path, kind: str, *words: str) -> None:
-    """Start the job that waits for orders; it goes on when this process ends."""
-    log = (folder / "log").open("w")
-    command = [BIN / "distrib-launch", "-H", cluster.hostfile, "--run-dir", folder / "run", "--no-check", *words]
-    command += [*options_of(kind), STEPS, folder]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.Popen(
-        cluster.enter("n1", [str(word) for word in command]), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ,
-        start_new_session=True,
-    )  # fmt: skip
-    ask(folder, [dict(cases_of("2x1", "1gbit")[0], steps=1, name="warm")], seconds=300)
-
-
-def ask(folder: Path, cases: list[dict[str, Any]], seconds: float = 600) -> dict[str, Any]:
-    """What the waiting job answers to an order."""
-    order(folder, cases)
-    return await_answer(folder, seconds)
-
-
-def order(folder: Path, cases: list[dict[str, Any]]) -> None:
-    """Have the waiting job carry cases out; none: have it end."""
-    part = folder / "order.part"
-    part.write_text(json.dumps(cases))
-    part.rename(folder / "order.json")
-
-
-def await_answer(folder: Path, seconds: float = 600) -> dict[str, Any]:
-    answer, deadline = folder / "answer.json", time.monotonic() + seconds
-    while not answer.exists():
-        if time.monotonic() > deadline:
-            sys.exit(f"no answer after {seconds} s: {(folder / 'log').read_text()[-2000:]}")
-        time.sleep(0.2)
-    found: dict[str, Any] = json.loads(answer.read_text())
-    answer.unlink()
+    cases = {rate: cases_of(shape, rate) for rate in SHAPES[shape]}
+    found: dict[str, Any] = {"topologies": {}, "profiles": {}, "measured": {}}
+    with Cluster(hosts, slots=slots) as cluster:
+        for rate in cases:
+            _shape_links(cluster, rate)
+            found["topologies"][rate] = _probe(cluster, rate)
+            print(f"{shape}@{rate} probed", flush=True)
+        found["profiles"] = _profiles(cluster, [case for several in cases.values() for case in several])
+        print(f"{shape} profiled", flush=True)
+        for kind, options in KINDS.items():
+            with Waiting(cluster, *options) as job:
+                job.ask([{**cases[next(iter(cases))][0], "kind": kind, "steps": 1}])  # to warm up
+                for rate, several in cases.items():
+                    _shape_links(cluster, rate)
+                    asked = [case for case in several if case["kind"] == kind]
+                    for answers in [job.ask(asked) for _ in range(PASSES)]:
+                        for name, seconds in answers.items():
+                            found["measured"].setdefault(name, []).append(seconds)
+            print(f"{shape} {kind} measured", flush=True)
     return found
 
 
-def options_of(kind: str) -> list[str]:
-    """Those of distrib-launch."""
-    return KINDS[kind]
-
-
-def probe(shape: str, rate: str, kind: str, results: dict[str, Any]) -> None:
-    cluster = Cluster.load(cluster_name(shape, kind))
-    shape_links(cluster, rate)
-    topology = cluster.directory / f"{rate}.yaml"
-    topology.write_text(
-        f"nodes:\n  - hosts: n[1-{len(cluster.hosts)}]\n    nics:\n      - {{name: eth0, kind: Ethernet, rate: {parse_rate(rate) // 10**6}Mb/s}}\n"
-    )
-    words = [BIN / "distrib-topo", "probe", "-H", cluster.hostfile, "-o", topology]
-    words += ["--run-dir", cluster.directory / f"probe-{rate}"]
-    done = cluster.run("n1", words, env={"OMP_NUM_THREADS": "1"}, timeout=300)
-    if done.returncode not in (0, 1):
-        sys.exit(f"probe: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
-    results["topologies"][f"{shape}@{rate}"] = topology.read_text()
-
-
-def shape_links(cluster: Cluster, rate: str) -> None:
+def _shape_links(cluster: Cluster, rate: str) -> None:
     for host in cluster.hosts:
         cluster.shape(host, rate)
 
 
-def profile(shape: str, kind: str, results: dict[str, Any]) -> None:
-    """Each case of a shape with one rank; where some compute in earnest, every host profiles at once, as they share cores."""
-    cluster = Cluster.load(cluster_name(shape, kind))
-    cases = [case for rate in SHAPES[shape] for case in cases_of(shape, rate)]
+def _probe(cluster: Cluster, rate: str) -> str:
+    """The topology file, filled."""
+    topology = cluster.directory / f"{rate}.yaml"
+    card = f"{{name: eth0, kind: Ethernet, rate: {parse_rate(rate) // 10**6}Mb/s}}"
+    topology.write_text(f"nodes:\n  - hosts: n[1-{len(cluster.hosts)}]\n    nics:\n      - {card}\n")
+    words: list[str | Path] = [BIN / "distrib-topo", "probe", "-H", cluster.hostfile, "-o", topology]
+    words += ["--run-dir", cluster.directory / f"probe-{rate}"]
+    done = cluster.run("n1", words, env={"OMP_NUM_THREADS": "1"}, timeout=300)
+    if done.returncode not in (0, 1):
+        sys.exit(f"probe: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return topology.read_text()
+
+
+def _profiles(cluster: Cluster, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each case with one rank alone; of those that compute in earnest one on every host at once, as they share cores."""
     hosts = cluster.hosts if any(case["real"] for case in cases) else cluster.hosts[:1]
-    folders = [cluster.directory / f"alone-{host}" for host in hosts]
-    for host, folder in zip(hosts, folders, strict=True):
-        folder.mkdir()
-        start(cluster, folder, "default", "-np", "1", "--include", host)
-    for folder in folders[1:]:
-        order(folder, cases)
-    results["profiles"] |= ask(folders[0], cases)
-    for folder in folders[1:]:
-        await_answer(folder)
-    for folder in folders:
-        order(folder, [])
-
-
-def measure(shape: str, rate: str, kind: str, half: str | None, results: dict[str, Any]) -> None:
-    cluster = Cluster.load(cluster_name(shape, kind))
-    shape_links(cluster, rate)
-    cases = [case for case in cases_of(shape, rate) if half in (None, half_of(case["name"]))]
-    passes: list[dict[str, Any]] = [ask(cluster.directory / "job", cases) for _ in range(PASSES)]
-    for case in cases:
-        results["measured"][f"{case['name']} {kind}"] = [found[case["name"]] for found in passes]
-
-
-def down(shape: str, kind: str) -> None:
-    if cluster_name(shape, kind) not in names():
-        return
-    cluster = Cluster.load(cluster_name(shape, kind))
-    order(cluster.directory / "job", [])
-    time.sleep(1)
-    cluster.down()
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        jobs = [stack.enter_context(Waiting(cluster, "-np", 1, "--include", host)) for host in hosts]
+        first, *_ = threads.map(lambda job: job.ask(cases), jobs)
+        return first
 
 
 # Judging
 
 
-def workload_of(case: dict[str, Any], seen: dict[str, Any]) -> Workload:
-    gradients = tuple(Gradient(**gradient) for gradient in seen["gradients"])
-    return Workload(
-        name=case["name"], origin="measured", device="cpu", batch=1, forward_seconds=seen["forward_seconds"],
-        backward_seconds=seen["backward_seconds"], optimizer_seconds=seen["optimizer_seconds"], gradients=gradients,
-        parameter_bytes=sum(gradient.size_bytes for gradient in gradients), variation=seen["variation"],
-    )  # fmt: skip
-
-
 def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
     """Foretold and measured of every case."""
-    topologies = {key: parse_topology(text, key) for key, text in results["topologies"].items()}
     rows = []
-    for key, passes in results["measured"].items():
-        name, kind = key.split(" ")
-        place = name.partition("/")[0]
-        if place not in topologies or name not in results["profiles"] or half not in (None, half_of(name)):
-            continue
-        shape, rate = place.split("@")
+    for shape, found in results.items():
         hosts, slots = map(int, shape.split("x"))
-        case = next(case for case in cases_of(shape, rate) if case["name"] == name)
-        workload = workload_of(case, results["profiles"][name])
-        told = foretell(
-            topologies[place],
-            workload,
-            training.strategy_of(cli.parser().parse_args([*KINDS[kind], "x"])),
-            hosts=hosts,
-            ranks_per_host=slots,
-        )
-        seconds = statistics.median(second for taken in passes for second in taken)
-        medians = [statistics.median(taken) for taken in passes]
-        efficiency = min(1.0, told.compute_seconds / seconds)
-        rows.append(
-            {
-                "name": key, "half": half_of(name), "compute": "cpu" if case["real"] else "sleep",
-                "megabytes": workload.gradient_bytes / 1e6, "tensors": len(workload.gradients),
-                "backward": workload.backward_seconds, "foretold": told.step_seconds, "measured": seconds,
-                "error": told.step_seconds / seconds - 1, "spread": (max(medians) - min(medians)) / 2 / seconds,
-                "efficiency": efficiency, "efficiency foretold": told.efficiency,
-                "right": (told.efficiency < THRESHOLD) == (efficiency < THRESHOLD),
-            }
-        )  # fmt: skip
+        topologies = {rate: parse_topology(text, f"{shape}@{rate}") for rate, text in found["topologies"].items()}
+        for rate, topology in topologies.items():
+            for case in cases_of(shape, rate):
+                if half in (None, half_of(case["name"])):
+                    workload = msgspec.convert(found["profiles"][case["name"]], Workload)
+                    words = [*KINDS[case["kind"]], "x"]
+                    strategy = training.strategy_of(cli.parser().parse_args(words))
+                    told = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
+                    rows.append(_row(case, workload, told, found["measured"][case["name"]]))
     return rows
+
+
+def _row(case: dict[str, Any], workload: Workload, told: Prediction, passes: list[list[float]]) -> dict[str, Any]:
+    seconds = statistics.median(second for taken in passes for second in taken)
+    medians = [statistics.median(taken) for taken in passes]
+    efficiency = min(1.0, told.compute_seconds / seconds)
+    return {
+        "name": case["name"], "kind": case["kind"], "half": half_of(case["name"]),
+        "megabytes": workload.gradient_bytes / 1e6, "tensors": len(workload.gradients),
+        "compute": "cpu" if case["real"] else "sleep",
+        "backward": workload.backward_seconds, "foretold": told.step_seconds, "measured": seconds,
+        "error": told.step_seconds / seconds - 1, "spread": (max(medians) - min(medians)) / 2 / seconds,
+        "efficiency": efficiency, "efficiency foretold": told.efficiency,
+        "right": (told.efficiency < THRESHOLD) == (efficiency < THRESHOLD),
+    }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]], each: bool) -> None:
@@ -288,8 +258,8 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
                 f"{row['spread']:8.1%}{row['efficiency foretold']:8.1%}{row['efficiency']:8.1%}"
                 + ("" if row["right"] else "  WRONG")
             )  # fmt: skip
-    kinds = sorted({row["name"].split(" ")[1] for row in rows})
-    groups = [("all", rows)] + [(kind, [row for row in rows if row["name"].endswith(f" {kind}")]) for kind in kinds]
+    groups = [("all", rows)] + [(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS]
+    groups += [(compute, [row for row in rows if row["compute"] == compute]) for compute in ("sleep", "cpu")]
     groups += [(half, [row for row in rows if row["half"] == half]) for half in ("tune", "held-out")]
     print(
         f"{'':20}{'cases':>6}{'MAE':>7}{'spread':>8}{'p95':>7}{'worst':>7}{'efficiency':>12}{'verdicts':>10}{'wrong by':>10}"
@@ -310,50 +280,23 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["all", "up", "probe", "profile", "measure", "down", "table"])
-    parser.add_argument("shape", nargs="?", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("rate", nargs="?", help="of the links")
-    parser.add_argument("--kind", choices=list(KINDS), default="default", help="how the ranks train together")
+    parser.add_argument("part", choices=["measure", "table"])
+    parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; without: all")
     parser.add_argument("--half", choices=["tune", "held-out"])
     parser.add_argument("--each", action="store_true", help="print every case")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    results: dict[str, Any] = {"topologies": {}, "profiles": {}, "measured": {}}
-    if options.results.exists():
-        results = json.loads(options.results.read_text())
-    if options.part not in ("all", "table") and options.shape not in SHAPES:
-        parser.error(f"which shape? one of {', '.join(SHAPES)}")
-    if options.part in ("probe", "measure") and options.rate not in SHAPES[options.shape]:
-        parser.error(f"which rate? one of {', '.join(SHAPES[options.shape])}")
-    if options.part == "table":
-        table(judge(results, options.half), options.each)
-        return 0
-    shapes = list(SHAPES) if options.part == "all" else [options.shape]
-    for shape in shapes:
-        run(options, shape, results)
-        options.results.parent.mkdir(parents=True, exist_ok=True)
-        options.results.write_text(json.dumps(results))
-    if options.part == "all":
+    if unknown := set(options.shapes) - set(SHAPES):
+        parser.error(f"no such shape: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
+    results: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    if options.part == "measure":
+        for shape in options.shapes or SHAPES:
+            results[shape] = measure(shape)
+            options.results.parent.mkdir(parents=True, exist_ok=True)
+            options.results.write_text(json.dumps(results))
+    else:
         table(judge(results, options.half), options.each)
     return 0
-
-
-def run(options: argparse.Namespace, shape: str, results: dict[str, Any]) -> None:
-    """One part, or all of them, of a shape."""
-    whole = options.part == "all"
-    rates = SHAPES[shape] if whole else (options.rate,)
-    if whole or options.part == "up":
-        down(shape, options.kind)
-        up(shape, options.kind)
-    if whole or options.part == "profile":
-        profile(shape, options.kind, results)
-    for rate in rates:
-        if whole or options.part == "probe":
-            probe(shape, rate, options.kind, results)
-        if whole or options.part == "measure":
-            measure(shape, rate, options.kind, options.half, results)
-    if whole or options.part == "down":
-        down(shape, options.kind)
 
 
 if __name__ == "__main__":

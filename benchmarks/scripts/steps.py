@@ -1,7 +1,8 @@
 """Steps of emulated or real training, timed, as benchmarks/prediction.py orders them: `steps.py FOLDER`.
 
-Waits for `order.json` in FOLDER, carries its cases out and answers in `answer.json`, until an order is empty. An emulated case sleeps where a GPU would compute and hands out gradients of the sizes asked for; a real one multiplies
-matrices on the CPU. Alone it measures the profile of each case, with other ranks the time of its steps.
+Waits for `order-0.json`, `order-1.json`, ... in FOLDER, carries out the cases in each and answers in `answer-N.json`, until an
+order is empty. An emulated case sleeps where a GPU would compute and hands out gradients of the sizes asked for; a real one
+multiplies matrices on the CPU. Alone it measures the profile of each case, with other ranks the time of its steps.
 """
 
 from __future__ import annotations
@@ -12,153 +13,133 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
 import distrib
+from distrib.training.profiling import Profiler, Wish
 
 SETTLING_STEPS = 5
 """In which DDP puts its buckets into order, and distrib cuts the stream of gradients into pieces."""
 
+PROFILE_WARMUP_STEPS, PROFILE_STEPS = 2, 10
+
 
 class _Sleep(torch.autograd.Function):
-    """Nothing forward; backward takes its time, then there is a gradient."""
+    """Forward and backward take their time; after backward there is a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, kept: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.kept, ctx.seconds = kept, seconds
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, layer: _Layer) -> torch.Tensor:
+        ctx.layer = layer
+        time.sleep(layer.forward_seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, upper: torch.Tensor) -> Any:
-        time.sleep(ctx.seconds)
+        time.sleep(ctx.layer.backward_seconds)
         # A new tensor over old memory: autograd takes it as it is, and nothing is computed, as on a CPU beside a GPU.
-        return upper, ctx.kept.detach(), None, None
+        return upper, ctx.layer.kept.detach(), None
 
 
-class Emulated(nn.Module):
-    def __init__(self, elements: list[int], forward_seconds: float, backward_seconds: float) -> None:
+class _Layer(nn.Module):
+    def __init__(self, elements: int, forward_seconds: float, backward_seconds: float) -> None:
         super().__init__()
-        self.parts = nn.ParameterList([nn.Parameter(torch.zeros(count)) for count in elements])
-        self.kept = [torch.full((count,), 1e-6) for count in elements]
-        self.forward_seconds, self.each = forward_seconds, backward_seconds / len(elements)
+        self.weight = nn.Parameter(torch.zeros(elements))
+        self.kept = torch.full((elements,), 1e-6)
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.forward_seconds)
-        for parameter, kept in zip(self.parts, self.kept, strict=True):
-            x = _Sleep.apply(x, parameter, kept, self.each)
-        return x
+        result: torch.Tensor = _Sleep.apply(x, self.weight, self)
+        return result
 
 
-class Real(nn.Module):
-    """Square layers; each element of a parameter is used once for every sample."""
+class _Idle(torch.optim.Optimizer):
+    """Computes nothing, as a CPU does beside a GPU."""
 
-    def __init__(self, elements: list[int]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(int(count**0.5), int(count**0.5), bias=False) for count in elements])
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.0})
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x
+    def step(self, closure: Any = None) -> None:
+        """Nothing."""
 
 
-def build(case: dict[str, Any]) -> tuple[nn.Module, torch.Tensor]:
+def build(case: dict[str, Any], *, alone: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """`alone`: against no parameter servers, which want an optimizer that they can carry out."""
     torch.manual_seed(0)
+    elements, count = case["elements"], len(case["elements"])
+    model: nn.Module
     if case["real"]:
-        width = int(case["elements"][0] ** 0.5)
-        return Real(case["elements"]), torch.rand(case["batch"], width)
-    model = Emulated(case["elements"], case["forward_seconds"], case["backward_seconds"])
-    return model, torch.zeros(1, requires_grad=True)
+        width = int(elements[0] ** 0.5)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.ReLU()) for _ in range(count)))
+        x = torch.rand(case["batch"], width)
+    else:
+        times = case["forward_seconds"] / count, case["backward_seconds"] / count
+        model = nn.Sequential(*(_Layer(size, *times) for size in elements))
+        x = torch.zeros(1, requires_grad=True)
+    if case["real"] or (case["kind"] == "async" and not alone):
+        return model, torch.optim.SGD(model.parameters(), lr=1e-9), x
+    return model, _Idle(model.parameters()), x
 
 
-def profile(model: nn.Module, x: torch.Tensor, repetitions: int) -> dict[str, Any]:
-    """Medians of forward and backward, and when each gradient was ready."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    ready: dict[str, list[float]] = {name: [] for name in names.values()}
-    begun = 0.0
-
-    def note(parameter: torch.Tensor) -> None:
-        ready[names[parameter]].append(time.perf_counter() - begun)
-
-    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in names]
-    forward, backward, clear = [], [], []
-    for step in range(repetitions + 2):
-        if step == 2:
-            forward, backward, clear = [], [], []
-            ready = {name: [] for name in ready}
-        first = time.perf_counter()
-        loss = model(x).sum()
-        begun = time.perf_counter()
-        loss.backward()
-        ended = time.perf_counter()
-        model.zero_grad()
-        clear.append(time.perf_counter() - ended)
-        forward.append(begun - first)
-        backward.append(ended - begun)
-    for handle in handles:
-        handle.remove()
-    median = torch.median
-    gradients = [
-        {"name": name, "elements": parameter.numel(), "size_bytes": parameter.numel() * 4,
-         "ready_seconds": float(median(torch.tensor(ready[name])))}
-        for parameter, name in names.items()
-    ]  # fmt: skip
-    gradients.sort(key=lambda gradient: gradient["ready_seconds"])
-    whole = torch.tensor([f + b + c for f, b, c in zip(forward, backward, clear, strict=True)])
-    return {
-        "forward_seconds": float(median(torch.tensor(forward))),
-        "backward_seconds": float(median(torch.tensor(backward))),
-        "optimizer_seconds": float(median(torch.tensor(clear))),
-        "variation": float(whole.std() / whole.mean()),
-        "gradients": gradients,
-    }
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def timed(model: nn.Module, x: torch.Tensor, case: dict[str, Any]) -> list[float]:
+def profile(case: dict[str, Any]) -> dict[str, Any]:
+    """The workload of a case, by the profiler of `distrib-launch --profile`."""
+    model, optimizer, x = build(case, alone=True)
+    found: list[dict[str, Any]] = []
+    profiler = Profiler(
+        torch.device("cpu"),
+        Wish(name=case["name"], warmup_steps=PROFILE_WARMUP_STEPS, steps=PROFILE_STEPS),
+        lambda workload, _: found.append(msgspec.to_builtins(workload)),
+    )
+    profiler.watch(model)
+    profiler.watch(optimizer)
+    while not profiler.finished:
+        step(model, optimizer, x)
+    return found[0]
+
+
+def timed(job: distrib.Job, case: dict[str, Any]) -> list[float]:
     """Seconds of each step; the first ones are left out."""
+    model, optimizer, x = build(case, alone=False)
+    model, optimizer = job.prepare(model, optimizer)
+    job.barrier()
     taken = []
     for _ in range(case["steps"] + SETTLING_STEPS):
         begun = time.perf_counter()
-        model(x).sum().backward()
-        model.zero_grad()
+        step(model, optimizer, x)
         taken.append(time.perf_counter() - begun)
+    job.barrier()
     return taken[SETTLING_STEPS:]
 
 
-def next_order(folder: Path) -> list[dict[str, Any]]:
-    """The cases of the next order, once it is there; taken away when it is read."""
-    order = folder / "order.json"
-    while not order.exists():
-        time.sleep(0.2)
-    cases: list[dict[str, Any]] = json.loads(order.read_text())
-    order.unlink()
-    return cases
+def orders(folder: Path) -> Any:
+    """The cases of each order, once it is there, and where the answer goes; every rank reads them."""
+    number = 0
+    while True:
+        order = folder / f"order-{number}.json"
+        while not order.exists():
+            time.sleep(0.1)
+        cases: list[dict[str, Any]] = json.loads(order.read_text())
+        if not cases:
+            return
+        yield cases, folder / f"answer-{number}.json"
+        number += 1
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
     with distrib.init() as job:
-        while True:
-            told: list[Any] = [next_order(folder) if job.is_main else None]
-            if job.world_size > 1:
-                torch.distributed.broadcast_object_list(told, src=0)
-            if not told[0]:
-                return
-            found: dict[str, Any] = {}
-            for case in told[0]:
-                model, x = build(case)
-                if job.world_size == 1:
-                    found[case["name"]] = profile(model, x, case["steps"])
-                else:
-                    model = job.prepare(model)
-                    job.barrier()
-                    found[case["name"]] = timed(model, x, case)
-                del model
+        for cases, answer in orders(Path(sys.argv[1])):
+            found = {case["name"]: profile(case) if job.world_size == 1 else timed(job, case) for case in cases}
             if job.is_main:
-                part = folder / "answer.part"
+                part = answer.with_suffix(".part")
                 part.write_text(json.dumps(found))
-                part.rename(folder / "answer.json")
+                part.rename(answer)
 
 
 if __name__ == "__main__":
