@@ -1,10 +1,10 @@
 """How near synchronous steps come to the wire's limit: ours beside DDP, DDP with a hand-picked bucket, and Horovod.
 
-    python benchmarks/synchronous.py [--shape 4x1@1gbit ...] [--workload tensors|resnet50|cnn] [--contenders ddp,ddp:4,ours]
+    python benchmarks/synchronous.py [--shape 4x1@1gbit ...] [--workload tensors|resnet50|cnn|digits] [--contenders ddp,ddp:4,ours]
 
 Runs on the virtual cluster (root, iproute2, sshd, iperf3) and needs a quiet machine: all hosts share its cores. In one job
 the contenders take turns, so that a noisy machine is noisy for all. `tensors` and `resnet50` emulate an accelerator by
-sleeping as long as its backward would take (--backward); `cnn` is real. Horovod spins and polls whether it has work or not,
+sleeping as long as its backward would take (--backward); `cnn` and `digits` are real. Horovod spins and polls whether it has work or not,
 so it gets a job of its own on the same cluster, where it is installed (scripts/build-horovod).
 
 The limit of a step is the longer of its compute and of 2(h-1)/h times its bytes over the wire as iperf3 measures it, in the
@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument(
         "--shape", action="append", metavar="HxR@RATE", help="hosts, ranks of each, rate (several times)"
     )
-    parser.add_argument("--workload", choices=["tensors", "resnet50", "cnn"], default="tensors")
+    parser.add_argument("--workload", choices=["tensors", "resnet50", "cnn", "digits"], default="tensors")
     parser.add_argument("--contenders", default="ddp,ddp:4,ours", help="see scripts/averaging_steps.py")
     parser.add_argument("--backward", type=float, default=0.2, metavar="SECONDS", help="what is emulated")
     parser.add_argument("--turns", type=int, default=3)
@@ -118,7 +118,7 @@ def main() -> int:
                 told["seconds"].update(steps(cluster, ["horovod"], options)["seconds"])
             elif "horovod" in contenders:
                 print("horovod is not installed: scripts/build-horovod")
-        table(f"{shape} {options.workload}", measured, told, hosts, options.workload == "cnn")
+        table(f"{shape} {options.workload}", measured, told, hosts, options.workload in ("cnn", "digits"))
     return 0
 
 

@@ -3,7 +3,7 @@
     averaging_steps.py WORKLOAD --contenders ddp,ddp:4,ours,... --turns N --steps N [--backward SECONDS]
 
 WORKLOAD: `tensors` (40 MiB in 10 tensors) and `resnet50` (its own 161 gradients) emulate an accelerator: backward sleeps
-as long as one would compute, and no more. `cnn` is a real CNN on the CPU.
+as long as one would compute, and no more. `cnn` is a real CNN on the CPU (10 MB of gradients), `digits` that of the examples (0.4 MB).
 A contender is `ddp`, `ddp:MIB` (DDP with that bucket), `ours`, `ours:FORMAT`, `flat` (ours without the hierarchy) or `horovod`, which must be alone.
 """
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -118,13 +120,27 @@ def cnn(_: float) -> nn.Module:
     )
 
 
-WORKLOADS: dict[str, Callable[[float], nn.Module]] = {"tensors": tensors, "resnet50": resnet50, "cnn": cnn}
+def digits(_: float) -> nn.Module:
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+    import digits
+
+    return digits.Cnn()
 
 
-def step_of(contender: str, model: nn.Module, job: distrib.Job, real: bool) -> Callable[[], None]:
+WORKLOADS: dict[str, Callable[[float], nn.Module]] = {
+    "tensors": tensors,
+    "resnet50": resnet50,
+    "cnn": cnn,
+    "digits": digits,
+}
+SAMPLES = {"cnn": (8, 3, 32, 32), "digits": (16, 1, 28, 28)}
+"""A batch of those that compute in earnest."""
+
+
+def step_of(contender: str, model: nn.Module, job: distrib.Job, samples: tuple[int, ...] | None) -> Callable[[], None]:
     """One forward and backward, until every gradient is averaged."""
     torch.manual_seed(job.rank)
-    x = torch.randn(8, 3, 32, 32) if real else torch.zeros(1, requires_grad=True)
+    x = torch.randn(samples) if samples else torch.zeros(1, requires_grad=True)
     kind, _, detail = contender.partition(":")
     if kind == "horovod":
         import horovod.torch as hvd
@@ -168,7 +184,7 @@ def main() -> None:
     names = options.contenders.split(",")
     with distrib.init() as job:
         make = WORKLOADS[options.workload]
-        steps = {name: step_of(name, make(options.backward), job, options.workload == "cnn") for name in names}
+        steps = {name: step_of(name, make(options.backward), job, SAMPLES.get(options.workload)) for name in names}
         for step in steps.values():
             for _ in range(WARM_STEPS):
                 step()
