@@ -76,7 +76,7 @@ def table(shape: str, bytes_per_second: float, told: dict[str, Any], hosts: int,
         + ("" if real else f": limit {limit:.4f} s, from the first gradient on {reachable:.4f} s")
     )
     print(
-        f"{'':16}{'median s':>9}{'quartiles':>18}{'steps':>6}{'speed of DDP':>20}"
+        f"{'':16}{'median s':>9}{'quartiles':>18}{'cpu s':>9}{'steps':>6}{'speed of DDP':>20}"
         + ("" if real else f"{'of limit':>10}{'from 1st':>10}")
     )
     base = told["seconds"]["ddp"] if "ddp" in told["seconds"] else next(iter(told["seconds"].values()))
@@ -89,7 +89,7 @@ def table(shape: str, bytes_per_second: float, told: dict[str, Any], hosts: int,
         least, _, most = statistics.quantiles(pairs, n=4)
         shares = "" if real else f"{limit / median:10.1%}{reachable / median:10.1%}"
         print(
-            f"{name:16}{median:9.4f}{low:9.4f}{high:9.4f}{len(seconds):6}{ratio:8.3f} ({least:.3f}-{most:.3f}){shares}",
+            f"{name:16}{median:9.4f}{low:9.4f}{high:9.4f}{told['cpu_seconds'][name]:9.4f}{len(seconds):6}{ratio:8.3f} ({least:.3f}-{most:.3f}){shares}",
             flush=True,
         )
 
@@ -115,7 +115,9 @@ def main() -> int:
             measured = wire(cluster)
             told = steps(cluster, [name for name in contenders if name != "horovod"], options)
             if "horovod" in contenders and find_spec("horovod"):
-                told["seconds"].update(steps(cluster, ["horovod"], options)["seconds"])
+                others = steps(cluster, ["horovod"], options)
+                for key in ("seconds", "cpu_seconds"):
+                    told[key].update(others[key])
             elif "horovod" in contenders:
                 print("horovod is not installed: scripts/build-horovod")
         table(f"{shape} {options.workload}", measured, told, hosts, options.workload in ("cnn", "digits"))

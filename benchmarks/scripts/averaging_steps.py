@@ -189,18 +189,21 @@ def main() -> None:
             for _ in range(WARM_STEPS):
                 step()
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        used = dict.fromkeys(names, 0.0)
         for _ in range(options.turns):
             for name, step in steps.items():
-                ends = []
+                ends, before = [], time.process_time()
                 for _ in range(options.steps + 1):  # the first one of a turn brings the ranks into step
                     step()
                     ends.append(time.perf_counter())
+                used[name] += (time.process_time() - before) / (options.steps + 1) / options.turns
                 taken = torch.tensor([b - a for a, b in itertools.pairwise(ends)])
                 dist.all_reduce(taken)
                 seconds[name] += (taken / job.world_size).tolist()
         model = make(options.backward)
         told = {
             "seconds": seconds,
+            "cpu_seconds": used,
             "gradient_bytes": sum(parameter.nbytes for parameter in model.parameters()),
             "backward_seconds": options.backward,
             "first_gradient_seconds": model.seconds[-1] if isinstance(model, Emulated) else 0.0,

@@ -46,7 +46,9 @@ def of_ddp(gradients: Sequence[Gradient], bucket_bytes: int | None = None) -> tu
     return tuple(found)
 
 
-def of_distrib(gradients: Sequence[Gradient], strategy: Strategy, wire: buckets.Wire | None) -> tuple[Piece, ...]:
+def of_distrib(
+    gradients: Sequence[Gradient], strategy: Strategy, wire: buckets.Wire | None, *, ranks_per_host: int
+) -> tuple[Piece, ...]:
     """The pieces of distrib.training.gradients: DDP's buckets, made small, cut anew so that the last one ends soonest.
 
     `wire` None: inside one host, where pieces are even.
@@ -54,8 +56,9 @@ def of_distrib(gradients: Sequence[Gradient], strategy: Strategy, wire: buckets.
     total = sum(gradient.size_bytes for gradient in gradients)
     if strategy.gradients.format == "powersgd":
         return of_ddp(gradients, strategy.bucket_bytes)
-    if total <= FINE_BYTES and strategy.gradients.exact and strategy.all_reduce == "auto":
-        return of_ddp(gradients, strategy.bucket_bytes)
+    left_to_ddp = total <= (FINE_BYTES if ranks_per_host > 1 else DDP_FIRST_BYTES)
+    if left_to_ddp and strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
+        return of_ddp(gradients)
     fine = max(FINE_BYTES, total // FINE_PARTS)
     parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
     if strategy.bucket_bytes or wire is None:

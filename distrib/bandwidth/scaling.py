@@ -163,12 +163,12 @@ def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Pie
     if fabric.gpus or strategy.backend == "horovod":
         return pieces.of_ddp(workload.gradients, strategy.bucket_bytes)
     if fabric.wire is None:
-        return pieces.of_distrib(workload.gradients, strategy, None)
+        return pieces.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
     grouped = strategy.all_reduce != "flat"
     small, large = (collectives.all_reduce(fabric, size, hierarchical=grouped) for size in (64, TRIAL_BYTES))
     wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
-    return pieces.of_distrib(workload.gradients, strategy, wire)
+    return pieces.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
 
 def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: float) -> float:

@@ -13,11 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.gradients.hook import Averaging, GpuAveraging, attach
+from distrib.training.gradients.neighbours import this_host
 
 BUCKETS = 64
 """About how many buckets DDP makes of a model whose pieces we cut ourselves: many, so that the first is ready early."""
 SMALL_BYTES = 256 << 10
 """Gradients of so few bytes travel at once, whoever sends them."""
+FIRST_BUCKET_BYTES = 1 << 20
+"""Those of so few DDP sends at once; where every rank is alone on its host, nothing is faster on busy cores."""
 MIB = 1 << 20
 
 
@@ -60,8 +63,17 @@ def _left_to_ddp(model: nn.Module, learning: list[nn.Parameter], strategy: Strat
         return True
     if not all(parameter.dtype.is_floating_point for parameter in learning):
         return True
-    one_piece = sum(parameter.nbytes for parameter in learning) <= SMALL_BYTES
-    return one_piece and strategy.gradients.exact and strategy.all_reduce == "auto"
+    if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
+        return False
+    size = sum(parameter.nbytes for parameter in learning)
+    return size <= SMALL_BYTES or (size <= FIRST_BUCKET_BYTES and _each_on_a_host_of_its_own())
+
+
+def _each_on_a_host_of_its_own() -> bool:
+    """Asked by all ranks at once."""
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, this_host())
+    return len(set(names)) == len(names)
 
 
 def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:

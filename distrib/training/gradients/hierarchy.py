@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distrib.bandwidth.buckets import Wire
+from distrib.bandwidth.buckets import Wire, evenly
 from distrib.training.gradients.compression import Way
-from distrib.training.gradients.engine import COUNTERS, Engine, Lane
+from distrib.training.gradients.engine import COUNTERS, Engine, Lane, Piece
 from distrib.training.gradients.neighbours import Doorway, Neighbours, this_host
 
 MEETING_SECONDS = 60.0
@@ -81,22 +82,18 @@ class Hierarchy:
         return self._neighbours.shared(self._result_start + start, self._result_start + end, dtype)
 
     def measure(self) -> Wire:
-        """What averaging costs on these wires now, all lanes at once; the same answer on every rank."""
-        times = torch.zeros(3, dtype=torch.float64)
-        if self.lane is not None and self.lane.groups:
-            group = self.lane.groups[0]
-            trial = torch.zeros(max(FEW * MANY, min(TRIAL_BYTES, self._size_bytes) // 4 // self.lane.count))
-            for place, pieces in ((0, FEW), (0, FEW), (1, MANY)):  # the first time warms up
-                begun = time.perf_counter()
-                works = [dist.all_reduce(part, group=group, async_op=True) for part in torch.chunk(trial, pieces)]
-                for work in works:
-                    work.wait()
-                times[place] = time.perf_counter() - begun
+        """What averaging costs on these wires now, with everything that a piece passes; the same answer on every rank.
+
+        Called between steps: what lies in the memory of the gradients is of no use any more.
+        """
+        self.own_input.zero_()
+        self._trial(FEW)  # to warm up
         source, copy = torch.zeros(TRIAL_BYTES // 4), torch.zeros(TRIAL_BYTES // 4)
         begun = time.perf_counter()
         for _ in range(COPIES):
             copy.copy_(source)
-        times[2] = time.perf_counter() - begun
+        inside = time.perf_counter() - begun
+        times = torch.tensor([self._trial(FEW), self._trial(MANY), inside], dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         few, many, inside = times.tolist()
         return Wire(
@@ -104,3 +101,12 @@ class Hierarchy:
             seconds_per_byte=max(few, 1e-9) / min(TRIAL_BYTES, self._size_bytes),
             inside_seconds_per_byte=inside / TRIAL_BYTES,
         )
+
+    def _trial(self, pieces: int) -> float:
+        """How long it takes to average so many pieces of a trial, in seconds."""
+        ends = evenly(min(TRIAL_BYTES, self._size_bytes), -(-min(TRIAL_BYTES, self._size_bytes) // pieces))
+        begun = time.perf_counter()
+        for key, (start, end) in enumerate(itertools.pairwise((0, *ends))):
+            self.engine.copied(Piece(key=key, start=start, end=end, dtype=torch.float32))
+        self.engine.promise(self.engine.pieces, self.result(0, 4, torch.float32)).wait()
+        return time.perf_counter() - begun
