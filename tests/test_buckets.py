@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds
+from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
+from distrib.training.gradients.contest import Contest
 
 wires = st.builds(
     Wire,
@@ -80,3 +81,27 @@ def test_a_bound_is_kept(largest):
 
 def test_nothing_is_cut_into_nothing():
     assert cut([], [], Wire(overhead_seconds=1.0, seconds_per_byte=1.0)) == ()
+
+
+@given(st.lists(st.integers(1, 30 << 20), min_size=1, max_size=50))
+def test_ddps_buckets_end_where_a_gradient_does(sizes):
+    ends = in_buckets(sizes)
+    assert ends[-1] == sum(sizes)
+    assert set(ends) <= set(itertools.accumulate(sizes))
+    lengths = [end - start for start, end in itertools.pairwise((0, *ends))]
+    assert all(length >= 25 << 20 for length in lengths[1:-1])
+    assert lengths[0] >= min(1 << 20, sum(sizes))
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=4, unique=True), st.floats(0, 100))
+def test_a_contest_is_decided_by_steps_that_the_way_before_did_not_disturb(paces, disturbance):
+    """The first step of each turn is long here; what is told is the pace of the others."""
+    contest = Contest([(number,) for number in range(len(paces))])
+    now, last = 0.0, None
+    contest.step_ended(now)
+    while not contest.over:
+        (number,) = contest.cut
+        now += paces[number] + (disturbance if number != last else 0.0)
+        last = number
+        contest.step_ended(now)
+    assert contest.seconds() == pytest.approx(paces, rel=1e-6)

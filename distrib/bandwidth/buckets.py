@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+DDP_FIRST_BYTES, DDP_BYTES = 1 << 20, 25 << 20
+"""What torch's DistributedDataParallel fills its first bucket with, and each other (torch/nn/parallel/distributed.py)."""
+
 FINEST = 192
 """Into how many atoms at most the gradients are divided before they are put together again."""
 
@@ -91,6 +94,17 @@ def cut(
         ends.append(offsets[at])
         at = best[at][2]
     return tuple(reversed(ends))
+
+
+def in_buckets(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Where torch's DDP would end its buckets by default: with the gradient with which one is full."""
+    ends, begun, end, limit = [], 0, 0, DDP_FIRST_BYTES
+    for size in sizes_bytes:
+        end += size
+        if end - begun >= limit:
+            ends.append(end)
+            begun, limit = end, DDP_BYTES
+    return tuple(ends) if begun == end else (*ends, end)
 
 
 def evenly(total_bytes: int, piece_bytes: int, grain_bytes: int = 64) -> tuple[int, ...]:

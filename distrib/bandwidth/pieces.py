@@ -8,11 +8,9 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth import buckets
+from distrib.bandwidth.buckets import DDP_BYTES, DDP_FIRST_BYTES
 from distrib.bandwidth.workload import Gradient
 from distrib.strategy import Strategy
-
-DDP_FIRST_BYTES, DDP_BYTES = 1 << 20, 25 << 20
-"""What torch's DistributedDataParallel fills its first bucket with, and each other (torch/nn/parallel/distributed.py)."""
 
 FINE_BYTES, FINE_PARTS = 256 << 10, 64
 FIRST_PIECE_BYTES = 1 << 20

@@ -6,15 +6,17 @@ import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth.buckets import cut, evenly
+from distrib.bandwidth.buckets import cut, evenly, in_buckets
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import Origin, way_of
+from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
 
@@ -23,6 +25,10 @@ FIRST_PIECE_BYTES = 1 << 20
 SETTLED_STEPS = 3
 """After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more."""
 ALIGNMENT_BYTES = 16
+BUSY_FACTOR = 10
+"""How much more than on idle processors a piece may cost on busy ones."""
+WORTHWHILE = 0.01
+"""How much faster another cut must be than the one that the wire asks for."""
 
 
 class Averaging:
@@ -45,7 +51,9 @@ class Averaging:
         self._engine = self._hierarchy.engine
         self._scale = 1 / dist.get_world_size()
         self._steps = 0
-        self._ends: tuple[int, ...] = ()
+        self._ends: Cut = ()
+        self._contest: Contest | None = None
+        self._judged = 0
         self._seen: list[tuple[torch.dtype, int]] = []
         self._times: list[float] = []
         self._layout: list[tuple[torch.dtype, int]] = []  # of the buckets in the latest step
@@ -70,21 +78,54 @@ class Averaging:
         return self._engine.sent_bytes
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def ends(self) -> Cut:
         """Where the pieces of a step end, in bytes; empty as long as buckets are cut evenly."""
         return self._ends
 
     def plan(self) -> None:
         """Cuts the stream anew, once it is known when gradients get ready. Called between steps, by every rank."""
-        even = self._even_bytes or self._way.whole or self._mixed or self._hierarchy.hosts == 1
-        if self._steps != SETTLED_STEPS or self._ends or even:
+        if self._contest:
+            self._go_on(self._contest)
             return
+        even = self._even_bytes or self._way.whole or self._mixed or self._hierarchy.hosts == 1
+        if self._steps == SETTLED_STEPS and not self._ends and not even:
+            self._contest = Contest(self._cuts())
+            self._use(self._contest.cut)
+
+    def _cuts(self) -> list[Cut]:
+        """Worth a try, the most promising first: as the wire alone would have it, with fewer pieces, and as DDP does."""
         ready = torch.tensor(self._ready, dtype=torch.float64)
         dist.all_reduce(ready, op=dist.ReduceOp.MAX)
         wire = self._hierarchy.measure()
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
-        self._ends = cut(sizes, ready.tolist(), wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
-        self._engine.forget()
+        largest = max(FIRST_PIECE_BYTES, wire.large_enough_bytes)
+        busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
+        cuts = [
+            cut(sizes, ready.tolist(), wire, largest_bytes=largest),
+            cut(sizes, ready.tolist(), busy),
+            in_buckets(sizes),
+        ]
+        return list(dict.fromkeys(cuts))
+
+    def _go_on(self, contest: Contest) -> None:
+        if not self._ends:  # there are other gradients than before
+            self._contest = None
+        elif self._steps > self._judged:
+            contest.step_ended(time.perf_counter())
+            if not contest.over:
+                self._use(contest.cut)
+                return
+            seconds = torch.tensor(contest.seconds(), dtype=torch.float64)
+            dist.all_reduce(seconds)
+            seconds[0] *= 1 - WORTHWHILE
+            self._use(contest.cuts[int(seconds.argmin())])
+            self._contest = None
+
+    def _use(self, ends: Cut) -> None:
+        self._judged = self._steps
+        if ends != self._ends:
+            self._ends = ends
+            self._engine.forget()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls when a bucket is full, in the order of the buckets."""
