@@ -43,7 +43,7 @@ STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path("distrib-runs/prediction.json")
 SEED = 20261120
 THRESHOLD = 0.8
-LONGEST_SECONDS = 1.5
+LONGEST_SECONDS = 1.0
 """By the wire's limit; cases that would communicate for longer are not drawn."""
 
 REAL_FLOP_PER_SECOND = 5e10
@@ -174,7 +174,7 @@ def measure(shape: str) -> dict[str, Any]:
         print(f"{shape} profiled", flush=True)
         for kind, options in KINDS.items():
             with Waiting(cluster, *options) as job:
-                job.ask([{**cases[next(iter(cases))][0], "kind": kind, "steps": 1}])  # to warm up
+                job.ask([{**cases[next(iter(cases))][0], "name": "warm", "kind": kind, "steps": 1}])
                 for rate, several in cases.items():
                     _shape_links(cluster, rate)
                     asked = [case for case in several if case["kind"] == kind]

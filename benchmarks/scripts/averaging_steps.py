@@ -26,7 +26,8 @@ import distrib
 from distrib.strategy import Strategy, parse_gradients
 from distrib.training.synchronous import synchronous
 
-WARM_STEPS = 5
+WARM_STEPS = 25
+"""By which distrib has found out how to cut the gradients."""
 
 
 class Layer(torch.autograd.Function):

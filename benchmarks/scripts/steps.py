@@ -20,8 +20,11 @@ from torch import nn
 import distrib
 from distrib.training.profiling import Profiler, Wish
 
-SETTLING_STEPS = 5
-"""In which DDP puts its buckets into order, and distrib cuts the stream of gradients into pieces."""
+SETTLING_STEPS = {"async": 5}
+SETTLED_STEPS = 24
+"""After which distrib has found out how to cut the stream of gradients into pieces (else: those of a kind)."""
+WARM_STEPS = 2
+"""Before what is settled is timed once more."""
 
 PROFILE_WARMUP_STEPS, PROFILE_STEPS = 2, 10
 
@@ -104,18 +107,28 @@ def profile(case: dict[str, Any]) -> dict[str, Any]:
     return found[0]
 
 
-def timed(job: distrib.Job, case: dict[str, Any]) -> list[float]:
-    """Seconds of each step; the first ones are left out."""
-    model, optimizer, x = build(case, alone=False)
-    model, optimizer = job.prepare(model, optimizer)
-    job.barrier()
-    taken = []
-    for _ in range(case["steps"] + SETTLING_STEPS):
-        begun = time.perf_counter()
-        step(model, optimizer, x)
-        taken.append(time.perf_counter() - begun)
-    job.barrier()
-    return taken[SETTLING_STEPS:]
+class Timed:
+    """The cases of this job: prepared when they are asked for the first time, and kept."""
+
+    def __init__(self, job: distrib.Job) -> None:
+        self._job = job
+        self._kept: dict[str, tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]] = {}
+
+    def steps(self, case: dict[str, Any]) -> list[float]:
+        """Seconds of each step; those before it is settled are left out."""
+        settling = WARM_STEPS
+        if case["name"] not in self._kept:
+            model, optimizer, x = build(case, alone=False)
+            self._kept[case["name"]] = (*self._job.prepare(model, optimizer), x)
+            settling = SETTLING_STEPS.get(case["kind"], SETTLED_STEPS)
+        self._job.barrier()
+        taken = []
+        for _ in range(case["steps"] + settling):
+            begun = time.perf_counter()
+            step(*self._kept[case["name"]])
+            taken.append(time.perf_counter() - begun)
+        self._job.barrier()
+        return taken[settling:]
 
 
 def orders(folder: Path) -> Any:
@@ -134,8 +147,9 @@ def orders(folder: Path) -> Any:
 
 def main() -> None:
     with distrib.init() as job:
+        timed = Timed(job)
         for cases, answer in orders(Path(sys.argv[1])):
-            found = {case["name"]: profile(case) if job.world_size == 1 else timed(job, case) for case in cases}
+            found = {case["name"]: profile(case) if job.world_size == 1 else timed.steps(case) for case in cases}
             if job.is_main:
                 part = answer.with_suffix(".part")
                 part.write_text(json.dumps(found))

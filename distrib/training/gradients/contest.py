@@ -12,7 +12,7 @@ Cut = tuple[int, ...]
 """Where pieces end, in bytes."""
 
 TURNS = 2
-TURN_STEPS = 4
+TURN_STEPS = 3
 """The first of which is not counted: it begins with what the way before has left."""
 
 

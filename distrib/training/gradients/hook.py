@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth.buckets import cut, evenly, in_buckets
+from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import Origin, way_of
 from distrib.training.gradients.contest import Contest, Cut
@@ -27,8 +27,8 @@ SETTLED_STEPS = 3
 ALIGNMENT_BYTES = 16
 BUSY_FACTOR = 10
 """How much more than on idle processors a piece may cost on busy ones."""
-WORTHWHILE = 0.01
-"""How much faster another cut must be than the one that the wire asks for."""
+WORTHWHILE = 0.02
+"""How much sooner the last piece must be through, or it is left to DDP's buckets."""
 
 
 class Averaging:
@@ -89,23 +89,22 @@ class Averaging:
             return
         even = self._even_bytes or self._way.whole or self._mixed or self._hierarchy.hosts == 1
         if self._steps == SETTLED_STEPS and not self._ends and not even:
-            self._contest = Contest(self._cuts())
-            self._use(self._contest.cut)
+            cuts = self._cuts()
+            self._contest = Contest(cuts) if len(cuts) > 1 else None
+            self._use(cuts[0])
 
     def _cuts(self) -> list[Cut]:
         """Worth a try, the most promising first: as the wire alone would have it, with fewer pieces, and as DDP does."""
-        ready = torch.tensor(self._ready, dtype=torch.float64)
-        dist.all_reduce(ready, op=dist.ReduceOp.MAX)
-        wire = self._hierarchy.measure()
+        times = torch.tensor(self._ready, dtype=torch.float64)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        ready, wire = times.tolist(), self._hierarchy.measure()
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
-        largest = max(FIRST_PIECE_BYTES, wire.large_enough_bytes)
+        best = cut(sizes, ready, wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
+        plain = in_buckets(sizes)
+        if finish_seconds(best, sizes, ready, wire) > (1 - WORTHWHILE) * finish_seconds(plain, sizes, ready, wire):
+            return [plain]
         busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
-        cuts = [
-            cut(sizes, ready.tolist(), wire, largest_bytes=largest),
-            cut(sizes, ready.tolist(), busy),
-            in_buckets(sizes),
-        ]
-        return list(dict.fromkeys(cuts))
+        return list(dict.fromkeys([best, cut(sizes, ready, busy), plain]))
 
     def _go_on(self, contest: Contest) -> None:
         if not self._ends:  # there are other gradients than before
@@ -117,7 +116,6 @@ class Averaging:
                 return
             seconds = torch.tensor(contest.seconds(), dtype=torch.float64)
             dist.all_reduce(seconds)
-            seconds[0] *= 1 - WORTHWHILE
             self._use(contest.cuts[int(seconds.argmin())])
             self._contest = None
 
