@@ -40,7 +40,7 @@ WAYS: dict[str, list[str]] = {
     "sync": [],
     "async": ["--mode", "async"],
     "S=4": ["--mode", "async", "--staleness", "4"],
-    "corrected": ["--mode", "async", "--momentum-correction"],
+    "uncorrected": ["--mode", "async", "--no-momentum-correction"],
     "stale-rate": ["--mode", "async", "--stale-rate"],
     "compensated": ["--mode", "async", "--delay-compensation", "0.04"],
 }

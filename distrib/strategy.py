@@ -99,7 +99,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Whether the learning rate of an update is divided by its staleness (mode async)."""
     delay_compensation: float | None = None
     """DC-ASGD's strength of compensation, lambda (mode async)."""
-    momentum_correction: bool = False
+    momentum_correction: bool = True
     """Whether momentum is lessened by what asynchrony adds to it (mode async)."""
 
     @property
@@ -126,8 +126,9 @@ def checked(strategy: Strategy) -> Strategy:
     """`strategy` itself. Raises ConfigError where its parts do not go together."""
     default = Strategy()
     for field, mode in _ONLY_IN.items():
-        if getattr(strategy, field) != getattr(default, field) and strategy.mode != mode:
-            option = "--" + field.replace("_", "-")
+        value = getattr(strategy, field)
+        if value != getattr(default, field) and strategy.mode != mode:
+            option = ("--" if value else "--no-") + field.replace("_", "-")
             raise ConfigError(
                 f"{option} means nothing in mode {strategy.mode}", hint=f"add --mode {mode}, or leave it out"
             )
@@ -160,7 +161,7 @@ def _check_async(strategy: Strategy) -> None:
         raise ConfigError(f"--mode async sends no {strategy.gradients}", hint="use --gradients fp32, bf16 or fp16")
     if strategy.replicas and strategy.servers == 1:
         raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
-    if strategy.staleness == 0 and (strategy.stale_rate or strategy.delay_compensation or strategy.momentum_correction):
+    if strategy.staleness == 0 and (strategy.stale_rate or strategy.delay_compensation):
         raise ConfigError(
             "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave corrections out"
         )

@@ -42,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                      "staleness (arXiv:1511.05950)")  # fmt: skip
     how.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for "
                      "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
-    how.add_argument("--momentum-correction", action="store_true", help="mode async: less momentum, by what asynchrony "
-                     "adds (arXiv:1605.09774)")  # fmt: skip
+    how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: less "
+                     "momentum, by what asynchrony adds (arXiv:1605.09774; default: yes)")  # fmt: skip
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:
