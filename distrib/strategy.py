@@ -128,7 +128,7 @@ def checked(strategy: Strategy) -> Strategy:
     for field, mode in _ONLY_IN.items():
         value = getattr(strategy, field)
         if value != getattr(default, field) and strategy.mode != mode:
-            option = ("--" if value else "--no-") + field.replace("_", "-")
+            option = ("--no-" if value is False else "--") + field.replace("_", "-")
             raise ConfigError(
                 f"{option} means nothing in mode {strategy.mode}", hint=f"add --mode {mode}, or leave it out"
             )
