@@ -18,8 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from distrib.bandwidth.asynchronous import LARGEST_CHUNK_BYTES
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.placement import LARGEST_BYTES, Parameter, cut, item_bytes
+from distrib.training.parameter_server.placement import Parameter, cut, item_bytes
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
@@ -38,7 +39,7 @@ def test_every_element_is_in_one_chunk(specs, servers, whole):
     covered: dict[int, int] = dict.fromkeys(range(len(parameters)), 0)
     for chunk in chunks:
         assert 0 <= chunk.server < servers
-        assert whole or chunk.bytes <= LARGEST_BYTES + 64 * 8
+        assert whole or chunk.bytes <= LARGEST_CHUNK_BYTES + 64 * 8
         assert not whole or len(chunk.pieces) == 1
         for piece in chunk.pieces:
             assert piece.start == covered[piece.parameter] < piece.stop

@@ -9,8 +9,21 @@ from distrib.bandwidth.timeline import Step
 from distrib.bandwidth.workload import Workload
 from distrib.strategy import Strategy
 
-LARGEST_CHUNK_BYTES, SMALLEST_CHUNK_BYTES, CHUNKS = 4 << 20, 64 << 10, 16
-"""Those of distrib.training.parameter_server: what travels and is updated at once, and how many of them each server has."""
+LARGEST_CHUNK_BYTES = 4 << 20
+SMALLEST_CHUNK_BYTES = 64 << 10
+"""Below it the fixed cost of a chunk (a header, two system calls, one optimizer step) is more than its time on a 1 Gb/s wire."""
+
+CHUNKS = 32
+"""Of a model that is large enough: while one is on its way back, others are on theirs, and processors have time to serve them."""
+
+MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
+"""Chunks of each server."""
+
+
+def chunk_bytes(total_bytes: int, servers: int) -> int:
+    """How large a chunk of the parameters is at most: what travels and is updated at once."""
+    each = min(MOST_IN_FLIGHT, max(LEAST_IN_FLIGHT, CHUNKS // servers))
+    return min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total_bytes // (servers * each)))
 
 
 def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
@@ -27,7 +40,7 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
     busy = _busy_seconds(fabric, strategy, pushed)
     servers = strategy.servers or fabric.hosts
-    chunk = min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, pushed / servers / CHUNKS), pushed)
+    chunk = min(chunk_bytes(int(pushed), servers), pushed)
     seconds = max(alone + 2 * wire.curve.seconds(chunk), busy)
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 

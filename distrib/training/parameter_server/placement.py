@@ -13,14 +13,8 @@ from itertools import groupby
 
 import msgspec
 
+from distrib.bandwidth.asynchronous import SMALLEST_CHUNK_BYTES, chunk_bytes
 from distrib.errors import TrainingError
-
-LARGEST_BYTES = 4 << 20
-SMALLEST_BYTES = 64 << 10
-"""Below it the fixed cost of a chunk (a header, two system calls, one optimizer step) is more than its time on a 1 Gb/s wire."""
-
-IN_FLIGHT = 16
-"""Chunks of each server that a model has if it is large enough: while one is on its way back, others are on theirs."""
 
 ALIGNMENT = 64
 """Elements; chunks begin where vector units and caches like them to."""
@@ -84,7 +78,7 @@ def cut(parameters: Sequence[Parameter], servers: int, *, whole: bool = False) -
     if whole:
         return _whole(parameters, servers)
     total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
-    aim = min(LARGEST_BYTES, max(SMALLEST_BYTES, total // (servers * IN_FLIGHT)))
+    aim = chunk_bytes(total, servers)
     chunks: list[Chunk] = []
     loads = [0] * servers
     numbered = sorted(enumerate(parameters), key=lambda item: (item[1].group, item[1].kind))
@@ -114,7 +108,7 @@ def _whole(parameters: Sequence[Parameter], servers: int) -> tuple[Chunk, ...]:
 
 def _count(size: int, aim: int, servers: int) -> int:
     """Into how many chunks `size` bytes are cut: as many for every server, unless they would be very small."""
-    if size >= servers * SMALLEST_BYTES // 4:
+    if size >= servers * SMALLEST_CHUNK_BYTES // 4:
         return -(-size // (aim * servers)) * servers
     return -(-size // aim) or 1
 
