@@ -24,6 +24,9 @@ NEGLIGIBLE = 0.02
 GPU_OVERLAP_SLOWDOWN = 0.08
 """How much longer a GPU computes while it communicates: up to 15 % (Zhang et al. 2020, arXiv:2006.10103); half of it."""
 
+CPU_SECONDS_PER_BYTE = 2e-9
+"""What averaging a byte over TCP costs the processors of a host that computes."""
+
 TRIAL_BYTES = 2 << 20
 
 GPU_PASSES, CPU_PASSES = (1.0, 1.0), (2.0, 1.0)
@@ -136,9 +139,17 @@ def _step(
         _transfers(fabric, strategy, parts),
         batches=strategy.accumulate,
         slowness=slowest,
-        overlap_slowdown=GPU_OVERLAP_SLOWDOWN if fabric.gpus else 0.0,
+        overlap_slowdown=_overlap_slowdown(fabric, workload),
         spans=spans,
     )
+
+
+def _overlap_slowdown(fabric: Fabric, workload: Workload) -> float:
+    """How much longer computing takes while the wire is busy: processors that compute are wanted by the wire, too."""
+    if fabric.gpus:
+        return GPU_OVERLAP_SLOWDOWN
+    wire = fabric.wire or fabric.inside
+    return workload.processor_share * CPU_SECONDS_PER_BYTE * wire.bytes_per_second if wire else 0.0
 
 
 def _transfers(fabric: Fabric, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:

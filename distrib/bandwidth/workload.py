@@ -44,6 +44,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     memory_bytes: int | None = None
     """The most that the device held."""
     variation: float = 0.0
+    processor_share: float = 0.0
+    """How busy the step keeps the processors that the rank computes with, 0 to 1; on a CPU, what is left is free for the wire."""
     expected_error: float = 0.0
     """The relative error to expect of the seconds where they were not measured."""
     software: dict[str, str] = {}
@@ -83,6 +85,7 @@ def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
         "optimizer_seconds",
         "loader_seconds",
         "variation",
+        "processor_share",
         "expected_error",
     ):
         if not 0 <= (value := getattr(workload, field)) < math.inf:

@@ -12,6 +12,7 @@ import os
 import platform
 import resource
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -67,6 +68,7 @@ class _Step:
 
     def __init__(self, begin: Any) -> None:
         self.begin = begin
+        self.processor_seconds = -time.process_time()
         self.fetches: list[tuple[Any, Any]] = []
         self.backward: tuple[Any, Any] | None = None
         self.ready: dict[str, Any] = {}
@@ -203,6 +205,7 @@ class Profiler:
         step = self._step
         if step and step.backward and self._taken > self._wish.warmup_steps:
             step.end = now
+            step.processor_seconds += time.process_time()
             self._steps.append(step)
         self._step = _Step(now)
         if len(self._steps) >= self._wish.steps and len(self._optimizers) == 1:
@@ -243,6 +246,7 @@ class Profiler:
             )
             for name, times in ready.items()
         ]  # fmt: skip
+        used = sum(step.processor_seconds for step in self._steps) / sum(totals) / torch.get_num_threads()
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         return Workload(
             name=self._wish.name,
@@ -256,6 +260,7 @@ class Profiler:
             gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_seconds)),
             parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             memory_bytes=self._memory_bytes(),
+            processor_share=min(1.0, used),
             variation=statistics.pstdev(totals) / statistics.mean(totals),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
