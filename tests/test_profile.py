@@ -28,6 +28,7 @@ def test_a_script_is_measured_and_ended(launch, tmp_path):
     assert found.forward_seconds >= 0.0099 and found.backward_seconds >= 0.0199
     assert found.gradients[-1].ready_seconds >= 0.0199 > found.gradients[0].ready_seconds
     assert found.gradients[-1].ready_seconds <= found.backward_seconds
+    assert 0 < found.processor_share < 0.9  # it sleeps most of the time
 
 
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
