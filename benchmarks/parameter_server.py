@@ -331,8 +331,9 @@ def _fault(cluster: Cluster, kind: str, host: str, moment: float) -> tuple[str, 
             if all(now[w] >= min(before[w] + 2, 100) for w in workers if w != dead):
                 break
             if time.monotonic() - begun > 90:
-                job.kill()
-                return f"nobody goes on: {before} {now}", 90.0
+                job.terminate()
+                _, said = job.communicate(timeout=30)
+                return f"nobody goes on: {before} {now}; {said[-1000:]}", 90.0
             time.sleep(0.02)
         seconds = time.monotonic() - begun
         try:

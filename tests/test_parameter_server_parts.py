@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter, deque
 from itertools import count
 from typing import Any
@@ -22,6 +23,7 @@ from distrib.bandwidth.asynchronous import LARGEST_CHUNK_BYTES
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.placement import Parameter, cut, item_bytes
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
+from distrib.training.parameter_server.wire import Loop
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
 KINDS = st.sampled_from(["float32", "float64"])
@@ -141,6 +143,28 @@ def test_an_answer_waits_for_the_replica():
     shard.replicate(0)
     assert applied(push(shard, 0, 1)) and not answered(shard.replicate(0))
     assert answered(shard.replicate(1)) == [(0, 1, True)]
+
+
+def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
+    """Two are ready at once, and whoever is told first closes the other."""
+    loop, told = Loop(), []
+    pairs = [socket.socketpair() for _ in range(2)]
+    for number, (near, far) in enumerate(pairs):
+        far.send(b"!")
+
+        def attend(_: int, number: int = number) -> None:
+            told.append(number)
+            other = pairs[1 - number][0]
+            loop.forget(other)
+            other.close()
+            loop.ended = True
+
+        loop.watch(near, attend)
+    loop.run()
+    assert len(told) == 1
+    for near, far in pairs:
+        near.close()
+        far.close()
 
 
 class _Server:

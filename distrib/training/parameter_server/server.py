@@ -229,6 +229,10 @@ class Server:
             if peer.part is part and peer.worker is not None:
                 peer.connection.send(Frame(Kind.ALONE, version=part.epoch + 1))
 
+    def take_back(self, part: Part) -> bool:
+        """The question whether the part may go on alone, as a replica may be found. Whether it was open."""
+        return self._agreed.pop(part.shard, None) is not None
+
     def agreed(self, part: Part, worker: int | None, epoch: int) -> None:
         """A worker knows that the part has no replica, and will not go to an old one."""
         agreed = self._agreed.get(part.shard)
@@ -285,7 +289,8 @@ class _ReplicaLink:
             if not alone and now - self._since > DROP_SECONDS and now - self._asked > DROP_SECONDS:
                 self._asked = now
                 self.server.ask_to_go_on_alone(self.part)
-            self._call()
+            else:
+                self._call()
 
     def _call(self) -> None:
         address = self.server.addresses[self.candidates[self._tries % len(self.candidates)]]
@@ -295,9 +300,9 @@ class _ReplicaLink:
         sock.connect_ex(address)
         self._sock = sock
         self.connection = Connection(sock, self.server.key, listener=False, room=lambda _: None, receive=self._hear)
-        if (
-            self._broken
-        ):  # workers may have given their voice to the replica meanwhile: for the next epoch, no later one
+        # Workers may have given their voice for the next epoch meanwhile, to the replica or to this server alone.
+        was_open = self.server.take_back(self.part)
+        if self._broken or was_open:
             self.part.epoch += 1
             self._broken = False
         hello = {"shard": self.part.shard, "epoch": self.part.epoch}

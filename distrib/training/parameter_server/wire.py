@@ -321,6 +321,7 @@ class Loop:
         self._selector.register(self._bell, selectors.EVENT_READ, self._answer_bell)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._forgotten: set[socket.socket] = set()
         self.ended = False
 
     def call(self, work: Callable[[], None]) -> None:
@@ -347,7 +348,8 @@ class Loop:
             self._selector.modify(sock, events, attend)
 
     def forget(self, sock: socket.socket) -> None:
-        """Stop watching."""
+        """Stop watching; what has happened to the socket already is not told any more."""
+        self._forgotten.add(sock)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
@@ -355,8 +357,10 @@ class Loop:
         """Until `ended`."""
         while not self.ended:
             wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            self._forgotten.clear()
             for key, events in self._selector.select(wait):
-                key.data(events)
+                if key.fileobj not in self._forgotten:
+                    key.data(events)
             while self._calls:
                 self._calls.popleft()()
             while self._timers and self._timers[0][0] <= time.monotonic():
