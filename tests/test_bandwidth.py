@@ -304,6 +304,17 @@ def test_gpus_of_two_kinds_wait_for_the_slower():
     assert any("T4 takes 2.4 times as long" in note for note in told.notes)
     balanced = foretell(parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2)
     assert balanced.samples_per_second > told.samples_per_second
+    free, bounded = (
+        foretell(
+            parse_topology(text, "x"),
+            job(megabytes=1),
+            Strategy(mode="async", staleness=bound),
+            hosts=8,
+            ranks_per_host=2,
+        )
+        for bound in (None, 4)
+    )
+    assert free.samples_per_second > bounded.samples_per_second  # in the end all wait for those that always are slower
 
 
 def test_staging_through_host_memory_halves_the_bus():

@@ -195,10 +195,13 @@ def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: flo
 
 
 def _slowness(fabric: Fabric, strategy: Strategy) -> float:
-    """What the slowest rank takes; with balanced batches, what all take."""
+    """What the slowest rank takes; with balanced batches, what all take; where nobody waits for anybody, what they take together.
+
+    A bound on staleness evens out what varies from step to step, but for a rank that always is slower all wait in the end.
+    """
     if not fabric.slowness:
         return 1.0
-    if strategy.balance or (strategy.mode == "async" and strategy.staleness != 0):
+    if strategy.balance or (strategy.mode == "async" and strategy.staleness is None):
         ranks = sum(count for _, count in fabric.slowness)
         return ranks / sum(count / factor for factor, count in fabric.slowness)
     return max(factor for factor, _ in fabric.slowness)
