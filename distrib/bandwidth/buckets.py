@@ -10,6 +10,9 @@ import msgspec
 DDP_FIRST_BYTES, DDP_BYTES = 1 << 20, 25 << 20
 """What torch's DistributedDataParallel fills its first bucket with, and each other (torch/nn/parallel/distributed.py)."""
 
+PLAIN_BUCKETS, PLAIN_BYTES = 10, 2 << 20
+"""Into how many buckets of DDP's own gradients are divided, and how large these are at least: on busy processors more cost too much."""
+
 FINEST = 192
 """Into how many atoms at most the gradients are divided before they are put together again."""
 
@@ -94,6 +97,11 @@ def cut(
         ends.append(offsets[at])
         at = best[at][2]
     return tuple(reversed(ends))
+
+
+def plain_bytes(total_bytes: int) -> int:
+    """How large DDP's buckets are made where it averages gradients itself, with one rank on each host."""
+    return min(DDP_BYTES, max(PLAIN_BYTES, total_bytes // PLAIN_BUCKETS))
 
 
 def in_buckets(sizes_bytes: Sequence[int]) -> tuple[int, ...]:

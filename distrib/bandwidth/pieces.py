@@ -54,9 +54,11 @@ def of_distrib(
     total = sum(gradient.size_bytes for gradient in gradients)
     if strategy.gradients.format == "powersgd":
         return of_ddp(gradients, strategy.bucket_bytes)
-    left_to_ddp = total <= (FINE_BYTES if ranks_per_host > 1 else DDP_FIRST_BYTES)
-    if left_to_ddp and strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
-        return of_ddp(gradients)
+    if strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
+        if ranks_per_host == 1:
+            return of_ddp(gradients, buckets.plain_bytes(total))
+        if total <= FINE_BYTES:
+            return of_ddp(gradients)
     fine = max(FINE_BYTES, total // FINE_PARTS)
     parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
     if strategy.bucket_bytes or wire is None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from distrib.bandwidth.buckets import plain_bytes
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.gradients.hook import Averaging, GpuAveraging, attach
@@ -19,8 +20,6 @@ BUCKETS = 64
 """About how many buckets DDP makes of a model whose pieces we cut ourselves: many, so that the first is ready early."""
 SMALL_BYTES = 256 << 10
 """Gradients of so few bytes travel at once, whoever sends them."""
-FIRST_BUCKET_BYTES = 1 << 20
-"""Those of so few DDP sends at once; where every rank is alone on its host, nothing is faster on busy cores."""
 MIB = 1 << 20
 
 
@@ -44,9 +43,14 @@ def synchronous(
         return model
     if device.type == "cuda":
         return _on_gpu(model, device, strategy, find_unused_parameters)
-    if _left_to_ddp(model, learning, strategy):
-        cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
-        return DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
+    if _only_ddp_can(model, learning):
+        return _plain(model, find_unused_parameters, strategy.bucket_bytes)
+    if strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
+        size = sum(parameter.nbytes for parameter in learning)
+        if size <= SMALL_BYTES:
+            return _plain(model, find_unused_parameters, None)
+        if _each_on_a_host_of_its_own():
+            return _plain(model, find_unused_parameters, plain_bytes(size))
     averaging = Averaging(learning, strategy)
     wrapped = DistributedDataParallel(
         model,
@@ -57,16 +61,16 @@ def synchronous(
     return wrapped
 
 
-def _left_to_ddp(model: nn.Module, learning: list[nn.Parameter], strategy: Strategy) -> bool:
-    """Whether there is nothing to gain over DDP itself, or something that only DDP can do."""
+def _only_ddp_can(model: nn.Module, learning: list[nn.Parameter]) -> bool:
     if any(getattr(module, "sparse", False) for module in model.modules()):
         return True
-    if not all(parameter.dtype.is_floating_point for parameter in learning):
-        return True
-    if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
-        return False
-    size = sum(parameter.nbytes for parameter in learning)
-    return size <= SMALL_BYTES or (size <= FIRST_BUCKET_BYTES and _each_on_a_host_of_its_own())
+    return not all(parameter.dtype.is_floating_point for parameter in learning)
+
+
+def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | None) -> DistributedDataParallel:
+    """DDP itself. With one rank per host it needs but the right buckets, and costs busy processors less than a hook."""
+    cap = bucket_bytes / MIB if bucket_bytes else None
+    return DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
 
 
 def _each_on_a_host_of_its_own() -> bool:
