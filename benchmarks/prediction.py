@@ -73,6 +73,8 @@ KINDS: dict[str, list[str]] = {
 REAL_KINDS = ("default", "bf16")
 """Of these, with two ranks, there is a case that computes in earnest as well: there is one core for each here."""
 PASSES, STEPS_OF_A_PASS = 2, 5
+STEPS_TO_CUT, STEPS_TO_REBUILD = 24, 5
+"""After which distrib has found out how to cut the stream of gradients into pieces, and DDP has its buckets in order."""
 
 
 def cases_of(shape: str, rate: str) -> list[dict[str, Any]]:
@@ -102,6 +104,7 @@ def _draw(shape: str, rate: str, kind: str, real: bool) -> dict[str, Any]:
         sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
     return {
         "name": name, "kind": kind, "real": real, "steps": STEPS_OF_A_PASS,
+        "settling": STEPS_TO_CUT if kind in ("flat", "bf16") or (kind == "default" and slots > 1) else STEPS_TO_REBUILD,
         "batch": max(1, round(1.5 * backward * REAL_FLOP_PER_SECOND / (6 * sum(sizes)))),
         "elements": [max(1, round(size)) for size in sizes],
         "forward_seconds": round(backward / 2, 4), "backward_seconds": round(backward, 4),

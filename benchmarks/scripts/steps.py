@@ -20,9 +20,6 @@ from torch import nn
 import distrib
 from distrib.training.profiling import Profiler, Wish
 
-SETTLING_STEPS = {"async": 5}
-SETTLED_STEPS = 24
-"""After which distrib has found out how to cut the stream of gradients into pieces (else: those of a kind)."""
 WARM_STEPS = 2
 """Before what is settled is timed once more."""
 
@@ -120,7 +117,7 @@ class Timed:
         if case["name"] not in self._kept:
             model, optimizer, x = build(case, alone=False)
             self._kept[case["name"]] = (*self._job.prepare(model, optimizer), x)
-            settling = SETTLING_STEPS.get(case["kind"], SETTLED_STEPS)
+            settling = case["settling"]
         self._job.barrier()
         taken = []
         for _ in range(case["steps"] + settling):
