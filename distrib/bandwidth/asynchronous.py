@@ -20,6 +20,10 @@ MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
 """Chunks of each server."""
 
 
+GOODPUT = 0.9
+"""What of the wire workers and servers together fill: 0.88 to 0.96 (benchmarks/parameter_server.py, virtual hosts)."""
+
+
 def chunk_bytes(total_bytes: int, servers: int) -> int:
     """How large a chunk of the parameters is at most: what travels and is updated at once."""
     each = min(MOST_IN_FLIGHT, max(LEAST_IN_FLIGHT, CHUNKS // servers))
@@ -38,7 +42,7 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     if wire is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
     pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
-    busy = _busy_seconds(fabric, strategy, pushed)
+    busy = _busy_seconds(fabric, strategy, pushed) / GOODPUT
     servers = strategy.servers or fabric.hosts
     chunk = min(chunk_bytes(int(pushed), servers), pushed)
     seconds = max(alone + 2 * wire.curve.seconds(chunk), busy)

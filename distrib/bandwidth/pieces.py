@@ -44,6 +44,13 @@ def of_ddp(gradients: Sequence[Gradient], bucket_bytes: int | None = None) -> tu
     return tuple(found)
 
 
+def left_to_ddp(total_bytes: float, strategy: Strategy, ranks_per_host: int) -> bool:
+    """Whether distrib has nothing to do with these gradients on CPU hosts."""
+    if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
+        return False
+    return ranks_per_host == 1 or total_bytes <= FINE_BYTES
+
+
 def of_distrib(
     gradients: Sequence[Gradient], strategy: Strategy, wire: buckets.Wire | None, *, ranks_per_host: int
 ) -> tuple[Piece, ...]:
@@ -54,11 +61,8 @@ def of_distrib(
     total = sum(gradient.size_bytes for gradient in gradients)
     if strategy.gradients.format == "powersgd":
         return of_ddp(gradients, strategy.bucket_bytes)
-    if strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
-        if ranks_per_host == 1:
-            return of_ddp(gradients, buckets.plain_bytes(total))
-        if total <= FINE_BYTES:
-            return of_ddp(gradients)
+    if left_to_ddp(total, strategy, ranks_per_host):
+        return of_ddp(gradients, buckets.plain_bytes(total) if ranks_per_host == 1 else None)
     fine = max(FINE_BYTES, total // FINE_PARTS)
     parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
     if strategy.bucket_bytes or wire is None:

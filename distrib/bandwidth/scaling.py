@@ -24,8 +24,14 @@ NEGLIGIBLE = 0.02
 GPU_OVERLAP_SLOWDOWN = 0.08
 """How much longer a GPU computes while it communicates: up to 15 % (Zhang et al. 2020, arXiv:2006.10103); half of it."""
 
-CPU_SECONDS_PER_BYTE = 2e-9
-"""What averaging a byte over TCP costs the processors of a host that computes."""
+CPU_SECONDS_PER_BYTE = 7e-9
+"""What a byte over TCP, averaged, costs one processor that would compute: seen on virtual hosts (benchmarks/prediction.py)."""
+
+CONVERTED_BYTES_PER_SECOND = 1.5e9
+"""What a processor turns from one number format into another, seen there, too."""
+
+HOOK_SECONDS = 2.5e-3
+"""From the last piece's end to the optimizer where threads of distrib hand pieces on: seen there, too."""
 
 TRIAL_BYTES = 2 << 20
 
@@ -136,10 +142,11 @@ def _step(
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
         workload,
-        _transfers(fabric, strategy, parts),
+        _transfers(fabric, workload, strategy, parts),
         batches=strategy.accumulate,
         slowness=slowest,
         overlap_slowdown=_overlap_slowdown(fabric, workload),
+        hook_seconds=_hook_seconds(fabric, workload, strategy),
         spans=spans,
     )
 
@@ -149,18 +156,28 @@ def _overlap_slowdown(fabric: Fabric, workload: Workload) -> float:
     if fabric.gpus:
         return GPU_OVERLAP_SLOWDOWN
     wire = fabric.wire or fabric.inside
-    return workload.processor_share * CPU_SECONDS_PER_BYTE * wire.bytes_per_second if wire else 0.0
+    taken = min(1.0, CPU_SECONDS_PER_BYTE * wire.bytes_per_second) if wire else 0.0
+    return workload.processor_share * taken / workload.processors
 
 
-def _transfers(fabric: Fabric, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
+def _hook_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
+    own = fabric.gpus or strategy.backend == "horovod"
+    if own or pieces.left_to_ddp(workload.gradient_bytes, strategy, fabric.ranks_per_host):
+        return 0.0
+    return HOOK_SECONDS
+
+
+def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
     """What averaging each piece of the gradients costs, in the order in which they travel."""
     copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
+    # Formats are changed by the processors that would compute.
+    busy = 0.0 if fabric.gpus else workload.processor_share / workload.processors / CONVERTED_BYTES_PER_SECOND
     return [
         Transfer(
             ready_seconds=piece.ready_seconds,
             wire_seconds=_wire_seconds(fabric, strategy, piece, copying),
-            pack_seconds=packing * piece.size_bytes / copying,
+            pack_seconds=piece.size_bytes * (packing / copying + payload_of(piece, strategy.gradients).passes * busy),
             unpack_seconds=unpacking * piece.size_bytes / copying,
         )
         for piece in parts

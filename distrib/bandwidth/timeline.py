@@ -47,12 +47,14 @@ def synchronous(
     batches: int = 1,
     slowness: float = 1.0,
     overlap_slowdown: float = 0.0,
+    hook_seconds: float = 0.0,
     spans: bool = False,
 ) -> Step:
     """A step of data-parallel training: pieces in order on one stream, each when it is ready and the one before is through.
 
     `slowness` is what the slowest rank takes for what the workload says takes 1; `overlap_slowdown` how much longer
-    computing takes while the wire is busy. All but the last of `batches` are computed without communication.
+    computing takes while the wire is busy, `hook_seconds` what the last piece takes to the optimizer. All but the last of
+    `batches` are computed without communication.
     """
     clock = _Clock(draws=spans)
     for number in range(batches):
@@ -86,6 +88,8 @@ def synchronous(
     waited = clock.now
     for transfer, end in zip(transfers, ends, strict=True):
         clock.now = max(clock.now, end) + transfer.unpack_seconds
+    if transfers:
+        clock.now += hook_seconds
     exposed = max(0.0, free - waited)
     clock.draw("compute", "wait", "wait for the wire", waited, clock.now)
     clock.compute("optimizer", "optimizer", workload.optimizer_seconds * slowness)

@@ -46,6 +46,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     variation: float = 0.0
     processor_share: float = 0.0
     """How busy the step keeps the processors that the rank computes with, 0 to 1; on a CPU, what is left is free for the wire."""
+    processors: int = 1
+    """How many these are."""
     expected_error: float = 0.0
     """The relative error to expect of the seconds where they were not measured."""
     software: dict[str, str] = {}
@@ -94,6 +96,8 @@ def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
         yield "$.batch", f"{workload.batch} samples; a batch has at least one"
     if workload.compute_seconds + workload.loader_seconds <= 0:
         yield "$.forward_seconds", "a step that takes no time at all cannot be"
+    if workload.processors < 1:
+        yield "$.processors", f"{workload.processors}; a rank computes with one at least"
     if workload.parameter_bytes <= 0:
         yield "$.parameter_bytes", f"{workload.parameter_bytes} bytes; a model that is trained has some"
     if not workload.gradients:

@@ -261,6 +261,7 @@ class Profiler:
             parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             memory_bytes=self._memory_bytes(),
             processor_share=min(1.0, used),
+            processors=torch.get_num_threads(),
             variation=statistics.pstdev(totals) / statistics.mean(totals),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
