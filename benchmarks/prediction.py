@@ -60,7 +60,6 @@ SHAPES: dict[str, tuple[str, ...]] = {
     "6x1": ("200mbit", "1gbit"),
     "6x2": ("500mbit",),
     "8x1": ("200mbit", "500mbit", "1gbit"),
-    "8x2": ("200mbit", "500mbit"),
 }
 """Hosts x slots, and the rates of their links."""
 

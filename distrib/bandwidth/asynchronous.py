@@ -23,6 +23,9 @@ MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
 GOODPUT = 0.9
 """What of the wire workers and servers together fill: 0.88 to 0.96 (benchmarks/parameter_server.py, virtual hosts)."""
 
+TURNAROUND_SECONDS = 5e-3
+"""From the last gradient to the parameters that it has changed, but for the wire; seen there, too."""
+
 
 def chunk_bytes(total_bytes: int, servers: int) -> int:
     """How large a chunk of the parameters is at most: what travels and is updated at once."""
@@ -45,7 +48,7 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     busy = _busy_seconds(fabric, strategy, pushed) / GOODPUT
     servers = strategy.servers or fabric.hosts
     chunk = min(chunk_bytes(int(pushed), servers), pushed)
-    seconds = max(alone + 2 * wire.curve.seconds(chunk), busy)
+    seconds = max(alone + TURNAROUND_SECONDS + 2 * wire.curve.seconds(chunk), busy)
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 
