@@ -163,6 +163,15 @@ def test_ranks_of_one_host_share_its_wire():
     assert grouped == pytest.approx(2 * 3 / 4 * 100 * MB / rate + inside, rel=0.01)
 
 
+def test_a_message_that_was_disturbed_is_read_like_its_neighbours():
+    """1 MiB over a wire of 0.1 GB/s with 1 ms of latency, measured three times as long as it takes."""
+    sizes = [4**n << 10 for n in range(9)]
+    points = [Point(size, 1e-3 + size / 1e8 * (3 if size == 1 << 20 else 1), 0.0) for size in sizes]
+    curve = curves.measured(points)
+    for size in sizes:
+        assert curve.seconds(size) == pytest.approx(1e-3 + size / 1e8, rel=0.05)
+
+
 # The timeline
 
 

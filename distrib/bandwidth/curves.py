@@ -76,7 +76,8 @@ def measured(
 
     The interpolation is cubic and monotone (Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980): straight lines between
     samples at four times the size are 5 % off where latency and bandwidth count the same. What disturbs a measurement makes it
-    longer, so a message that took longer than a larger one is taken to take as long as that. Beyond the last point the rate is `bandwidth`, or the last point's own.
+    longer, so a message that took longer than a larger one is taken to take as long as that, and one whose overhead over the best
+    rate stands out from those of its neighbours is taken to have theirs. Beyond the last point the rate is `bandwidth`, or the last point's own.
     """
     seconds: dict[int, float] = {}
     for point in points:
@@ -85,6 +86,7 @@ def measured(
     if len(seconds) < 2:
         return None
     sizes = sorted(seconds)
+    _straighten(sizes, seconds)
     logs: list[tuple[float, float]] = []
     for size in reversed(sizes):
         seconds[size] = min(seconds[size], seconds[sizes[-1]], *(math.exp(log) for _, log in logs[-1:]))
@@ -97,6 +99,15 @@ def measured(
         bandwidth_bytes_per_second=bandwidth or sizes[-1] / seconds[sizes[-1]],
         logs=tuple((x, y, slope) for (x, y), slope in zip(logs, slopes, strict=True)),
     )
+
+
+def _straighten(sizes: list[int], seconds: dict[int, float]) -> None:
+    """Takes from a size what it took longer than the median of itself and its two neighbours, beyond the best rate."""
+    best = min(seconds[size] / size for size in sizes)
+    overheads = [seconds[size] - best * size for size in sizes]
+    for place in range(1, len(sizes) - 1):
+        usual = sorted(overheads[place - 1 : place + 2])[1]
+        seconds[sizes[place]] = min(seconds[sizes[place]], best * sizes[place] + usual)
 
 
 def _slopes(logs: list[tuple[float, float]]) -> list[float]:

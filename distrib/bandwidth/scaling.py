@@ -27,8 +27,8 @@ GPU_OVERLAP_SLOWDOWN = 0.08
 CPU_SECONDS_PER_BYTE = 7e-9
 """What a byte over TCP, averaged, costs one processor that would compute: seen on virtual hosts (benchmarks/prediction.py)."""
 
-CONVERTED_BYTES_PER_SECOND = 1.5e9
-"""What a processor turns from one number format into another, seen there, too."""
+CONVERSION_COPIES = 7.0
+"""As many copies in memory cost processors as much as turning numbers into another format once; seen there, too."""
 
 HOOK_SECONDS = 2.5e-3
 """From the last piece's end to the optimizer where threads of distrib hand pieces on: seen there, too."""
@@ -172,7 +172,7 @@ def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tu
     copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
     # Formats are changed by the processors that would compute.
-    busy = 0.0 if fabric.gpus else workload.processor_share / workload.processors / CONVERTED_BYTES_PER_SECOND
+    busy = 0.0 if fabric.gpus else CONVERSION_COPIES / copying * workload.processor_share / workload.processors
     return [
         Transfer(
             ready_seconds=piece.ready_seconds,
@@ -208,7 +208,7 @@ def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: flo
     else:
         wire = collectives.all_reduce(fabric, size, hierarchical=grouped)
     # One piece is packed while another travels.
-    return max(wire, payload.passes * piece.size_bytes / copying)
+    return max(wire, payload.passes * piece.size_bytes * (1.0 if fabric.gpus else CONVERSION_COPIES) / copying)
 
 
 def _slowness(fabric: Fabric, strategy: Strategy) -> float:
