@@ -4,14 +4,15 @@
     python benchmarks/prediction.py table [--half tune|held-out] [--each]   from what has been measured so far
 
 Real communication over the virtual cluster (root, iproute2, sshd); compute is emulated by sleeps (labelled `sleep`), or real
-on the CPU (`cpu`). All virtual hosts share this machine's cores, so it must be quiet while anything is measured. A shape
-whose measuring was interrupted is measured anew, the others are kept. Half of the cases, chosen by a hash of their names
+on the CPU (`cpu`). All virtual hosts share this machine's cores, so it must be quiet while anything is measured. What was
+measured last is kept in results/; a shape whose measuring was interrupted is measured anew. Half of the cases, chosen by a hash of their names
 before there was a model, is never used to tune it (`held-out`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -40,9 +41,11 @@ from tests.cluster.virtual import parse_rate
 
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
-RESULTS = Path("distrib-runs/prediction.json")
+RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
 SEED = 20261120
 THRESHOLD = 0.8
+FEW_RANKS = 4
+"""More share this machine's two cores with each other than a model of separate hosts can know."""
 LONGEST_SECONDS = 1.0
 """By the wire's limit; cases that would communicate for longer are not drawn."""
 
@@ -217,6 +220,12 @@ def _profiles(cluster: Cluster, cases: list[dict[str, Any]]) -> dict[str, Any]:
 # Judging
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What was measured, by shape."""
+    found: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
+    return found
+
+
 def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
     """Foretold and measured of every case."""
     rows = []
@@ -230,7 +239,8 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
                     words = [*KINDS[case["kind"]], "x"]
                     strategy = training.strategy_of(cli.parser().parse_args(words))
                     told = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
-                    rows.append(_row(case, workload, told, found["measured"][case["name"]]))
+                    row = _row(case, workload, told, found["measured"][case["name"]])
+                    rows.append({**row, "ranks": hosts * slots})
     return rows
 
 
@@ -262,6 +272,12 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
             )  # fmt: skip
     groups = [("all", rows)] + [(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS]
     groups += [(compute, [row for row in rows if row["compute"] == compute]) for compute in ("sleep", "cpu")]
+    few = [row for row in rows if row["ranks"] <= FEW_RANKS]
+    groups += [
+        (f"up to {FEW_RANKS} ranks", few),
+        ("  of them exact", [row for row in few if row["kind"] in ("default", "flat")]),
+        ("more ranks", [row for row in rows if row["ranks"] > FEW_RANKS]),
+    ]
     groups += [(half, [row for row in rows if row["half"] == half]) for half in ("tune", "held-out")]
     print(
         f"{'':20}{'cases':>6}{'MAE':>7}{'spread':>8}{'p95':>7}{'worst':>7}{'efficiency':>12}{'verdicts':>10}{'wrong by':>10}"
@@ -290,12 +306,12 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.shapes) - set(SHAPES):
         parser.error(f"no such shape: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
-    results: dict[str, Any] = json.loads(options.results.read_text()) if options.results.exists() else {}
+    results = read(options.results) if options.results.exists() else {}
     if options.part == "measure":
         for shape in options.shapes or SHAPES:
             results[shape] = measure(shape)
             options.results.parent.mkdir(parents=True, exist_ok=True)
-            options.results.write_text(json.dumps(results))
+            options.results.write_bytes(gzip.compress(json.dumps(results).encode(), mtime=0))
     else:
         table(judge(results, options.half), options.each)
     return 0
