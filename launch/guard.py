@@ -50,10 +50,12 @@ def send(pids: Iterable[int], number: int) -> None:
 
 def sweep(mark: str, session: int | None = None) -> None:
     """SIGKILL whatever is left of a rank: what carries its mark and what is in its session."""
+    calm = False
     for _ in range(50):
         left = marked(mark) | (in_session(session) if session else set())
-        if not left:
+        if calm and not left:
             return
+        calm = not left  # a process that is at its exec shows no environment for a moment: look twice
         send(left, signal.SIGKILL)
         time.sleep(0.01)
 
