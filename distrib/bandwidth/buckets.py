@@ -104,14 +104,14 @@ def plain_bytes(total_bytes: int) -> int:
     return min(DDP_BYTES, max(PLAIN_BYTES, total_bytes // PLAIN_BUCKETS))
 
 
-def in_buckets(sizes_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Where torch's DDP would end its buckets by default: with the gradient with which one is full."""
-    ends, begun, end, limit = [], 0, 0, DDP_FIRST_BYTES
+def in_buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None = None) -> tuple[int, ...]:
+    """Where torch's DDP ends its buckets, of its own sizes or of `bucket_bytes`: with the gradient with which one is full."""
+    ends, begun, end, limit = [], 0, 0, bucket_bytes or DDP_FIRST_BYTES
     for size in sizes_bytes:
         end += size
         if end - begun >= limit:
             ends.append(end)
-            begun, limit = end, DDP_BYTES
+            begun, limit = end, bucket_bytes or DDP_BYTES
     return tuple(ends) if begun == end else (*ends, end)
 
 

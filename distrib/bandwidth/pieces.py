@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth import buckets
-from distrib.bandwidth.buckets import DDP_BYTES, DDP_FIRST_BYTES
 from distrib.bandwidth.workload import Gradient
 from distrib.strategy import Strategy
 
 FINE_BYTES, FINE_PARTS = 256 << 10, 64
+"""DDP is made to cut what distrib cuts anew into about so many buckets, of so much at least: many, so that the first is ready early."""
 FIRST_PIECE_BYTES = 1 << 20
-"""Those of distrib.training: how finely DDP is made to cut what distrib cuts anew, and how large its own pieces are at least."""
+"""How large pieces are until it is known when gradients get ready, and may be always."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,27 +28,31 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
 
 def of_ddp(gradients: Sequence[Gradient], bucket_bytes: int | None = None) -> tuple[Piece, ...]:
     """DDP's buckets: gradients in the order in which they get ready, a bucket full once it has reached its size."""
-    found = []
-    limit = DDP_FIRST_BYTES if bucket_bytes is None else bucket_bytes
-    size = elements = tensors = 0
-    ready = 0.0
-    for position, gradient in enumerate(gradients):
-        size += gradient.size_bytes
-        elements += gradient.elements
-        tensors += 1
-        ready = max(ready, gradient.ready_seconds)
-        if size >= limit or position == len(gradients) - 1:
-            found.append(Piece(size_bytes=size, elements=elements, tensors=tensors, ready_seconds=ready))
-            size = elements = tensors = 0
-            limit = DDP_BYTES if bucket_bytes is None else bucket_bytes
+    ends = set(buckets.in_buckets([gradient.size_bytes for gradient in gradients], bucket_bytes))
+    found: list[Piece] = []
+    members: list[Gradient] = []
+    filled = 0
+    for gradient in gradients:
+        members.append(gradient)
+        filled += gradient.size_bytes
+        if filled in ends:
+            found.append(
+                Piece(
+                    size_bytes=sum(member.size_bytes for member in members),
+                    elements=sum(member.elements for member in members),
+                    tensors=len(members),
+                    ready_seconds=max(member.ready_seconds for member in members),
+                )
+            )
+            members = []
     return tuple(found)
 
 
-def left_to_ddp(total_bytes: float, strategy: Strategy, ranks_per_host: int) -> bool:
-    """Whether distrib has nothing to do with these gradients on CPU hosts."""
+def left_to_ddp(total_bytes: float, strategy: Strategy, *, alone: bool) -> bool:
+    """Whether distrib has nothing to do with these gradients on CPU hosts. `alone`: each rank is on a host of its own."""
     if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
         return False
-    return ranks_per_host == 1 or total_bytes <= FINE_BYTES
+    return alone or total_bytes <= FINE_BYTES
 
 
 def of_distrib(
@@ -61,8 +65,8 @@ def of_distrib(
     total = sum(gradient.size_bytes for gradient in gradients)
     if strategy.gradients.format == "powersgd":
         return of_ddp(gradients, strategy.bucket_bytes)
-    if left_to_ddp(total, strategy, ranks_per_host):
-        return of_ddp(gradients, buckets.plain_bytes(total) if ranks_per_host == 1 else None)
+    if left_to_ddp(total, strategy, alone=ranks_per_host == 1):
+        return of_ddp(gradients, buckets.plain_bytes(total))
     fine = max(FINE_BYTES, total // FINE_PARTS)
     parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
     if strategy.bucket_bytes or wire is None:

@@ -162,7 +162,7 @@ def _overlap_slowdown(fabric: Fabric, workload: Workload) -> float:
 
 def _hook_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
     own = fabric.gpus or strategy.backend == "horovod"
-    if own or pieces.left_to_ddp(workload.gradient_bytes, strategy, fabric.ranks_per_host):
+    if own or pieces.left_to_ddp(workload.gradient_bytes, strategy, alone=fabric.ranks_per_host == 1):
         return 0.0
     return HOOK_SECONDS
 

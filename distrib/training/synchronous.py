@@ -11,15 +11,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth.buckets import plain_bytes
+from distrib.bandwidth.pieces import FINE_BYTES, FINE_PARTS, left_to_ddp
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.gradients.hook import Averaging, GpuAveraging, attach
 from distrib.training.gradients.neighbours import this_host
 
-BUCKETS = 64
-"""About how many buckets DDP makes of a model whose pieces we cut ourselves: many, so that the first is ready early."""
-SMALL_BYTES = 256 << 10
-"""Gradients of so few bytes travel at once, whoever sends them."""
 MIB = 1 << 20
 
 
@@ -45,12 +42,9 @@ def synchronous(
         return _on_gpu(model, device, strategy, find_unused_parameters)
     if _only_ddp_can(model, learning):
         return _plain(model, find_unused_parameters, strategy.bucket_bytes)
-    if strategy.gradients.exact and strategy.all_reduce == "auto" and not strategy.bucket_bytes:
-        size = sum(parameter.nbytes for parameter in learning)
-        if size <= SMALL_BYTES:
-            return _plain(model, find_unused_parameters, None)
-        if _each_on_a_host_of_its_own():
-            return _plain(model, find_unused_parameters, plain_bytes(size))
+    size = sum(parameter.nbytes for parameter in learning)
+    if left_to_ddp(size, strategy, alone=_each_on_a_host_of_its_own()):
+        return _plain(model, find_unused_parameters, plain_bytes(size))
     averaging = Averaging(learning, strategy)
     wrapped = DistributedDataParallel(
         model,
@@ -84,7 +78,7 @@ def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
     """How large DDP makes its buckets, in MiB; None is its own default."""
     if strategy.gradients.format == "powersgd":
         return strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
-    fine = max(SMALL_BYTES, sum(parameter.nbytes for parameter in learning) // BUCKETS)
+    fine = max(FINE_BYTES, sum(parameter.nbytes for parameter in learning) // FINE_PARTS)
     return min(fine, strategy.bucket_bytes or fine) / MIB
 
 

@@ -14,14 +14,13 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets
+from distrib.bandwidth.pieces import FIRST_PIECE_BYTES
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import Origin, way_of
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
 
-FIRST_PIECE_BYTES = 1 << 20
-"""How large pieces are until it is known when gradients get ready."""
 SETTLED_STEPS = 3
 """After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more."""
 ALIGNMENT_BYTES = 16
