@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,23 +62,27 @@ def sweep(mark: str, session: int | None = None) -> None:
 
 
 class Guard:
-    """A forked child that waits for this process to die and then runs `cleanup`.
+    """A process that waits for this one to die and then runs `cleanup`.
 
-    It holds one end of a pipe whose other end only this process has; death by any signal, SIGKILL included, closes it.
+    The two hold the ends of a pair of sockets; death by any signal, SIGKILL included, closes this one's. The guard is a child
+    of init: Slurm and others that end all descendants of a process would else end it in the middle of its work.
     `dismiss` sends it home without a cleanup.
     """
 
     def __init__(self, cleanup: Callable[[], None]) -> None:
-        read_end, self._write_end = os.pipe()
-        self._pid = os.fork()
-        if self._pid:
-            os.close(read_end)
+        self._here, there = socket.socketpair()
+        between = os.fork()
+        if between:
+            there.close()
+            os.waitpid(between, 0)
             return
         try:
             os.setsid()
+            if os.fork():
+                return
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(number, signal.SIG_IGN)
-            keep = os.dup2(read_end, 0)
+            keep = os.dup2(there.fileno(), 0)
             os.closerange(keep + 1, 65536)
             null = os.open(os.devnull, os.O_RDWR)
             os.dup2(null, 2)
@@ -87,10 +92,8 @@ class Guard:
             os._exit(0)
 
     def dismiss(self) -> None:
-        """End the guard without its cleanup."""
+        """End the guard without its cleanup; it is gone afterwards."""
         with contextlib.suppress(OSError):
-            os.write(self._write_end, b".")
-        with contextlib.suppress(OSError):
-            os.close(self._write_end)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+            self._here.send(b".")
+            self._here.recv(1)
+        self._here.close()
