@@ -70,7 +70,7 @@ KINDS: dict[str, list[str]] = {
     "default": [],
     "flat": ["--all-reduce", "flat"],
     "bf16": ["--gradients", "bf16"],
-    "async": ["--mode", "async"],
+    "async": ["--mode", "async", "--no-host-reduction"],
 }
 REAL_KINDS = ("default", "bf16")
 """Of these, with two ranks, there is a case that computes in earnest as well: there is one core for each here."""

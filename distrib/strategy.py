@@ -101,6 +101,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """DC-ASGD's strength of compensation, lambda (mode async)."""
     momentum_correction: bool = True
     """Whether momentum is lessened by what asynchrony adds to it (mode async)."""
+    host_reduction: bool = True
+    """Whether the workers of a host average their gradients and push them as one, where they would cross a wire (mode async)."""
 
     @property
     def in_step(self) -> bool:
@@ -117,7 +119,16 @@ _ONLY_IN: dict[str, Mode] = {
     "inner_steps": "local",
     "outer": "local",
     **dict.fromkeys(
-        ("servers", "staleness", "replicas", "stale_rate", "delay_compensation", "momentum_correction"), "async"
+        (
+            "servers",
+            "staleness",
+            "replicas",
+            "stale_rate",
+            "delay_compensation",
+            "momentum_correction",
+            "host_reduction",
+        ),
+        "async",
     ),
 }
 

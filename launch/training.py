@@ -44,6 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                      "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
     how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: less "
                      "momentum, by what asynchrony adds (arXiv:1605.09774; default: yes)")  # fmt: skip
+    how.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="mode async: the ranks of "
+                     "a host step together and send the mean of their gradients, where a wire carries them (default: yes)")  # fmt: skip
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:
@@ -65,6 +67,7 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             stale_rate=options.stale_rate,
             delay_compensation=options.delay_compensation,
             momentum_correction=options.momentum_correction,
+            host_reduction=options.host_reduction,
         )
     )
 

@@ -326,6 +326,21 @@ def test_gpus_of_two_kinds_wait_for_the_slower():
     assert free.samples_per_second > bounded.samples_per_second  # in the end all wait for those that always are slower
 
 
+def test_the_ranks_of_a_host_cross_the_wire_once_in_mode_async():
+    wide, work = lab(), job(megabytes=100, backward=0.01)
+    for servers in (None, 4):
+        once, each = (
+            foretell(wide, work, Strategy(mode="async", servers=servers, host_reduction=way), hosts=4, ranks_per_host=2)
+            for way in (True, False)
+        )
+        assert each.communication_seconds == pytest.approx(2 * once.communication_seconds, rel=0.05)
+    alone = [
+        foretell(wide, work, Strategy(mode="async", host_reduction=way), hosts=1, ranks_per_host=2)
+        for way in (True, False)
+    ]
+    assert alone[0].step_seconds == alone[1].step_seconds
+
+
 def test_staging_through_host_memory_halves_the_bus():
     """6 of 12 GB/s over 100 Gb/s InfiniBand without GPUDirect RDMA (NVIDIA/nccl#465)."""
     text = POD.replace("mlx5_[0-3]", "mlx5_0")

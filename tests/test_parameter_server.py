@@ -53,8 +53,8 @@ class Cluster:
         self.backends.append(Asynchronous(self.strategy, world, CPU))
         return self.backends[-1]
 
-    def each(self, work: Callable[[Asynchronous], Any]) -> list[Any]:
-        """What `work` returns on every worker, all at once; raises what one of them raised."""
+    def each(self, work: Callable[[Asynchronous], Any], hosts: str = "") -> list[Any]:
+        """What `work` returns on every worker, all at once; raises what one of them raised. Threads are named `host rank`."""
         results: list[Any] = [None] * self.workers
 
         def run(rank: int) -> None:
@@ -63,7 +63,10 @@ class Cluster:
             except Exception as error:
                 results[rank] = error
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(self.workers)]
+        threads = [
+            threading.Thread(target=run, args=(rank,), name=f"{hosts[rank : rank + 1]} {rank}")
+            for rank in range(self.workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

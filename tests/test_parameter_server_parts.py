@@ -221,7 +221,8 @@ class Anything(RuleBasedStateMachine):
                 assert all(u.staleness >= 0 for u in effect.updates)
                 self.primary.seen[effect.chunk] += updates
                 if self.replica:
-                    self.log.append((effect.chunk, updates, effect.version, effect.entry))
+                    marked = [(u.worker, u.step, u.mark) for u in effect.updates]
+                    self.log.append((effect.chunk, marked, effect.version, effect.entry))
             elif isinstance(effect, Answer):
                 at = self.primary.shard._chunks[effect.chunk]
                 behind = min((at.clock.get(m, 0) for m in self.primary.shard.members), default=effect.step)
@@ -305,7 +306,7 @@ class Anything(RuleBasedStateMachine):
         assert self.replica
         chunk, updates, version, index = self.log.popleft()
         if self.replica.shard.follow(chunk, updates, version, index):
-            self.replica.seen[chunk] += updates
+            self.replica.seen[chunk] += [(worker, step) for worker, step, _ in updates]
         self.acknowledgements.append(self.replica.shard.index)
 
     @precondition(lambda self: self.acknowledgements)

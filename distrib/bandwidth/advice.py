@@ -134,4 +134,6 @@ def options_of(strategy: Strategy) -> tuple[str, ...]:
     ):  # fmt: skip
         if value is not None:
             found += [option, str(value)]
+    if not strategy.host_reduction:
+        found += ["--no-host-reduction"]
     return tuple(found)

@@ -33,6 +33,11 @@ def chunk_bytes(total_bytes: int, servers: int) -> int:
     return min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total_bytes // (servers * each)))
 
 
+def pushed_by(fabric: Fabric, strategy: Strategy) -> int:
+    """How many ranks of a host make one push together; 1: each makes its own."""
+    return fabric.ranks_per_host if strategy.host_reduction and fabric.wire else 1
+
+
 def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
     """A worker's own time, or that for which the wires are busy with a step of every worker, whichever is longer.
 
@@ -56,10 +61,12 @@ def _busy_seconds(fabric: Fabric, strategy: Strategy, size_bytes: float) -> floa
     """How long one step of every worker keeps the busiest wire busy; parameters come back as large as gradients go."""
     wire = fabric.wire or fabric.inside
     assert wire is not None
-    each = fabric.ranks_per_host
+    together = pushed_by(fabric, strategy)
+    each = fabric.ranks_per_host // together
     if strategy.servers:
         own = wire.curve.seconds(each * size_bytes)
-        return max(own, collectives.parameter_server(fabric.ranks, strategy.servers, size_bytes, wire.curve))
+        pushes = fabric.hosts if together > 1 else fabric.ranks
+        return max(own, collectives.parameter_server(pushes, strategy.servers, size_bytes, wire.curve))
     if fabric.hosts == 1:
         return 2 * wire.curve.seconds(each * size_bytes)
     return collectives.shared_parameter_server(fabric.hosts, each * size_bytes, wire.curve)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
-from distrib.bandwidth.asynchronous import asynchronous
+from distrib.bandwidth.asynchronous import asynchronous, pushed_by
 from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.payload import payload_of
 from distrib.bandwidth.pieces import Piece
@@ -137,7 +137,8 @@ def _step(
     own = _slowness(fabric, strategy)
     slowest = own * steps.slowest_of(fabric.ranks, workload.variation)
     if strategy.mode == "async":
-        return asynchronous(fabric, workload, strategy, slowest if strategy.staleness == 0 else own)
+        in_step = fabric.ranks if strategy.staleness == 0 else pushed_by(fabric, strategy)
+        return asynchronous(fabric, workload, strategy, own * steps.slowest_of(in_step, workload.variation))
     if strategy.mode == "local":
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(

@@ -39,6 +39,11 @@ class Backend:
         """Of how many ranks' gradients a step takes the mean, each weighted alike."""
         return self.world.size if self.together else 1
 
+    @property
+    def ranks_in_step(self) -> int:
+        """How many ranks' batches make one step of the optimizer."""
+        return self.world.size if self.strategy.in_step else 1
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         """`model` on the device, with rank 0's parameters: itself, or in a wrapper that `unwrapped` sees through. Every rank."""
         model.to(self.device)

@@ -283,14 +283,10 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD. In asynchronous training each rank's batch makes a step of its own, and `lr` is right as it is.
+        It is meant for SGD. In asynchronous training each host's ranks make a step of their own, or each rank where there is
+        one host only, and `lr` grows by as many.
         """
-        return lr * self._ranks_in_step
-
-    @property
-    def _ranks_in_step(self) -> int:
-        """How many ranks' batches make one step of the optimizer."""
-        return self.world_size if self._backend.strategy.in_step else 1
+        return lr * self._backend.ranks_in_step
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
@@ -298,7 +294,7 @@ class Job:
         Call its `step()` after each `optimizer.step()`. With one rank it changes nothing.
         """
         return torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / self._ranks_in_step, end_factor=1.0, total_iters=steps
+            optimizer, start_factor=1 / self._backend.ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
     def _training(self) -> bool | None:

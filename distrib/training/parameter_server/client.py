@@ -13,11 +13,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from distrib.errors import TrainingError
+from distrib.training.parameter_server.hostgroup import HostGroup
 from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.tables import raw
 from distrib.training.parameter_server.wire import (
@@ -33,6 +34,8 @@ from distrib.training.parameter_server.wire import (
     packed,
     unpacked,
 )
+
+T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
 CALL_SECONDS = 2.0
@@ -58,11 +61,15 @@ class Slot:
         """Whether `value` holds an answer that the model has not got yet."""
         self.refused = 0
         """How many of its gradients came too late to count."""
+        self.answered: Callable[[Slot, bool], None] | None = None
+        """Who is told of an answer, and whether the push counted, where it is not the worker that waits."""
 
 
-class _Push:
-    def __init__(self, slot: Slot, step: int, final: bool) -> None:
-        self.slot, self.step, self.final = slot, step, final
+class Push:
+    """A slot's gradient of a step, until it is answered; it stands for `weight` workers' gradients, and `mark` tells which."""
+
+    def __init__(self, slot: Slot, step: int, final: bool, weight: int = 1, mark: int = 0) -> None:
+        self.slot, self.step, self.final, self.weight, self.mark = slot, step, final, weight, mark
         self.outgoing: Outgoing | None = None
 
 
@@ -75,7 +82,7 @@ class _Link:
         self.connection: Connection | None = None
         self.welcomed = False
         self.down_since = time.monotonic()
-        self.pushes: dict[tuple[int, int], _Push] = {}
+        self.pushes: dict[tuple[int, int], Push] = {}
         self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
         self.options: dict[int, bytes] = {}
         self.last_gather: tuple[Frame, Any] | None = None
@@ -162,7 +169,10 @@ class _Link:
                 del self.pushes[frame.table, frame.chunk]
                 push.slot.version = frame.version
                 push.slot.refused += not frame.flags & APPLIED
-                self.client.arrived(push.slot)
+                if push.slot.answered:
+                    push.slot.answered(push.slot, bool(frame.flags & APPLIED))
+                else:
+                    self.client.arrived(push.slot)
         elif frame.kind is Kind.DONE:
             if not frame.step and len(payload) and unpacked(payload) is True:  # the answer to SHARE
                 self.shared.add(frame.table)
@@ -193,6 +203,8 @@ class _Link:
             if number not in said["tables"]:  # a server that was started again, and has lost everything
                 for frame, payload in about(self.shard):
                     self.connection.send(frame, payload)
+        if self.client.group:
+            self.connection.send(Frame(Kind.GROUP, version=self.client.group.number))
         for table in self.client.arenas:
             self.share(table)
         if self.last_gather:
@@ -213,13 +225,13 @@ class _Link:
 
     # -- what goes out ----------------------------------------------------------------------------------------------------
 
-    def send_push(self, push: _Push) -> None:
+    def send_push(self, push: Push) -> None:
         if self.connection and self.welcomed:
             slot = push.slot
             flags, payload = FINAL if push.final else 0, raw(slot.gradient)
             if slot.table in self.shared:
                 flags, payload = flags | SHARED, memoryview(b"")
-            frame = Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version)
+            frame = Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version, push.weight, push.mark)
             push.outgoing = self.connection.send(frame, payload, priority=slot.chunk)
 
     def send(self, frame: Frame, payload: Any = b"") -> None:
@@ -240,6 +252,8 @@ class Client:
         """Of each table, what a server must be told that knows nothing of it."""
         self.arenas: dict[int, dict[int, Arena]] = {}
         """Memory that servers of this host may see, by table and shard."""
+        self.group: HostGroup | None = None
+        """The workers of this host, where they push as one."""
         self.rejoin: Callable[[], None] = lambda: None
         self.round = 0
         self.loop = Loop()
@@ -270,7 +284,7 @@ class Client:
         self.loop.call(send)
         return future
 
-    def result(self, future: Future[tuple[Frame, Any]]) -> tuple[Frame, Any]:
+    def result(self, future: Future[T]) -> T:
         """Wait for an answer. Raises TrainingError when there will be none."""
         while not future.done():
             self.check()
@@ -291,38 +305,17 @@ class Client:
         def send() -> None:
             if ready:
                 ready()
-            link = self._links[slot.shard]
-            old = link.pushes.get((slot.table, slot.chunk))
-            if old and old.outgoing:
-                old.outgoing.cancelled = True
-            push = link.pushes[slot.table, slot.chunk] = _Push(slot, step, final)
-            link.send_push(push)
-            link.watch()
+            if self.group:
+                self.group.push(Push(slot, step, final))
+            else:
+                self.send_push(slot, step, final=final)
 
         self.loop.call(send)
 
     def commit(self, slots: Iterable[Slot], step: int) -> None:
         """What was pushed of these slots is final."""
         slots = list(slots)
-
-        def send() -> None:
-            told: dict[tuple[int, int], list[int]] = {}
-            for slot in slots:
-                link = self._links[slot.shard]
-                push = link.pushes.get((slot.table, slot.chunk))
-                if push is None or push.final:
-                    continue
-                push.final = True
-                if push.outgoing and not push.outgoing.cancelled:
-                    push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FINAL)
-                elif link.welcomed:
-                    told.setdefault((slot.shard, slot.table), []).append(slot.chunk)
-            for (shard, table), chunks in told.items():
-                self._links[shard].send(Frame(Kind.COMMIT, table=table, step=step), packed(chunks))
-            for link in self._links:
-                link.watch()
-
-        self.loop.call(send)
+        self.loop.call(lambda: (self.group.commit if self.group else self.send_commit)(slots, step))
 
     def options(self, table: int, groups: list[dict[str, Any]]) -> None:
         """The settings of a table's parameter groups, for the pushes that follow."""
@@ -338,13 +331,19 @@ class Client:
     def share(self, table: int, arenas: dict[int, Arena]) -> None:
         """Offer this memory to servers of this host."""
 
-        def share() -> None:
-            self.arenas[table] = arenas
-            for link in self._links:
-                link.share(table)
-                link.watch()
+        self.loop.call(lambda: self.offer(table, arenas))
 
-        self.loop.call(share)
+    def join_group(self, group: HostGroup) -> None:
+        """From now on this worker pushes with others of its host."""
+
+        def join() -> None:
+            for link in self._links:
+                link.send(Frame(Kind.GROUP, version=group.number))
+                link.watch()
+            group.begin()
+
+        self.group = group
+        self.loop.call(join)
 
     def wait(self, slots: Iterable[Slot]) -> None:
         """Until every push of these slots is answered. Raises TrainingError when one will never be."""
@@ -371,6 +370,41 @@ class Client:
 
     # -- in the client's thread ---------------------------------------------------------------------------------------------
 
+    def send_push(self, slot: Slot, step: int, *, final: bool, weight: int = 1, mark: int = 0) -> None:
+        """Send a slot's gradient to its server."""
+        link = self._links[slot.shard]
+        old = link.pushes.get((slot.table, slot.chunk))
+        if old and old.outgoing:
+            old.outgoing.cancelled = True
+        push = link.pushes[slot.table, slot.chunk] = Push(slot, step, final, weight, mark)
+        link.send_push(push)
+        link.watch()
+
+    def send_commit(self, slots: Iterable[Slot], step: int) -> None:
+        """Tell the servers that what they got of these slots is final."""
+        told: dict[tuple[int, int], list[int]] = {}
+        for slot in slots:
+            link = self._links[slot.shard]
+            push = link.pushes.get((slot.table, slot.chunk))
+            if push is None or push.final:
+                continue
+            push.final = True
+            if push.outgoing and not push.outgoing.cancelled:
+                push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FINAL)
+            elif link.welcomed:
+                told.setdefault((slot.shard, slot.table), []).append(slot.chunk)
+        for (shard, table), chunks in told.items():
+            self._links[shard].send(Frame(Kind.COMMIT, table=table, step=step), packed(chunks))
+        for link in self._links:
+            link.watch()
+
+    def offer(self, table: int, arenas: dict[int, Arena]) -> None:
+        """Offer this memory to servers of this host."""
+        self.arenas[table] = arenas
+        for link in self._links:
+            link.share(table)
+            link.watch()
+
     def arrived(self, slot: Slot) -> None:
         with self._changed:
             slot.waits, slot.fresh = False, True
@@ -389,6 +423,8 @@ class Client:
             self.fail(error)
         for link in self._links:
             link.hang_up()
+        if self.group:
+            self.group.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -405,4 +441,6 @@ class Client:
                 link.send(Frame(Kind.SUSPEND))
                 link.watch()
         self._suspended = away
+        if self.group:
+            self.group.tick(now)
         self.loop.later(RETRY_SECONDS, self._tick)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
+from distrib.training.parameter_server.hostgroup import GroupTable
 from distrib.training.parameter_server.optimizers import options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
 from distrib.training.parameter_server.sharing import Arena
@@ -38,10 +39,15 @@ class HeldTable:
             recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire
         )
         self.chunks: Sequence[Chunk] = self.description.chunks()
+        self._sizes = {chunk.number: chunk.elements * wire_dtype(wire, chunk.kind).itemsize for chunk in self.chunks}
         self._arenas: dict[int, Arena] = {}
-        if all(parameter.device.type == "cpu" for parameter in self.parameters):
-            self._arenas = _arenas(self.chunks, wire)
-        self.slots = [Slot(number, c.number, c.server, *self._memory(c, wire_dtype(wire, c.kind))) for c in self.chunks]
+        if client.group:
+            arena = Arena(self._sizes)
+            arena.pin()
+            self._arenas = dict.fromkeys(range(len(client.addresses)), arena)
+        elif all(parameter.device.type == "cpu" for parameter in self.parameters):
+            self._arenas = self._arenas_of_servers()
+        self.slots = self._slots_in(self._arenas)
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -56,12 +62,27 @@ class HeldTable:
         self._pushed: set[int] = set()
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
 
-    def _memory(self, chunk: Chunk, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for the gradient and the value of a chunk: shared with the server, or such as GPUs copy from and to."""
-        if arena := self._arenas.get(chunk.server):
+    def _slots_in(self, arenas: Mapping[int, Arena]) -> list[Slot]:
+        return [Slot(self.number, c.number, c.server, *self._memory(c, arenas.get(c.server))) for c in self.chunks]
+
+    def _memory(self, chunk: Chunk, arena: Arena | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the gradient and the value of a chunk: shared with others, or such as GPUs copy from and to."""
+        dtype = wire_dtype(self.description.wire, chunk.kind)
+        if arena:
             return arena.gradients[chunk.number].view(dtype), arena.values[chunk.number].view(dtype)
         made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=torch.cuda.is_available()) for _ in range(2)]
         return made[0], made[1]
+
+    def _arenas_of_servers(self) -> dict[int, Arena]:
+        servers = {chunk.server for chunk in self.chunks}
+        return {
+            server: Arena({c.number: self._sizes[c.number] for c in self.chunks if c.server == server})
+            for server in servers
+        }
+
+    def _to_servers(self) -> tuple[dict[int, Slot], dict[int, Arena]]:
+        arenas = self._arenas_of_servers()
+        return {slot.chunk: slot for slot in self._slots_in(arenas)}, arenas
 
     def _settings(self) -> list[dict[str, Any]]:
         return [options_of(group) for group in self.optimizer.param_groups]
@@ -78,7 +99,9 @@ class HeldTable:
             self.give(replace=False)
         self.pull()
         self.client.tables[self.number] = self._all_we_know
-        if self._arenas:
+        if self.client.group:
+            self.client.group.add(self.number, GroupTable(self.slots, self._arenas[0], self._sizes, self._to_servers))
+        elif self._arenas:
             self.client.share(self.number, self._arenas)
 
     def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
@@ -163,17 +186,27 @@ class HeldTable:
         self._begun = True
         if self.client.outside:
             self.client.rejoin()
+        if (group := self.client.group) and group.outside:
+            self.wait()
+            self.step = max(self.step, group.join(self.number))
 
     def join(self) -> None:
         """Makes the servers wait for this worker again, from its next step on."""
         self.wait()
         shards = range(len(self.client.addresses))
+        group = self.client.group
+        if group and not group.speaks:  # who does knows the step; the servers shall only count this worker in
+            for answer in [self.client.ask(shard, Frame(Kind.JOIN, table=self.number)) for shard in shards]:
+                self.client.result(answer)
+            return
         asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
         self.step = max(self.step, *(unpacked(self.client.result(answer)[1]) for answer in asked))
         for answer in [
             self.client.ask(shard, Frame(Kind.JOIN, table=self.number, version=self.step + 1)) for shard in shards
         ]:
             self.client.result(answer)
+        if group:
+            group.restart(self.number, self.step)
 
     def _push(self, number: int, *, final: bool) -> None:
         self._begin()
@@ -272,13 +305,6 @@ class HeldTable:
             asked.append(self.client.ask(slot.shard, frame, file.getvalue()))
         for answer in asked:
             self.client.result(answer)
-
-
-def _arenas(chunks: Sequence[Chunk], wire: Wire) -> dict[int, Arena]:
-    sizes: dict[int, dict[int, int]] = {}
-    for chunk in chunks:
-        sizes.setdefault(chunk.server, {})[chunk.number] = chunk.elements * wire_dtype(wire, chunk.kind).itemsize
-    return {server: Arena(of) for server, of in sizes.items()}
 
 
 def _kind(name: str, parameter: torch.Tensor) -> str:

@@ -52,6 +52,8 @@ class Part:
         self.follower: Connection | None = None
         self._there: dict[int, Connection] = {}
         self._lives: dict[int, str] = {}
+        self._groups: dict[int, int] = {}  # under which number the workers of a host push that push as one
+        self._speakers: dict[int, int] = {}  # and the worker of each that did so last
         self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
         self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
         self._pulls: list[tuple[int, Frame]] = []
@@ -72,6 +74,7 @@ class Part:
             old.close()
         if self._lives.get(worker, life) != life:
             self._drop(worker)
+            self._groups.pop(worker, None)
         self._lives[worker] = life
         self._there[worker] = connection
         self._gone.pop(worker, None)
@@ -113,7 +116,7 @@ class Part:
         self._gone.pop(worker, None)
         self.members.discard(worker)
         for table in self.tables.values():
-            self._carry_out(table, table.shard.drop(worker))
+            self._wait_for_members(table)
         self._tell_rounds()
         self.tell_members()
         self._describe_all()
@@ -122,6 +125,17 @@ class Part:
                 refusal = packed(f"worker {worker} is gone before the parameters had their first values; start again")
                 for other in self.members:
                     self._send(other, Frame(Kind.REFUSED), refusal)
+
+    def _pusher(self, worker: int) -> int:
+        """The number under which what this worker pushes is counted: its own, or that of its host's workers together."""
+        return self._groups.get(worker, worker)
+
+    def _wait_for_members(self, table: Table) -> None:
+        wanted = {self._pusher(worker) for worker in self.members}
+        gone = table.shard.members - wanted
+        table.shard.members |= wanted
+        for pusher in gone:
+            self._carry_out(table, table.shard.drop(pusher))
 
     def connected(self) -> int:
         """How many members are there now."""
@@ -143,9 +157,20 @@ class Part:
             assert table
             if frame.flags & SHARED:
                 payload = self._shared[worker, frame.table].gradients[frame.chunk]
-            final = bool(frame.flags & FINAL)
+            final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
+            self._speakers[pusher] = worker
             self._carry_out(
-                table, table.shard.push(worker, frame.chunk, frame.step, frame.version, payload, final=final)
+                table,
+                table.shard.push(
+                    pusher,
+                    frame.chunk,
+                    frame.step,
+                    frame.version,
+                    payload,
+                    final=final,
+                    weight=frame.weight,
+                    mark=frame.mark,
+                ),
             )
         elif frame.kind is Kind.GATHER:
             self._gathering.bring(worker, frame.version, bytes(payload))
@@ -161,6 +186,11 @@ class Part:
             self._answer_fetches()
         elif frame.kind is Kind.SUSPEND:
             self._drop(worker)
+        elif frame.kind is Kind.GROUP:
+            self._groups[worker] = frame.version
+            for table in self.tables.values():
+                self._wait_for_members(table)
+            self.tell_members()
         elif frame.kind is Kind.LEAVE:
             self._drop(worker)
             self._reply(worker, frame)
@@ -178,7 +208,7 @@ class Part:
                 self._shared[worker, table.number] = Shared(unpacked(payload), sizes)
             self._reply(worker, frame, packed((worker, table.number) in self._shared))
         elif frame.kind is Kind.COMMIT:
-            self._carry_out(table, table.shard.commit(worker, frame.step, unpacked(payload)))
+            self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
         elif frame.kind is Kind.OPTIONS:
             table.options[worker] = unpacked(payload)
         elif frame.kind is Kind.SET:
@@ -197,7 +227,7 @@ class Part:
             self._reply(worker, frame, packed(table.shard.newest()))
         elif frame.kind is Kind.JOIN:
             self.members.add(worker)
-            self._carry_out(table, table.shard.join(worker, frame.version))
+            self._carry_out(table, table.shard.join(self._pusher(worker), frame.version))
             self._reply(worker, frame)
             self.tell_members()
         else:
@@ -227,7 +257,8 @@ class Part:
         description = msgspec.json.decode(payload, type=Description)
         table = self.tables.get(frame.table)
         if table is None:
-            table = Table(frame.table, description, self.shard, self.members, self.strategy, self.pool)
+            pushers = {self._pusher(member) for member in self.members}
+            table = Table(frame.table, description, self.shard, pushers, self.strategy, self.pool)
             needed, free = table.memory_bytes(len(self.members)), psutil.virtual_memory().available
             if needed > free:
                 where = f"parameter server {self.shard} on {socket.gethostname()}"
@@ -290,22 +321,25 @@ class Part:
     def _carry_out(self, table: Table, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Apply):
-                gradient, options, memory = table.effective(effect.chunk, effect.updates)
+                pusher = effect.updates[0].worker
+                settings = table.options.get(self._speakers.get(pusher, pusher))
+                gradient, options, memory = table.effective(effect.chunk, effect.updates, settings)
                 table.apply(effect.chunk, gradient, options)
                 if self.follower:
                     self._replicate(table, effect, gradient, options, memory)
                 else:
                     table.give_back(memory)
             elif isinstance(effect, Answer):
-                if connection := self._there.get(effect.worker):
-                    self._answer(table, effect, connection)
+                speaker = self._speakers.get(effect.worker, effect.worker)
+                if connection := self._there.get(speaker):
+                    self._answer(table, effect, speaker, connection)
             else:
                 self.pool.give(effect.gradient)
 
-    def _answer(self, table: Table, answer: Answer, connection: Connection) -> None:
+    def _answer(self, table: Table, answer: Answer, speaker: int, connection: Connection) -> None:
         chunk, flags = answer.chunk, APPLIED if answer.applied else 0
         payload, sent = None, None
-        if shared := self._shared.get((answer.worker, table.number)):
+        if shared := self._shared.get((speaker, table.number)):
             table.publish_into(chunk, answer.worker, shared.values[chunk])
             flags |= SHARED
         else:
@@ -344,13 +378,14 @@ class Part:
     def tell_members(self) -> None:
         """Tells the replica who is waited for."""
         if self.follower:
-            self.follower.send(Frame(Kind.STATE, FINAL), packed(sorted(self.members)))
+            groups = [[worker, group] for worker, group in self._groups.items()]
+            self.follower.send(Frame(Kind.STATE, FINAL), packed({"members": sorted(self.members), "groups": groups}))
 
     def _replicate(
         self, table: Table, entry: Apply, gradient: torch.Tensor, options: dict[str, Any], memory: torch.Tensor | None
     ) -> None:
         assert self.follower
-        about = {"updates": [[u.worker, u.step] for u in entry.updates], "options": options}
+        about = {"updates": [[u.worker, u.step, u.mark] for u in entry.updates], "options": options}
         frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.follower.send(frame, packed(about))
         self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(memory))
@@ -365,7 +400,8 @@ class Part:
     def learn(self, frame: Frame, payload: Any, primary: Connection) -> None:
         """As a replica: takes over what the primary sends."""
         if frame.kind is Kind.STATE and frame.flags & FINAL:
-            self.members = set(unpacked(payload))
+            told = unpacked(payload)
+            self.members, self._groups = set(told["members"]), dict(told["groups"])
         elif frame.kind is Kind.STATE and frame.flags & MORE:
             about = unpacked(payload)
             description = msgspec.convert(about["description"], Description)
@@ -380,7 +416,7 @@ class Part:
             self._log = frame, unpacked(payload)
         elif self._log:
             table, about = self.tables[frame.table], self._log[1]
-            updates = [(worker, step) for worker, step in about["updates"]]
+            updates = [(worker, step, mark) for worker, step, mark in about["updates"]]
             if table.shard.follow(frame.chunk, updates, frame.version, frame.step):
                 target = table.updaters[frame.chunk].value
                 table.apply(
@@ -398,4 +434,4 @@ class Part:
         self.epoch, self.in_charge = epoch, True
         self.await_again()
         for table in self.tables.values():
-            table.shard.members = set(self.members)
+            table.shard.members = {self._pusher(worker) for worker in self.members}

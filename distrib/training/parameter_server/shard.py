@@ -23,16 +23,21 @@ from typing import Any, NamedTuple
 
 
 class Update(NamedTuple):
-    """One worker's gradient. `staleness`: how many updates were applied since the parameters that it was computed with."""
+    """One worker's gradient, or the mean of `weight` workers', of which `mark` says which they are.
+
+    `staleness`: how many updates were applied since the parameters that it was computed with.
+    """
 
     worker: int
     step: int
     gradient: Any
     staleness: int
+    weight: int = 1
+    mark: int = 0
 
 
 class Apply(NamedTuple):
-    """Update a chunk with the mean of these gradients; its version is then `version`. The shard's entry number `entry`."""
+    """Update a chunk with the weighted mean of these gradients; its version is then `version`. The shard's entry number `entry`."""
 
     chunk: int
     updates: tuple[Update, ...]
@@ -63,12 +68,15 @@ class _Held(NamedTuple):
     base: int
     gradient: Any
     final: bool
+    weight: int
+    mark: int
 
 
 class _Chunk:
     def __init__(self) -> None:
         self.version = 0
         self.clock: dict[int, int] = {}  # the last settled step of each worker
+        self.mark: dict[int, int] = {}  # and of what it was made
         self.refused: dict[int, int] = {}  # the last step of a worker that came too late
         self.held: dict[int, _Held] = {}
         self.waiting: dict[int, int] = {}  # steps of which the answers are held back
@@ -87,17 +95,30 @@ class Shard:
 
     # -- what workers send ----------------------------------------------------------------------------------------
 
-    def push(self, worker: int, chunk: int, step: int, base: int, gradient: Any, *, final: bool) -> list[Effect]:
+    def push(
+        self,
+        worker: int,
+        chunk: int,
+        step: int,
+        base: int,
+        gradient: Any,
+        *,
+        final: bool,
+        weight: int = 1,
+        mark: int = 0,
+    ) -> list[Effect]:
         """A gradient of `chunk`, computed with its version `base`. The worker's earlier steps are behind it."""
         at = self._chunks[chunk]
         if step <= at.clock.get(worker, 0):
+            if (step, mark) != (at.clock[worker], at.mark.get(worker, 0)):  # another one of it was applied in this step
+                at.refused[worker] = step
             at.waiting[worker] = max(step, at.waiting.get(worker, 0))
             return [Discard(gradient), *self._release(chunk, at)]
         effects: list[Effect] = []
         if worker in at.held:
             effects.append(Discard(at.held.pop(worker).gradient))
         at.clock[worker] = step - 1
-        at.held[worker] = _Held(step, base, gradient, final)
+        at.held[worker] = _Held(step, base, gradient, final, weight, mark)
         return effects + self._settle(chunk, at)
 
     def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Effect]:
@@ -113,14 +134,17 @@ class Shard:
 
     def drop(self, worker: int) -> list[Effect]:
         """Nobody waits for this worker any more; what it has committed counts."""
-        self.members.discard(worker)
         effects: list[Effect] = []
-        for number, at in self._chunks.items():
+        for at in self._chunks.values():
             held = at.held.get(worker)
             if held and not held.final:
                 effects.append(Discard(at.held.pop(worker).gradient))
-            effects += self._settle(number, at)
-        return effects
+        return effects + self.excuse(worker)
+
+    def excuse(self, worker: int) -> list[Effect]:
+        """Nobody waits for this worker any more; what it has pushed may yet be committed."""
+        self.members.discard(worker)
+        return [effect for number, at in self._chunks.items() for effect in self._settle(number, at)]
 
     def join(self, worker: int, step: int) -> list[Effect]:
         """The worker is waited for from `step` on, which must be later than all that it has pushed."""
@@ -130,6 +154,30 @@ class Shard:
             at.clock[worker] = max(at.clock.get(worker, 0), step - 1)
             effects += self._settle(number, at)
         return effects
+
+    def together(self, chunk: int) -> tuple[Update, ...]:
+        """What the next synchronous update will be made of if all of it is committed as it is; empty until every member's is there."""
+        at = self._chunks[chunk]
+        floor = self._floor(at)
+        if floor is None or any(at.clock.get(m, 0) == floor and m not in at.held for m in self.members):
+            return ()
+        return tuple(
+            self._update(at, worker, held)
+            for worker, held in sorted(at.held.items())
+            if held.step == floor + 1 and (held.final or worker in self.members)
+        )
+
+    def awaits(self, chunk: int, worker: int) -> bool:
+        """Whether the next synchronous update waits for this member, while others have pushed."""
+        at = self._chunks[chunk]
+        here = worker in self.members and worker not in at.held and at.clock.get(worker, 0) == self._floor(at)
+        return here and bool(at.held)
+
+    def unanswered(self, chunk: int) -> list[tuple[int, int]]:
+        """Workers and the steps of which they have pushed this chunk and not heard."""
+        at = self._chunks[chunk]
+        waiting = {answer.worker: answer.step for _, answer in self._unacknowledged if answer.chunk == chunk}
+        return sorted({**waiting, **at.waiting, **{worker: held.step for worker, held in at.held.items()}}.items())
 
     def newest(self) -> int:
         """The last step of which any worker has pushed anything: one who joins begins after it."""
@@ -146,14 +194,14 @@ class Shard:
             effects.append(self._unacknowledged.popleft()[1])
         return effects
 
-    def follow(self, chunk: int, updates: Iterable[tuple[int, int]], version: int, index: int) -> bool:
-        """On a replica: an entry of the primary's, as workers and steps. Whether it is new and to be applied."""
+    def follow(self, chunk: int, updates: Iterable[tuple[int, int, int]], version: int, index: int) -> bool:
+        """On a replica: an entry of the primary's, as workers, steps and marks. Whether it is new and to be applied."""
         if index <= self.index:
             return False
         at = self._chunks[chunk]
         at.version, self.index = version, index
-        for worker, step in updates:
-            at.clock[worker] = step
+        for worker, step, mark in updates:
+            at.clock[worker], at.mark[worker] = step, mark
         return True
 
     def state(self) -> dict[str, Any]:
@@ -161,15 +209,16 @@ class Shard:
         return {
             "index": self.index,
             "members": sorted(self.members),
-            "chunks": {number: [at.version, dict(at.clock)] for number, at in self._chunks.items()},
+            "chunks": {number: [at.version, dict(at.clock), dict(at.mark)] for number, at in self._chunks.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` gave."""
         self.index, self.members = state["index"], set(state["members"])
-        for number, (version, clock) in state["chunks"].items():
+        for number, (version, clock, mark) in state["chunks"].items():
             at = self._chunks[int(number)]
             at.version, at.clock = version, {int(worker): step for worker, step in clock.items()}
+            at.mark = {int(worker): value for worker, value in mark.items()}
 
     def version(self, chunk: int) -> int:
         """How many times the chunk was updated."""
@@ -197,7 +246,7 @@ class Shard:
         floor = self._floor(at)
         final = {worker: held for worker, held in at.held.items() if held.final}
         if floor is None:
-            return sorted(final)
+            return sorted(worker for worker, held in final.items() if held.step == min(h.step for h in final.values()))
         for worker, held in final.items():
             if held.step <= floor:
                 effects.append(Discard(at.held.pop(worker).gradient))
@@ -212,11 +261,15 @@ class Shard:
         for worker in workers:
             held = at.held.pop(worker)
             at.clock[worker] = at.waiting[worker] = held.step
-            # A server that went on from a snapshot may have an older version than a worker.
-            updates.append(Update(worker, held.step, held.gradient, max(0, at.version - held.base)))
+            at.mark[worker] = held.mark
+            updates.append(self._update(at, worker, held))
         at.version += 1
         self.index += 1
         return Apply(number, tuple(updates), at.version, self.index)
+
+    def _update(self, at: _Chunk, worker: int, held: _Held) -> Update:
+        # A server that went on from a snapshot may have an older version than a worker.
+        return Update(worker, held.step, held.gradient, max(0, at.version - held.base), held.weight, held.mark)
 
     def _release(self, number: int, at: _Chunk) -> list[Effect]:
         floor = self._floor(at)

@@ -1,6 +1,6 @@
-"""Memory that a worker shares with a server of its own host: what is there need not be sent.
+"""Memory that a worker shares with a server or another worker of its own host: what is there need not be sent.
 
-The worker makes it without a name (memfd) and tells the server its process and descriptor number; a random word at its end shows that
+The worker makes it without a name (memfd) and tells the other its process and descriptor number; a random word at its end shows that
 both see the same memory. Where they do not (containers, other users) everything goes over the socket, as between hosts.
 """
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 
 
 class Arena:
-    """On a worker: room for the gradients and the values of the chunks of one table on one server, each of `sizes` bytes."""
+    """On a worker: room for the gradients and the values of chunks of one table, each of `sizes` bytes."""
 
     def __init__(self, sizes: Mapping[int, int]) -> None:
         starts, total = _layout(sizes)
@@ -31,11 +31,18 @@ class Arena:
         self.gradients = {chunk: whole[at : at + sizes[chunk]] for chunk, (at, _) in starts.items()}
         self.values = {chunk: whole[at : at + sizes[chunk]] for chunk, (_, at) in starts.items()}
         self.about = {"process": os.getpid(), "descriptor": self._descriptor, "word": word.hex()}
-        """What the server needs to find it."""
+        """What others need to find it."""
+
+    def pin(self) -> None:
+        """Keeps it where GPUs copy to and from fastest, if there are any."""
+        if torch.cuda.is_available():
+            whole = torch.frombuffer(self._memory, dtype=torch.uint8)
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # slower, not wrong, if it fails
 
 
 class Shared:
-    """On a server: the same memory. `gradients` and `values` are bytes by chunk. Raises OSError where it cannot be seen."""
+    """On the other side: the same memory. `gradients` and `values` are bytes by chunk. Raises OSError where it cannot be seen."""
 
     def __init__(self, about: Mapping[str, Any], sizes: Mapping[int, int]) -> None:
         starts, total = _layout(sizes)

@@ -148,9 +148,12 @@ class Table:
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def effective(
-        self, chunk: int, updates: tuple[Update, ...]
+        self, chunk: int, updates: tuple[Update, ...], settings: list[dict[str, Any]] | None
     ) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]:
-        """The gradient and the settings with which the chunk is updated, and the memory to give back then, if any."""
+        """The gradient and the settings with which the chunk is updated, and the memory to give back then, if any.
+
+        `settings` are those of the parameter groups, None: as described.
+        """
         at, shape = self.chunks[chunk], self.updaters[chunk].value.shape
         dtype, target = self.dtype(chunk), getattr(torch, at.kind)
         first = updates[0]
@@ -161,14 +164,15 @@ class Table:
             memory = self._pool.take(at.bytes)
             result = memory.view(target).copy_(result)
             self._pool.give(first.gradient)
-        for update in updates[1:]:
-            result.add_(update.gradient.view(dtype))
-            self._pool.give(update.gradient)
         if len(updates) > 1:
-            result.div_(len(updates))
+            total = sum(update.weight for update in updates)
+            result.mul_(first.weight / total)
+            for update in updates[1:]:
+                result.add_(update.gradient.view(dtype), alpha=update.weight / total)
+                self._pool.give(update.gradient)
         for update in updates:
             self.staleness[update.staleness] += 1
-        options = self.options.get(first.worker, list(self.description.options))[at.group]
+        options = (settings or list(self.description.options))[at.group]
         if len(updates) == 1:
             options = self._corrected(chunk, result, first, options)
         return result.view(shape), options, memory

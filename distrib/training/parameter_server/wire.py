@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-HEADER = struct.Struct("!BBHIQQI")
+HEADER = struct.Struct("!BBHIQQHII")
 GREETING = b"dps1"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
@@ -47,7 +47,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to SHARE; from servers: WELCOME to ALONE; between servers: HELLO, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to GROUP; from servers: WELCOME to OUTSIDE; between servers: HELLO, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -68,11 +68,13 @@ class Kind(enum.IntEnum):
     KEEP = 17
     FETCH = 18
     SHARE = 19
+    GROUP = 20
     WELCOME = 32
     VALUE = 33
     DONE = 34
     REFUSED = 35
     ALONE = 36
+    OUTSIDE = 37
     STATE = 49
     LOG = 50
     LOGGED = 51
@@ -84,7 +86,8 @@ that its payload lies in memory that both share."""
 
 
 class Frame(NamedTuple):
-    """A header. `step` is the number of the request where the frame is no push or answer to one."""
+    """A header. `step` is the number of the request where the frame is no push or answer to one; `weight` says of how many
+    workers a pushed gradient is the mean, and `mark` which they are."""
 
     kind: Kind
     flags: int = 0
@@ -92,6 +95,8 @@ class Frame(NamedTuple):
     chunk: int = 0
     step: int = 0
     version: int = 0
+    weight: int = 1
+    mark: int = 0
     length: int = 0
 
 

@@ -25,8 +25,9 @@ from distrib.strategy import Strategy
 from distrib.training.backend import Backend
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
+from distrib.training.parameter_server.hostgroup import HostGroup, host_identity, open_door
 from distrib.training.parameter_server.server import servers_from
-from distrib.training.parameter_server.wire import Frame, Kind, unpacked
+from distrib.training.parameter_server.wire import Frame, Kind, packed, unpacked
 from distrib.training.synchronous import follow_parameters
 from distrib.training.world import World
 
@@ -47,11 +48,21 @@ class Asynchronous(Backend):
         self._called: set[nn.Module] = set()  # modules whose forward has been called
         self._late: dict[HeldTable, list[int]] = {}  # chunks that no forward pass would wait for
         self._exact = False  # the models hold the servers' values, all of them
+        self._met = False  # the other workers of this host
         self._kept = 0
 
     @property
     def averaged(self) -> int:
         return self.world.size if self.strategy.staleness == 0 else 1
+
+    @property
+    def ranks_in_step(self) -> int:
+        return self.world.local_size if self._reduces and self.strategy.staleness != 0 else super().ranks_in_step
+
+    @property
+    def _reduces(self) -> bool:
+        """Whether the ranks of a host may push as one: there are several hosts, or the address would not be told."""
+        return self.strategy.host_reduction and "DISTRIB_ADDRESS" in os.environ
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -112,6 +123,7 @@ class Asynchronous(Backend):
         names: dict[torch.Tensor, str] = {
             parameter: name for model in self._models for name, parameter in model.named_parameters()
         }
+        self._meet()
         wire: Any = self.strategy.gradients.format
         table = HeldTable(len(self.tables), optimizer, names, self.client, wire)
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
@@ -144,6 +156,21 @@ class Asynchronous(Backend):
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(lambda _, state: self._with_state(table, state))
         optimizer.register_load_state_dict_post_hook(lambda _: self._give_state(table))
+
+    def _meet(self) -> None:
+        """The workers of one host push together from now on, where their gradients would cross the same wire several times."""
+        if self._met or not self._reduces:
+            return
+        self._met = True
+        door = open_door()
+        host = host_identity()
+        told = {who: unpacked(part) for who, part in self._gather(packed([host, door.getsockname().hex()]))}
+        doors = {who: bytes.fromhex(name) for who, (where, name) in told.items() if where == host}
+        if len(doors) == 1 or all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses):
+            door.close()
+            return
+        number, in_step = self.world.size + min(doors), self.strategy.staleness == 0
+        self.client.join_group(HostGroup(self.client, number, door, doors, in_step=in_step))
 
     def _take(self, table: HeldTable) -> None:
         if table not in self._late:
@@ -178,6 +205,7 @@ class Asynchronous(Backend):
 
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on rank 0; what it raises is raised on every rank."""
+        self._step_aside()
         number, self._kept = self._kept, self._kept + 1
         problem: Exception | None = None
         if self.world.rank == 0:
@@ -193,6 +221,11 @@ class Asynchronous(Backend):
             raise problem or TrainingError(f"on rank 0: {why}")
         result: T = value
         return result
+
+    def _step_aside(self) -> None:
+        """Others of this host may be in another step, and must not wait for one who waits for them."""
+        if self.client.group:
+            self.client.group.leave()
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduction over the workers that are there; a new tensor."""
@@ -210,6 +243,7 @@ class Asynchronous(Backend):
 
     def _gather(self, part: bytes) -> list[tuple[int, bytes]]:
         """What every worker that is there has brought, and who brought it."""
+        self._step_aside()
         number, self.client.round = self.client.round, self.client.round + 1
         asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
         answer = self.client.result(asked)[1]

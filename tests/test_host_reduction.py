@@ -1,0 +1,364 @@
+"""Workers of one host that push as one: the state machine in any order of events, and workers that do it over real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from torch import nn
+
+from distrib.strategy import Gradients
+from distrib.training.parameter_server import worker
+from distrib.training.parameter_server.merging import Commit, Merger, Send
+from distrib.training.parameter_server.shard import Answer, Apply, Shard
+from distrib.training.parameter_server.worker import Asynchronous
+from tests.cluster import Cluster
+from tests.conftest import LAUNCH, SCRIPTS
+from tests.test_parameter_server import OPTIMIZERS, batch, make, network, prepared
+
+parameter_servers = make
+
+HOST = 100  # the number under which the host's workers push
+
+
+class _Worker:
+    def __init__(self, chunks: int) -> None:
+        self.step = 0
+        self.open: dict[int, bool] = {}  # chunk to final, of the step that is not yet answered
+        self.committed = True
+        self.alive, self.outside = True, False
+
+
+class OneHost(RuleBasedStateMachine):
+    """Workers of a host, one of which speaks for all, and a server; workers die, and another speaks then."""
+
+    CHUNKS = 2
+
+    @initialize(workers=st.integers(1, 4))
+    def begin(self, workers: int) -> None:
+        self.workers = [_Worker(self.CHUNKS) for _ in range(workers)]
+        self.server = Shard(range(self.CHUNKS), [HOST], None)
+        self.applied: list[Counter[tuple[int, int]]] = [Counter() for _ in range(self.CHUNKS)]
+        self.sure: set[tuple[int, int, int]] = set()
+        self.speak()
+
+    def speak(self) -> None:
+        """Whoever is the lowest speaks; what was under way is pushed to it again."""
+        self.up: deque[tuple[Any, ...]] = deque()
+        self.down: deque[Answer] = deque()
+        self.sent: dict[int, tuple[Any, ...]] = {}
+        alive = [n for n, w in enumerate(self.workers) if w.alive]
+        self.merger = Merger(range(self.CHUNKS), [n for n in alive if not self.workers[n].outside])
+        for number in alive:
+            worker = self.workers[number]
+            for chunk, final in list(worker.open.items()):
+                self._carry_out(self.merger.push(number, chunk, worker.step, 0, (number, worker.step), final=final))
+
+    def _carry_out(self, orders: list[Any]) -> None:
+        for order in orders:
+            if isinstance(order, Send):
+                assert len({update.step for update in order.updates}) == 1
+                whose = tuple(update.gradient for update in order.updates)
+                self.up.append(("push", order.chunk, order.step, whose, order.mark, order.final))
+            elif isinstance(order, Commit):
+                self.up.append(("commit", order.chunk, order.step))
+            else:
+                worker = self.workers[order.worker]
+                waits = worker.alive and order.step == worker.step and worker.open.pop(order.chunk, None) is not None
+                if waits and order.applied:
+                    self.sure.add((order.worker, order.step, order.chunk))
+
+    def _idle(self) -> list[int]:
+        return [n for n, w in enumerate(self.workers) if w.alive and not w.open]
+
+    @precondition(lambda self: self._idle())
+    @rule(data=st.data(), eager=st.booleans(), again=st.booleans())
+    def step(self, data: st.DataObject, eager: bool, again: bool) -> None:
+        self._step(data.draw(st.sampled_from(self._idle())), eager, again)
+
+    def _step(self, number: int, eager: bool, again: bool) -> None:
+        worker = self.workers[number]
+        if worker.outside:
+            worker.outside = False
+            newest, orders = self.merger.join(number)
+            worker.step = max(worker.step, newest)
+            self._carry_out(orders)
+        worker.step += 1
+        worker.committed = not eager
+        worker.open = dict.fromkeys(range(self.CHUNKS), not eager)
+        for chunk in [*range(self.CHUNKS), *([0] if eager and again else [])]:
+            self._carry_out(self.merger.push(number, chunk, worker.step, 0, (number, worker.step), final=not eager))
+
+    def _uncommitted(self) -> list[int]:
+        return [n for n, w in enumerate(self.workers) if w.alive and not w.committed]
+
+    @precondition(lambda self: self._uncommitted())
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self._commit(data.draw(st.sampled_from(self._uncommitted())))
+
+    def _commit(self, number: int) -> None:
+        worker = self.workers[number]
+        worker.committed = True
+        worker.open = dict.fromkeys(worker.open, True)
+        self._carry_out(self.merger.commit(number, worker.step, list(worker.open)))
+
+    @rule(data=st.data())
+    def step_aside(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(range(len(self.workers))))
+        if self.workers[number].alive:
+            self.workers[number].outside = True
+            self._carry_out(self.merger.excuse(number))
+
+    @precondition(lambda self: sum(w.alive for w in self.workers) > 1)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        alive = [n for n, w in enumerate(self.workers) if w.alive]
+        number = data.draw(st.sampled_from(alive))
+        self.workers[number].alive = False
+        if number == alive[0]:
+            if data.draw(st.booleans()):
+                while self.up:  # what it had sent may yet arrive
+                    self._deliver()
+            self.speak()
+        else:
+            self._carry_out(self.merger.drop(number))
+
+    @precondition(lambda self: self.up)
+    @rule()
+    def deliver(self) -> None:
+        self._deliver()
+
+    def _deliver(self) -> None:
+        kind, chunk, step, *rest = self.up.popleft()
+        if kind == "push":
+            effects = self.server.push(HOST, chunk, step, 0, rest[0], final=rest[2], weight=len(rest[0]), mark=rest[1])
+        else:
+            effects = self.server.commit(HOST, step, [chunk])
+        for effect in effects:
+            if isinstance(effect, Apply):
+                for update in effect.updates:
+                    assert update.weight == len(update.gradient)
+                    self.applied[effect.chunk].update(update.gradient)
+            elif isinstance(effect, Answer):
+                self.down.append(effect)
+
+    @precondition(lambda self: self.down)
+    @rule()
+    def hear(self) -> None:
+        answer = self.down.popleft()
+        self._carry_out(self.merger.answered(answer.chunk, applied=answer.applied))
+
+    @invariant()
+    def nothing_twice_and_nothing_lost(self) -> None:
+        for chunk, applied in enumerate(getattr(self, "applied", [])):
+            assert not applied or max(applied.values()) == 1
+            assert {(w, s) for w, s, c in self.sure if c == chunk} <= set(applied)
+
+    def teardown(self) -> None:
+        """Nobody is stuck: whoever lives takes as many steps more as it likes."""
+        if not hasattr(self, "workers"):
+            return
+        alive = [n for n, w in enumerate(self.workers) if w.alive]
+        goal = max(self.workers[n].step for n in alive) + 3
+        for _ in count():
+            before = self._progress()
+            while self.up or self.down:
+                if self.up:
+                    self._deliver()
+                else:
+                    self.hear()
+            for number in alive:
+                worker = self.workers[number]
+                if not worker.committed:
+                    self._commit(number)
+                elif not worker.open and worker.step < goal:
+                    self._step(number, eager=False, again=False)
+                elif not worker.open and not worker.outside:
+                    worker.outside = True
+                    self._carry_out(self.merger.excuse(number))
+            if self._progress() == before:
+                break
+        assert all(self.workers[n].step >= goal and not self.workers[n].open for n in alive)
+        self.nothing_twice_and_nothing_lost()
+
+    def _progress(self) -> list[Any]:
+        return [(w.step, len(w.open), w.committed, w.outside) for w in self.workers] + [len(self.up), len(self.down)]
+
+
+def test_any_order_of_events():
+    run_state_machine_as_test(
+        OneHost, settings=settings(max_examples=60, stateful_step_count=50, deadline=None, database=None)
+    )
+
+
+# -- workers over real sockets, in one process ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Worker threads are called `host rank`: whoever has the same host finds the others of it."""
+    monkeypatch.setenv("DISTRIB_ADDRESS", "192.0.2.1")  # the servers are elsewhere
+    monkeypatch.setattr(worker, "host_identity", lambda: threading.current_thread().name.split()[0])
+
+
+def train(backend: Asynchronous, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
+    model = network(backend.world.rank)  # rank 0's counts
+    optimizer = make(model.parameters())
+    prepared(backend, model, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    for step in range(steps):
+        if step == 5:
+            assert (
+                backend.reduce(torch.tensor(1.0), "sum") == backend.world.size
+            )  # nobody waits for who waits for others
+        optimizer.zero_grad()
+        model(batch(step, backend.world.rank)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    model(batch(0, 0))
+    return model
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW"])
+@pytest.mark.parametrize("hosts", ["aab", "abba", "aaa"])
+def test_staleness_zero_is_synchronous_sgd_however_many_ranks_a_host_has(parameter_servers, several_hosts, name, hosts):
+    cluster = parameter_servers(workers=len(hosts), staleness=0)
+    results = cluster.each(lambda backend: train(backend, 12, OPTIMIZERS[name]), hosts)
+    model = network()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+    for step in range(12):
+        optimizer.zero_grad()
+        model(torch.cat([batch(step, rank) for rank in range(len(hosts))])).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    for trained in results:
+        for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-5)
+    pushed = {who for at in cluster.servers[0].parts[0].tables[0].shard._chunks.values() for who in at.clock}
+    alone = {rank for rank, host in enumerate(hosts) if hosts.count(host) == 1}
+    assert pushed == alone | {len(hosts) + hosts.index(host) for host in set(hosts) if hosts.count(host) > 1}
+
+
+@pytest.mark.parametrize("wire", ["fp32", "bf16"])
+def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several_hosts, wire):
+    cluster = parameter_servers(workers=4, gradients=Gradients(wire))
+    cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aabb")
+    for server in cluster.servers:
+        shard = server.parts[server.number].tables[0].shard
+        assert {shard.version(chunk) for chunk in shard._chunks} == {2 * 8}
+
+
+def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, several_hosts):
+    cluster = parameter_servers(workers=3, host_reduction=False)
+    cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
+    shard = cluster.servers[0].parts[0].tables[0].shard
+    assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
+
+
+# -- whole jobs on hosts of their own ---------------------------------------------------------------------------------
+
+STEPS = 40
+
+
+def started(cluster: Cluster, folder: Path, *words: object) -> subprocess.Popen[str]:
+    """A job of two ranks on each of two hosts that count their steps; returns when all have begun."""
+    hosts = folder / "hosts.txt"
+    hosts.write_text("n1 slots=2\nn2 slots=2\n")
+    command = [LAUNCH, "--no-check", "--run-dir", folder / "run", "-H", hosts, "--mode", "async", *words]
+    job = cluster.popen(
+        "n1", [*command, SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05], env={"OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 60
+    while len(acknowledged(folder)) < 4:
+        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[1]
+        time.sleep(0.05)
+    return job
+
+
+def acknowledged(folder: Path) -> dict[int, int]:
+    return {int(path.suffix[1:]): int(path.read_text() or 0) for path in folder.glob("acknowledged.*")}
+
+
+def check_counts(folder: Path, full: set[int]) -> None:
+    """What the servers hold: a step counts 1, or a half where it is the mean with a neighbour that counts elsewhere."""
+    steps = acknowledged(folder)
+    assert all(steps[rank] == STEPS for rank in full)
+    for rank in full:
+        for values in torch.load(folder / f"held.{rank}.pt", weights_only=True).values():
+            for other in range(4):
+                low, high = values[other::4].min().item(), values[other::4].max().item()
+                assert steps[other] / 2 <= low <= high <= steps[other] + 1, (other, steps)
+
+
+def sent_bytes(cluster: Cluster) -> int:
+    """What n1 has sent to other hosts so far."""
+    lines = cluster.run("n1", ["cat", "/proc/net/dev"]).stdout.splitlines()[2:]
+    return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
+
+
+@pytest.mark.cluster
+def test_the_wire_carries_the_gradients_of_a_host_once(make_cluster, tmp_path):
+    cluster = make_cluster(2)
+    sent = []
+    for words in ([], ["--no-host-reduction"]):
+        folder = tmp_path / str(len(sent))
+        folder.mkdir()
+        before = sent_bytes(cluster)
+        job = started(cluster, folder, *words)
+        _, err = job.communicate(timeout=90)
+        assert job.returncode == 0, err
+        sent.append(sent_bytes(cluster) - before)
+    check_counts(tmp_path / "0", {0, 1, 2, 3})
+    assert 0.45 < sent[0] / sent[1] < 0.65, sent
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("victim", ["who speaks for its host", "its neighbour", "a server"])
+def test_somebody_dies(make_cluster, tmp_path, victim):
+    cluster = make_cluster(2)
+    job = started(cluster, tmp_path, *(["--replicas", "1"] if victim == "a server" else []))
+    rank = {"who speaks for its host": 2, "its neighbour": 3, "a server": 4}[victim]
+    mark = f"DISTRIB_MARK={json.loads((tmp_path / 'run/plan.json').read_text())['job']}.{rank}".encode()
+    for host in cluster.hosts:
+        for pid in cluster.processes(host):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                os.kill(pid, signal.SIGKILL)
+    _, err = job.communicate(timeout=90)
+    assert job.returncode == 0, err
+    check_counts(tmp_path, {0, 1, 2, 3} - {rank})
+
+
+@pytest.mark.cluster
+def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
+    cluster = make_cluster(2)
+    job = started(cluster, tmp_path)
+    cluster.cut("n2")
+    time.sleep(7)  # longer than the others wait for it
+    cluster.restore("n2")
+    _, err = job.communicate(timeout=90)
+    assert job.returncode == 0, err
+    assert acknowledged(tmp_path) == dict.fromkeys(range(4), STEPS)
