@@ -145,6 +145,24 @@ class OneHost(RuleBasedStateMachine):
         else:
             self._carry_out(self.merger.drop(number))
 
+    @rule(arrives=st.booleans())
+    def cut_off(self, arrives: bool) -> None:
+        """From the servers; who speaks has heard of all that it pushed before it joins them again."""
+        alive = [n for n, w in enumerate(self.workers) if w.alive]
+        if self.workers[alive[0]].open:
+            return
+        while arrives and self.up:
+            self._deliver()
+        self.up.clear()
+        self.down.clear()
+        self._apply(self.server.drop(HOST))
+        newest = self.server.newest()
+        self._apply(self.server.join(HOST, newest + 1))
+        self.workers[alive[0]].step, self.workers[alive[0]].outside = newest, False
+        self._carry_out(self.merger.restart(alive[0], newest))
+        for number in alive[1:]:
+            self.workers[number].outside = True
+
     @precondition(lambda self: self.up)
     @rule()
     def deliver(self) -> None:
@@ -156,6 +174,9 @@ class OneHost(RuleBasedStateMachine):
             effects = self.server.push(HOST, chunk, step, 0, rest[0], final=rest[2], weight=len(rest[0]), mark=rest[1])
         else:
             effects = self.server.commit(HOST, step, [chunk])
+        self._apply(effects)
+
+    def _apply(self, effects: list[Any]) -> None:
         for effect in effects:
             if isinstance(effect, Apply):
                 for update in effect.updates:
@@ -209,7 +230,7 @@ class OneHost(RuleBasedStateMachine):
 
 def test_any_order_of_events():
     run_state_machine_as_test(
-        OneHost, settings=settings(max_examples=60, stateful_step_count=50, deadline=None, database=None)
+        OneHost, settings=settings(max_examples=150, stateful_step_count=50, deadline=None, database=None)
     )
 
 

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
-from distrib.training.parameter_server.hostgroup import GroupTable
 from distrib.training.parameter_server.optimizers import options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
 from distrib.training.parameter_server.sharing import Arena
+from distrib.training.parameter_server.speaker import GroupTable
 from distrib.training.parameter_server.tables import Description, Wire, raw, wire_dtype
 from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
 

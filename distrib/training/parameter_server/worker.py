@@ -25,7 +25,8 @@ from distrib.strategy import Strategy
 from distrib.training.backend import Backend
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
-from distrib.training.parameter_server.hostgroup import HostGroup, host_identity, open_door
+from distrib.training.parameter_server.hostgroup import HostGroup, host_identity
+from distrib.training.parameter_server.line import open_door
 from distrib.training.parameter_server.server import servers_from
 from distrib.training.parameter_server.wire import Frame, Kind, packed, unpacked
 from distrib.training.synchronous import follow_parameters
