@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +273,234 @@ def test_who_does_not_know_the_key_is_not_heard(make):
             while sock.recv(4096):  # the greeting; then it hangs up
                 pass
     assert cluster.servers[0].parts[0].tables == {}
+
+
+# -- workers that are lost, and started again -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Asynchronous]:
+    """Starts a worker of a cluster again, as the launcher does."""
+
+    def start(cluster: Cluster, rank: int) -> Asynchronous:
+        with monkeypatch.context() as environment:
+            environment.setenv("DISTRIB_STARTED_AGAIN", "1")
+            return cluster.worker(rank)
+
+    return start
+
+
+def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return what()
+
+
+def cut_off(backend: Asynchronous, servers: Sequence[int] = (0, 1)) -> None:
+    """The worker's connections break, and there is nobody where it looks for the servers."""
+    client = backend.client
+
+    def cut() -> None:
+        client.addresses = [("127.0.0.1", 9) if n in servers else at for n, at in enumerate(client.addresses)]
+        for server in servers:
+            client._links[server].hang_up()
+
+    client.loop.call(cut)
+
+
+def reached(backend: Asynchronous, cluster: Cluster) -> None:
+    backend.client.loop.call(lambda: setattr(backend.client, "addresses", cluster.servers[0].addresses))
+
+
+def straight(backend: Asynchronous, lr: float = 1.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model whose gradient is all ones, with its optimizer."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    prepared(backend, model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def weight(model: nn.Module) -> float:
+    values = set(model.state_dict()["weight"].view(-1).tolist())
+    assert len(values) == 1
+    return float(values.pop())
+
+
+def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    cluster = make(workers=3)
+    first, second, third = backends = cluster.each(lambda backend: straight(backend) and backend)
+    assert [backend.is_main for backend in backends] == [True, False, False]
+    cut_off(first)
+    assert comes_true(lambda: second.is_main)
+    waits = threading.Thread(target=lambda: told.append(first.is_main))
+    told: list[bool] = []
+    waits.start()
+    time.sleep(0.3)
+    assert not told  # it does not know
+    reached(first, cluster)
+    waits.join(10)
+    assert told == [False] and second.is_main and not third.is_main
+    second.client.close()
+    assert comes_true(lambda: third.is_main) and not first.is_main  # which has not joined the others again
+
+
+def test_main_stays_who_it_is_when_it_leaves(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    first, second = make(workers=2).each(lambda backend: straight(backend) and backend)
+    first.close()
+    time.sleep(1.5)
+    assert first.is_main and not second.is_main
+
+
+def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
+    cluster = make(workers=2)
+    first, second = cluster.each(lambda backend: straight(backend) and backend)
+    second.client.main = (1, 1)  # as the server before has told it, but not rank 0
+    cut_off(second)
+    assert comes_true(lambda: not second.client._links[0].welcomed)
+    reached(second, cluster)
+    assert comes_true(lambda: second.is_main and not first.is_main)
+
+
+def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    cluster = make(workers=1)
+    backend = cluster.worker(0)
+    model, optimizer = straight(backend)
+    step(model, optimizer)
+    cut_off(backend)
+    assert comes_true(lambda: not cluster.servers[0].parts[0].members)
+    reached(backend, cluster)
+    step(model, optimizer)
+    assert weight(model) == -2 and backend.is_main
+
+
+def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    cluster = make(workers=2)
+    (first, *_), (second, model, optimizer) = cluster.each(lambda backend: (backend, *straight(backend)))
+    cut_off(second)
+    assert comes_true(lambda: cluster.servers[0].parts[0].members == {0})
+    first.client.close()
+    assert comes_true(lambda: not cluster.servers[0].parts[0].members)
+    reached(second, cluster)
+    assert comes_true(lambda: second.is_main)
+    step(model, optimizer)
+    assert weight(model) == -1
+
+
+def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
+    cluster = make(workers=2)
+    first, second = cluster.each(lambda backend: straight(backend) and backend)
+    cut_off(first, servers=[1])
+    assert comes_true(lambda: cluster.servers[0].parts[0].members == {1})
+    time.sleep(1.0)
+    assert first.is_main and not second.is_main
+    first.client.close()
+    assert comes_true(lambda: second.is_main)
+
+
+def test_what_others_wait_for_is_done_by_the_next_worker(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    cluster = make(workers=2)
+    first, second = cluster.worker(0), cluster.worker(1)
+    assert first.from_main(lambda: "of rank 0") == second.from_main(lambda: "of rank 1") == "of rank 0"
+    told: list[str] = []
+    waits = threading.Thread(target=lambda: told.append(second.from_main(lambda: "of rank 1")))
+    waits.start()
+    time.sleep(0.3)
+    assert not told
+    first.client.close()
+    waits.join(10)
+    assert told == ["of rank 1"]
+
+
+def test_what_main_has_kept_is_on_the_replica(make):
+    cluster = make(workers=1, replicas=1)
+    backend = cluster.worker(0)
+    straight(backend)  # its buffers are kept, too
+    backend.from_main(lambda: 5)
+    part, copies = cluster.servers[0].parts[0], cluster.servers[1].parts
+    assert len(part._kept) == 2 and comes_true(lambda: 0 in copies and copies[0]._kept == part._kept)
+
+
+def test_a_worker_that_is_started_again_gives_gradients_and_nothing_else(make, again):
+    cluster = make(workers=2)
+    (first, model, optimizer), (second, _, _) = cluster.each(lambda backend: (backend, *straight(backend)))
+    for _ in range(3):
+        step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    step(model, optimizer)
+    assert weight(model) == -3.5
+    second.client.close()
+    second = again(cluster, 1)
+    own = nn.Linear(4, 1, bias=False)
+    other = torch.optim.SGD(own.parameters(), 100.0)
+    prepared(second, own, other)
+    assert weight(own) == -3.5
+    own.load_state_dict({"weight": torch.full((1, 4), 7.0)})
+    other.load_state_dict(other.state_dict())
+    assert weight(own) == -3.5
+    other.param_groups[0]["lr"] = 10.0
+    for _ in range(2):
+        step(own, other)
+    assert weight(own) == -4.5
+    optimizer.param_groups[0]["lr"] = 0.25
+    step(model, optimizer)
+    assert weight(model) == -4.75
+    step(own, other)
+    assert weight(own) == -5.0
+    # No part in what all workers do: neither waits for the other.
+    assert second.reduce(torch.tensor(5.0), "mean") == 5.0 and second.view(3, training=False) == (0, 1)
+    assert first.reduce(torch.tensor(3.0), "mean") == 3.0 and first.view(3, training=False) == (0, 1)
+    assert first.is_main and not second.is_main
+
+
+def test_rank_0_that_is_started_again_is_not_main_and_gets_what_was_kept(make, again):
+    cluster = make(workers=2)
+    first, second = cluster.each(lambda backend: straight(backend) and backend)
+    assert first.from_main(lambda: 5) == 5
+    first.client.close()
+    first = again(cluster, 0)
+    model = nn.Linear(4, 1, bias=False)
+    prepared(first, model, torch.optim.SGD(model.parameters(), 1.0))
+    assert weight(model) == 0  # and not its own
+    assert first.from_main(lambda: 7) == 5
+    assert comes_true(lambda: second.is_main) and not first.is_main
+    assert second.from_main(lambda: 6) == 5  # it asks after the others
+
+
+def test_synchronous_steps_wait_for_a_worker_that_was_started_again_once_it_has_joined(make, again):
+    cluster = make(workers=2, staleness=0)
+
+    def train(backend: Asynchronous) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, optimizer = straight(backend)
+        for _ in range(3):
+            step(model, optimizer)
+        return model, optimizer
+
+    (model, optimizer), _ = cluster.each(train)
+    cluster.backends[1 if cluster.backends[1].world.rank else 0].client.close()
+    second = again(cluster, 1)
+    own, other = straight(second, lr=5.0)
+    assert weight(own) == -3
+    step(model, optimizer)  # does not wait
+    assert weight(model) == -4
+    step(own, other)
+    assert not comes_true(lambda: cluster.servers[0].parts[0].tables[0].shard.newest() > 5, 0.3)
+    step(model, optimizer)
+    assert weight(model) == weight(own) == -5  # one step, the mean of both
 
 
 # -- whole jobs -------------------------------------------------------------------------------------------------------

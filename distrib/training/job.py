@@ -126,8 +126,12 @@ class Job:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
+        """Whether this is the main rank, which prints and saves: rank 0.
+
+        In mode async, when rank 0 is lost, it is the lowest of the other ranks that are there, and stays it; so ask each time.
+        A rank that is started again is never main. One that is main and is cut off waits here until it knows whether it still is.
+        """
+        return self._elastic.is_main if self._elastic else self.rank == 0
 
     # Training
 
@@ -329,7 +333,7 @@ class Job:
         return result / self.world_size if op == "mean" else result
 
     def _from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0, where alone it is called; what it raises is raised on every rank."""
+        """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank."""
         if self._elastic:
             return self._elastic.from_main(work)
         if self.world_size == 1:
@@ -354,7 +358,7 @@ class Job:
 
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
 
-        Rank 0 writes, and `path` never holds half a file; the other ranks go on at once. Models are
+        The main rank writes, and `path` never holds half a file; the other ranks go on at once. Models are
         saved without their wrapper, so that any number of ranks can restore them. Raises TrainingError for values
         that could not be opened without running code (see torch.load, weights_only).
         """
@@ -389,7 +393,7 @@ class Job:
         self._status.metrics(metrics)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
-        """`print` on rank 0 only, at once."""
+        """`print` on the main rank only, at once; see `is_main`."""
         if self.is_main:
             print(*values, sep=sep, end=end, flush=True)
 

@@ -80,7 +80,7 @@ class _Link:
         self.client, self.shard = client, shard
         self.epoch = 0
         self.connection: Connection | None = None
-        self.welcomed = False
+        self.welcomed = self.was_welcomed = False
         self.down_since = time.monotonic()
         self.pushes: dict[tuple[int, int], Push] = {}
         self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
@@ -108,7 +108,10 @@ class _Link:
         self.connection = Connection(sock, self.client.key, listener=False, room=self._room, receive=self._receive)
         if place != self.shard:
             self._voted.add(self.epoch + 1)
-        hello = {"worker": self.client.rank, "life": self.client.life, "shard": self.shard, "epoch": self.epoch}
+        hello = {
+            "worker": self.client.rank, "life": self.client.life, "again": self.client.again,
+            "shard": self.shard, "epoch": self.epoch, "main": self.client.main,
+        }  # fmt: skip
         self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2)
         self.client.loop.watch(sock, self._attend, writing=True)
 
@@ -180,6 +183,8 @@ class _Link:
                 request[2].set_result((frame, payload))
         elif frame.kind is Kind.WELCOME:
             self._welcome(unpacked(payload))
+        elif frame.kind is Kind.MAIN:
+            self.client.main = max(self.client.main, (frame.version, frame.step))
         elif frame.kind is Kind.REFUSED:
             why = unpacked(payload)
             if why:
@@ -195,7 +200,9 @@ class _Link:
         assert self.connection
         if said["epoch"] < self.epoch:
             raise ConnectionRefusedError
-        self.epoch, self.welcomed = said["epoch"], True
+        self.epoch = said["epoch"]
+        self.client.main = max(self.client.main, (said["main"][0], said["main"][1]))
+        self.welcomed = self.was_welcomed = True
         if not said["member"]:
             self.client.outside = True
             self.client.round = max(self.client.round, said["round"])
@@ -243,9 +250,15 @@ class _Link:
 class Client:
     """This worker's connections to all servers. What it offers may be called from the thread that trains."""
 
-    def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool) -> None:
+    def __init__(
+        self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool, again: bool = False
+    ) -> None:
         self.rank, self.addresses, self.key, self.replicas = rank, addresses, key, replicas
         self.life = os.urandom(8).hex()
+        self.again = again
+        """Whether this worker takes the place of one that died."""
+        self.main = 0, 0
+        """How often main was another worker, and which it is, as far as is known here."""
         self.outside = False
         """Whether some server does not wait for this worker: it has to join again."""
         self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
@@ -358,6 +371,16 @@ class Client:
         """Raises what went wrong meanwhile."""
         if self._error:
             raise self._error
+
+    def is_main(self) -> bool:
+        """Whether this worker is main. One that is cut off cannot know: it waits until it hears whether another was chosen."""
+        link = self._links[0]
+        while self.main[1] == self.rank and not self.again:
+            if link.welcomed or not link.was_welcomed or self.loop.ended:
+                return True
+            self.check()
+            time.sleep(0.05)
+        return False
 
     def close(self) -> None:
         """End the thread; nothing more is sent."""

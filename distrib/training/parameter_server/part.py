@@ -48,6 +48,10 @@ class Part:
         """Whether any worker may say what a table is: all have agreed on it before."""
         self.tables: dict[int, Table] = {}
         self.members = set(range(workers))
+        self.substitutes: set[int] = set()
+        """Workers that were started again: their gradients count, but they are in another place of the script."""
+        self.main = 0, 0
+        """How often the worker that prints and saves was another one, and which it is. Decided for shard 0."""
         self.pool = pool
         self.follower: Connection | None = None
         self._there: dict[int, Connection] = {}
@@ -60,7 +64,9 @@ class Part:
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
         self._kept: dict[int, bytes] = {}
         self._fetches: list[tuple[int, Frame]] = []
-        self._gathering = Gathering(lambda: self.members)
+        self._main_is_lost = False
+        self._left: set[int] = set()
+        self._gathering = Gathering(lambda: self.members - self.substitutes)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
         self._requests: dict[int, int] = {}  # and the number of its request
         self._log: tuple[Frame, Any] | None = None  # the first half of an entry
@@ -68,13 +74,16 @@ class Part:
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
-    def welcome(self, worker: int, life: str, connection: Connection) -> None:
-        """A worker has called. `life` tells one that was started anew from one that was cut off."""
+    def welcome(self, worker: int, hello: dict[str, Any], connection: Connection) -> None:
+        """A worker has called. Its `life` tells one that was started anew from one that was cut off."""
+        life, again = hello["life"], hello["again"]
         if (old := self._there.get(worker)) is not None and old is not connection:
             old.close()
-        if self._lives.get(worker, life) != life:
-            self._drop(worker)
+        if self._lives.get(worker, None if again else life) != life:
+            self._drop(worker, is_lost=True)
             self._groups.pop(worker, None)
+        if again:
+            self._replace(worker)
         self._lives[worker] = life
         self._there[worker] = connection
         self._gone.pop(worker, None)
@@ -82,6 +91,10 @@ class Part:
         self._pulls = [(who, frame) for who, frame in self._pulls if who != worker]
         self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
         self._forget_shared(worker)
+        known = hello["main"][0], hello["main"][1]
+        if known > self.main:  # the server that was in charge before has chosen it
+            self._make_main(*known)
+        self._choose_main()
         connection.send(
             Frame(Kind.WELCOME),
             packed(
@@ -90,16 +103,23 @@ class Part:
                     "epoch": self.epoch,
                     "round": self._gathering.newest(),
                     "tables": [table.number for table in self.tables.values() if table.is_set],
+                    "main": self.main,
                 }
             ),
         )
+
+    def _replace(self, worker: int) -> None:
+        """A worker is a substitute from now on: it goes by the settings of the others, as its schedule is at its beginning."""
+        self.substitutes.add(worker)
+        for table in self.tables.values():
+            table.options[worker] = table.last_options
 
     def lose(self, worker: int, connection: Connection) -> None:
         """A worker's connection is gone; the worker may come back."""
         if self._there.get(worker) is connection:
             del self._there[worker]
             self._forget_shared(worker)
-            if worker in self.members:
+            if worker in self.members or (worker == self.main[1] and worker not in self._left):
                 self._gone[worker] = time.monotonic()
 
     def _forget_shared(self, worker: int) -> None:
@@ -108,15 +128,17 @@ class Part:
     def tick(self, now: float) -> None:
         """Stops waiting for workers that have been gone for too long."""
         for worker in [worker for worker, since in self._gone.items() if now - since > DROP_SECONDS]:
-            self._drop(worker)
+            self._drop(worker, is_lost=True)
             self.notes.append(f"worker {worker} is gone; the others go on without it")
 
-    def _drop(self, worker: int) -> None:
+    def _drop(self, worker: int, *, is_lost: bool = False) -> None:
         gave_values = worker == self._main() and not self.anyone
         self._gone.pop(worker, None)
         self.members.discard(worker)
         for table in self.tables.values():
             self._wait_for_members(table)
+        self._main_is_lost |= is_lost and worker == self.main[1] and worker not in self._left
+        self._choose_main()
         self._tell_rounds()
         self.tell_members()
         self._describe_all()
@@ -136,6 +158,24 @@ class Part:
         table.shard.members |= wanted
         for pusher in gone:
             self._carry_out(table, table.shard.drop(pusher))
+
+    def _choose_main(self) -> None:
+        """When main is lost, the first worker is main that is there and has been from the start.
+
+        One that has left stays main: what it had to print and save is done. One that comes back does not become it again.
+        One that only cannot reach another server stays it, too: the others may not reach that server either.
+        """
+        there = self._there.keys() - self.substitutes - self._left
+        if self.shard or not self._main_is_lost or not there:
+            return
+        self._main_is_lost = False
+        self._make_main(self.main[0] + 1, min(there & self.members or there))
+        self.notes.append(f"worker {self.main[1]} prints and saves now")
+
+    def _make_main(self, number: int, main: int) -> None:
+        self.main = number, main
+        for worker in self._there:
+            self._send(worker, Frame(Kind.MAIN, step=main, version=number))
 
     def connected(self) -> int:
         """How many members are there now."""
@@ -179,6 +219,7 @@ class Part:
             self._tell_rounds()
         elif frame.kind is Kind.KEEP:
             self._kept.setdefault(frame.version, bytes(payload))
+            self._send_kept(frame.version)
             self._answer_fetches()
             self._reply(worker, frame, self._kept[frame.version])
         elif frame.kind is Kind.FETCH:
@@ -192,6 +233,7 @@ class Part:
                 self._wait_for_members(table)
             self.tell_members()
         elif frame.kind is Kind.LEAVE:
+            self._left.add(worker)
             self._drop(worker)
             self._reply(worker, frame)
         elif frame.kind is Kind.STATISTICS:
@@ -210,7 +252,10 @@ class Part:
         elif frame.kind is Kind.COMMIT:
             self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
         elif frame.kind is Kind.OPTIONS:
-            table.options[worker] = unpacked(payload)
+            if worker not in self.substitutes:
+                table.last_options = unpacked(payload)
+                for one in (worker, *self.substitutes):
+                    table.options[one] = table.last_options
         elif frame.kind is Kind.SET:
             self._set(table, frame, payload)
             self._reply(worker, frame)
@@ -251,7 +296,7 @@ class Part:
             self._describe(*waiting[0])
 
     def _main(self) -> int | None:
-        return min(self.members, default=None)
+        return min(self.members - self.substitutes, default=None)
 
     def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
         description = msgspec.json.decode(payload, type=Description)
@@ -354,6 +399,8 @@ class Part:
         self.follower = follower
         for table in self.tables.values():
             self._begin_replica(table)
+        for number in self._kept:
+            self._send_kept(number)
 
     def _begin_replica(self, table: Table) -> None:
         if self.follower is None:
@@ -374,6 +421,10 @@ class Part:
     def _send_state(self, table: Table, chunk: int) -> None:
         if self.follower:
             self.follower.send(Frame(Kind.STATE, 0, table.number, chunk), table.saved(chunk))
+
+    def _send_kept(self, number: int) -> None:
+        if self.follower:
+            self.follower.send(Frame(Kind.STATE, SHARED, version=number), self._kept[number])
 
     def tell_members(self) -> None:
         """Tells the replica who is waited for."""
@@ -402,6 +453,8 @@ class Part:
         if frame.kind is Kind.STATE and frame.flags & FINAL:
             told = unpacked(payload)
             self.members, self._groups = set(told["members"]), dict(told["groups"])
+        elif frame.kind is Kind.STATE and frame.flags & SHARED:
+            self._kept[frame.version] = bytes(payload)
         elif frame.kind is Kind.STATE and frame.flags & MORE:
             about = unpacked(payload)
             description = msgspec.convert(about["description"], Description)

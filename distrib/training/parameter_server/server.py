@@ -187,7 +187,7 @@ class Server:
             peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
             return
         peer.part, peer.worker = part, worker
-        part.welcome(worker, hello["life"], peer.connection)
+        part.welcome(worker, hello, peer.connection)
 
     def _give_up(self, shard: int) -> None:
         """Another server is in charge of the shard: those who thought that this one was must call again."""

@@ -100,6 +100,7 @@ class Table:
         self.chunks = {chunk.number: chunk for chunk in description.chunks() if chunk.server == server}
         self.shard = Shard(self.chunks, members, strategy.staleness)
         self.options: dict[int, list[dict[str, Any]]] = {}  # the settings that each worker sent last
+        self.last_options = list(description.options)  # and the last of all
         self.staleness: Counter[int] = Counter()
         self.updaters: dict[int, Updater] = {}
         self._pool = pool

@@ -47,7 +47,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to GROUP; from servers: WELCOME to OUTSIDE; between servers: HELLO, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to GROUP; from servers: WELCOME to MAIN; between servers: HELLO, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -75,6 +75,7 @@ class Kind(enum.IntEnum):
     REFUSED = 35
     ALONE = 36
     OUTSIDE = 37
+    MAIN = 38
     STATE = 49
     LOG = 50
     LOGGED = 51
@@ -82,7 +83,7 @@ class Kind(enum.IntEnum):
 
 FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
 """Flags: of a PUSH, that it needs no COMMIT; of a VALUE, that the gradient counted; of a LOG or STATE, that more belong to it; of a PUSH or VALUE,
-that its payload lies in memory that both share."""
+that its payload lies in memory that both share; of a STATE, that it is what main has kept for the others."""
 
 
 class Frame(NamedTuple):

@@ -5,11 +5,16 @@ forward pass comes to it; so what the model holds between a step and the next fo
 Before a model is evaluated or saved, all of its parameters are fetched anew, exactly.
 
 Buffers, such as the running statistics of batch normalization, begin as rank 0's; then each worker keeps its own, from the
-samples that it has seen, as in DistributedDataParallel with `broadcast_buffers=False`. Rank 0's are saved.
+samples that it has seen, as in DistributedDataParallel with `broadcast_buffers=False`. Main's are saved.
+
+A **substitute** is a worker that the launcher has started again in the place of one that died. It begins the script from the top
+with the servers' parameters and trains beside the others. It gives the servers gradients and nothing else, nobody waits for it in
+what all workers do together, and it is never main.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import io
 import os
 import pickle
@@ -41,7 +46,8 @@ class Asynchronous(Backend):
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         addresses, key = servers_from(os.environ)
-        self.client = Client(world.rank, addresses, key, replicas=bool(strategy.replicas))
+        self.substitute = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
+        self.client = Client(world.rank, addresses, key, replicas=bool(strategy.replicas), again=self.substitute)
         self.client.rejoin = self._rejoin
         self.tables: list[HeldTable] = []
         self._models: list[nn.Module] = []
@@ -64,6 +70,11 @@ class Asynchronous(Backend):
     def _reduces(self) -> bool:
         """Whether the ranks of a host may push as one: there are several hosts, or the address would not be told."""
         return self.strategy.host_reduction and "DISTRIB_ADDRESS" in os.environ
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker prints and saves: rank 0, or when it is lost the first of the others that are there."""
+        return self.client.is_main()
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -111,11 +122,14 @@ class Asynchronous(Backend):
             self._exact = True
 
     def _restored(self) -> None:
-        """A model was given other values: rank 0's are the servers' now."""
-        if self.world.rank == 0:
+        """A model was given other values: main's are the servers' now. A substitute's are not what the others train."""
+        if self.is_main:
             for table in self.tables:
                 table.wait()
                 table.give(replace=True)
+        elif self.substitute:
+            self._exact = False
+            self._refresh()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +203,7 @@ class Asynchronous(Backend):
         return {**state, "state": {number: found[p] for number, p in enumerate(order) if found.get(p)}}
 
     def _give_state(self, table: HeldTable) -> None:
-        if self.world.rank == 0:
+        if self.is_main:
             table.give_state(table.optimizer.state)
         table.optimizer.state.clear()
 
@@ -205,21 +219,20 @@ class Asynchronous(Backend):
     # -- between the ranks ----------------------------------------------------------------------------------------------
 
     def from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on rank 0; what it raises is raised on every rank."""
+        """What `work` returns on main; what it raises is raised on every rank. It stays known: substitutes ask for it later."""
         self._step_aside()
         number, self._kept = self._kept, self._kept + 1
         problem: Exception | None = None
-        if self.world.rank == 0:
+        kept = self._fetched(number)
+        if kept is None:
             try:
                 answer: tuple[Any, str | None] = work(), None
             except (OSError, DistribError) as error:
                 problem, answer = error, (None, str(error))
-            asked = self.client.ask(0, Frame(Kind.KEEP, version=number), pickle.dumps(answer))
-        else:
-            asked = self.client.ask(0, Frame(Kind.FETCH, version=number))
-        value, why = pickle.loads(self.client.result(asked)[1])  # written by rank 0 of this job, whose key it proved
+            kept = self.client.result(self.client.ask(0, Frame(Kind.KEEP, version=number), pickle.dumps(answer)))[1]
+        value, why = pickle.loads(kept)  # written by a rank of this job, whose key it proved
         if why is not None:
-            raise problem or TrainingError(f"on rank 0: {why}")
+            raise problem or TrainingError(f"on the main rank: {why}")
         result: T = value
         return result
 
@@ -227,6 +240,16 @@ class Asynchronous(Backend):
         """Others of this host may be in another step, and must not wait for one who waits for them."""
         if self.client.group:
             self.client.group.leave()
+
+    def _fetched(self, number: int) -> Any:
+        """What main has kept under this number; None where this worker is main, or becomes it while it waits."""
+        asked = None if self.is_main else self.client.ask(0, Frame(Kind.FETCH, version=number))
+        while asked and not self.is_main:
+            concurrent.futures.wait([asked], timeout=0.2)
+            if asked.done():
+                return asked.result()[1]
+            self.client.check()
+        return None
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduction over the workers that are there; a new tensor."""
@@ -243,7 +266,9 @@ class Asynchronous(Backend):
         return result.to(tensor.device)
 
     def _gather(self, part: bytes) -> list[tuple[int, bytes]]:
-        """What every worker that is there has brought, and who brought it."""
+        """What every worker that is there has brought, and who brought it; a substitute, which is elsewhere in the script, is alone."""
+        if self.substitute:
+            return [(self.world.rank, part)]
         self._step_aside()
         number, self.client.round = self.client.round, self.client.round + 1
         asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
@@ -260,7 +285,7 @@ class Asynchronous(Backend):
 
         While training, shares go round, so that those of workers that are gone are read by the others in other epochs, and an
         epoch keeps the length that schedules count with. An evaluation begins when all who are there have come to it, and is
-        shared by them: as nobody trains then, they evaluate the same parameters.
+        shared by them: as nobody trains then, they evaluate the same parameters. A substitute reads all of it.
         """
         size = self.world.size
         if training:
