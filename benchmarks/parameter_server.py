@@ -352,18 +352,22 @@ def _acknowledged(folder: str) -> dict[int, int]:
 
 
 def _miscounted(folder: str, workers: int) -> str:
-    """Whether any element holds another number of updates than its worker had acknowledged."""
+    """Whether any element holds another number of updates than its worker had acknowledged, in all its lives.
+
+    A worker that reached the end has noted them all. Each other life of a worker may have been about to note one more; and one that
+    was started again may still train while the end's values are fetched, so that its notes are looked at before and after.
+    """
     import torch
 
-    acknowledged = _acknowledged(folder)
     refused = {int(path.suffix[1:]): int(path.read_text()) for path in Path(folder).glob("done.*")}
+    lives = {int(path.suffix[1:]): len(path.read_text()) for path in Path(folder).glob("lives.*")}
     for rank in refused:
+        before, after = json.loads(Path(folder, f"noted.{rank}").read_text())
         for values in torch.load(Path(folder, f"held.{rank}.pt"), weights_only=True).values():
             for worker in range(workers):
                 low, high = values[worker::workers].min().item(), values[worker::workers].max().item()
-                steps = acknowledged.get(worker, 0)
-                # A worker that was killed may have been about to note one more step.
-                most = steps if worker in refused else steps + 1
+                steps = before.get(str(worker), 0)
+                most = after.get(str(worker), 0) + lives.get(worker, 0) - (worker in refused)
                 if not steps - refused.get(worker, 0) <= low <= high <= most:
                     return f"worker {worker} had {steps} steps acknowledged, the servers hold {low:g} to {high:g}"
     return "" if refused else "no worker reached the end"

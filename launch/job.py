@@ -252,7 +252,7 @@ def _launch_in(
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
     if result.first_failure:
-        told = failures.report(result.first_failure, supervisor.endings, started=supervisor.started)
+        told = failures.report(result.first_failure, supervisor.first_endings, started=supervisor.started)
         console.say(f"error: {told}")
     if result.foretold and result.measured:
         seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds

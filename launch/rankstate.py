@@ -23,6 +23,10 @@ class RankState:
         self.order: dict[str, Any] = {}
         """What it was told to run."""
         self.restarts = 0
+        self.again_at = 0.0
+        """When it is started again, monotonic, if it has died and waits for that."""
+        self.first_ending: failures.Ending | None = None
+        """How it died before it was started again for the first time."""
         self.device = plan.device
         self.placed: dict[str, Any] = {}
         self.step = -1

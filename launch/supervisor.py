@@ -102,6 +102,17 @@ class Supervisor:
         """How the ranks ended, of those that have."""
         return [state.ending for state in self.ranks if state.ending]
 
+    @property
+    def first_endings(self) -> list[failures.Ending]:
+        """The same, but of workers that were started again how they died first: what came then was not their failure."""
+        found = [state.first_ending or state.ending for state in self.ranks]
+        return [ending for ending in found if ending]
+
+    @property
+    def again(self) -> set[int]:
+        """The workers that were started again."""
+        return {state.plan.rank for state in self.ranks if state.first_ending}
+
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> results.Result:
@@ -176,7 +187,8 @@ class Supervisor:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
                 self._stop(self.grace_seconds)
-            if not self.stopping and self.assigned and tolerance.servers_only(self.plan, self.endings):
+            self._start_waiting(now)
+            if not self.stopping and self.assigned and tolerance.is_over(self.plan, self.endings, self.again):
                 self._stop(self.grace_seconds)
             if self.first_bad and not self.stopping and now - self.first_bad > self._settle_seconds():
                 self._stop(self.grace_seconds)
@@ -345,7 +357,7 @@ class Supervisor:
                 self.standstill.progress()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
-                if "metrics" in status and state.plan.rank == 0:
+                if "metrics" in status and state.plan.rank == tolerance.main(self.plan, self.endings, self.again):
                     try:
                         with (self.run_dir / "metrics.jsonl").open("ab") as file:
                             file.write(line + b"\n")
@@ -424,28 +436,45 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
-        if tolerance.may_start_again(self.plan, state.ending, state.restarts):
+        may = tolerance.may_start_again(self.plan, state.ending, state.restarts)
+        if may and state.plan.role == "server":
             self._start_again(state)
-            return
-        if tolerance.goes_on_without(self.plan, state.ending, self.endings):
-            how = message or (failures.signal_name(number) if number else f"exit code {exit_code}")
-            self.warnings.append(tolerance.lines(self.plan, state.ending, how))
-            self.console.say(f"warning: {self.warnings[-1]}")
+        elif may and tolerance.is_training(self.plan, self.endings, self.again):
+            state.again_at = time.monotonic() + tolerance.AGAIN_SECONDS
+        elif tolerance.goes_on_without(self.plan, state.ending, self.endings, self.again):
+            self._warn_of(state, again=False)
         else:
             self.first_bad = time.monotonic()
 
+    def _start_waiting(self, now: float) -> None:
+        """Workers that died a moment ago are started again, or given up: nobody is left to be helped, or no way to them."""
+        for state in self.ranks:
+            if not state.again_at or self.first_bad or self.stopping:
+                continue
+            reached = state.channel is not None and not state.channel.closed
+            if not reached or not tolerance.is_training(self.plan, self.endings, self.again):
+                state.again_at = 0.0
+                self._warn_of(state, again=False)
+            elif now >= state.again_at:
+                self._start_again(state)
+
+    def _warn_of(self, state: RankState, *, again: bool) -> None:
+        """Say that a rank died without which the job goes on."""
+        ending = state.ending
+        assert ending
+        how = failures.signal_name(ending.signal) if ending.signal else f"exit code {ending.exit_code}"
+        others = [other for other in self.endings if other is not ending]
+        was_main = ending.rank == tolerance.main(self.plan, others, self.again)
+        was_main = was_main and tolerance.is_training(self.plan, self.endings, self.again)
+        self._warn(tolerance.lines(self.plan, ending, ending.message or how, again=again, was_main=was_main))
+
     def _start_again(self, state: RankState) -> None:
-        """A parameter server died and its host is there: another takes its place."""
-        assert state.ending
+        """A rank died and its host is there: another takes its place."""
+        self._warn_of(state, again=True)
+        if state.plan.role == "worker":
+            state.first_ending = state.first_ending or state.ending
         state.restarts += 1
-        how = (
-            failures.signal_name(state.ending.signal) if state.ending.signal else f"exit code {state.ending.exit_code}"
-        )
-        self.warnings.append(
-            f"parameter server rank {state.plan.rank} on {state.plan.host} died ({how}) and was started again"
-        )
-        self.console.say(f"warning: {self.warnings[-1]}")
-        state.ending = None
+        state.ending, state.again_at, state.step = None, 0.0, -1
         environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
         self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
 
@@ -487,7 +516,7 @@ class Supervisor:
                     hint="see whether it is up; --drop-bad-hosts starts without it",
                 )
             for state in self.ranks:
-                if state.plan.host == host and not state.ending and state.channel:
+                if state.plan.host == host and (not state.ending or state.again_at) and state.channel:
                     self._hang_up(state, why, "silence")
 
     def _ping(self) -> None:
@@ -579,8 +608,8 @@ class Supervisor:
             self._turn(0.01)
 
     def _result(self) -> results.Result:
-        endings = self.endings
-        first = None if tolerance.succeeded(self.plan, endings) else failures.first_failure(endings)
+        endings = self.first_endings
+        first = None if tolerance.succeeded(self.plan, self.endings) else failures.first_failure(endings)
         status: results.Status
         if first and first.signal == signal.SIGTERM and not self.verdict:
             words = (self.run_dir / "engine.log").read_text(errors="replace")

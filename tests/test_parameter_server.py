@@ -506,18 +506,34 @@ def test_synchronous_steps_wait_for_a_worker_that_was_started_again_once_it_has_
 # -- whole jobs -------------------------------------------------------------------------------------------------------
 
 
-def started(folder: Path, *words: str) -> subprocess.Popen[str]:
-    """A job of two workers that count their steps; returns when both have begun."""
+def launched(folder: Path, lesson: list[str], *words: str) -> subprocess.Popen[str]:
+    """A job of two workers that do a lesson."""
     command = [str(LAUNCH), "--no-check", "--run-dir", str(folder / "run"), "-np", "2", "--mode", "async", *words]
-    job = subprocess.Popen(
-        [*command, str(SCRIPT), "counting", str(folder), "40", "0.05"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+    return subprocess.Popen(
+        [*command, str(SCRIPT), *lesson], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not all((folder / f"acknowledged.{rank}").exists() for rank in (0, 1)):
-        assert job.poll() is None and time.monotonic() < deadline, job.communicate()[0]
-        time.sleep(0.05)
+
+
+def started(folder: Path, *words: str, until: str = "") -> subprocess.Popen[str]:
+    """A job of two workers that count their steps; returns when both have begun."""
+    job = launched(folder, ["counting", str(folder), "40", "0.05", until], *words)
+    reaches(job, lambda: noted(folder).keys() == {0, 1})
     return job
+
+
+def reaches(job: subprocess.Popen[str], what: Callable[[], bool]) -> None:
+    """Wait until something is true of a job, which goes on meanwhile."""
+    deadline = time.monotonic() + 60
+    while not what():
+        if job.poll() is not None or time.monotonic() > deadline:
+            job.terminate()
+            pytest.fail(job.communicate(timeout=30)[0])
+        time.sleep(0.05)
+
+
+def noted(folder: Path) -> dict[int, int]:
+    return {int(path.suffix[1:]): int(path.read_text()) for path in folder.glob("acknowledged.*")}
 
 
 def killed(folder: Path, rank: int) -> None:
@@ -542,17 +558,87 @@ def counts(folder: Path) -> list[tuple[float, float]]:
     return [(values[rank::2].min().item(), values[rank::2].max().item()) for rank in (0, 1)]
 
 
-def test_a_worker_dies_and_the_other_goes_on(tmp_path):
+def test_a_worker_dies_and_the_other_goes_on_to_the_end(tmp_path):
     job = started(tmp_path)
     killed(tmp_path, 0)
-    result, out = ended(tmp_path, job)
+    result, out = ended(tmp_path, job)  # before or soon after it would have been started again
     assert result["status"] == "succeeded" and result["first_failure"] is None, out
     assert "worker rank 0" in result["warnings"][-1]
-    assert result["ranks"][0]["signal"] == signal.SIGKILL
-    steps = int((tmp_path / "acknowledged.0").read_text())
     low, high = counts(tmp_path)[0]
-    assert steps <= low <= high <= steps + 1
+    before, after = json.loads((tmp_path / "noted.1").read_text())
+    assert before["0"] <= low <= high <= after["0"] + len((tmp_path / "lives.0").read_text())
     assert counts(tmp_path)[1] == (40, 40)
+
+
+def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path):
+    job = started(tmp_path, until="enough")
+    killed(tmp_path, 1)
+    dead = noted(tmp_path)[1]
+    reaches(job, lambda: noted(tmp_path)[1] >= dead + 10)
+    before = noted(tmp_path)[0]
+    reaches(job, lambda: noted(tmp_path)[0] >= before + 10)
+    (tmp_path / "enough").touch()
+    result, out = ended(tmp_path, job)
+    assert result["status"] == "succeeded" and result["exit_code"] == 0 and result["first_failure"] is None, out
+    name = result["ranks"][1]["host"]
+    assert result["warnings"] == [f"worker rank 1 on {name} died (SIGKILL) and was started again"]
+    assert (result["ranks"][1]["signal"], result["ranks"][1]["stopped_by"]) == (signal.SIGTERM, "launcher")
+    first, second = json.loads((tmp_path / "noted.0").read_text())
+    low, high = counts(tmp_path)[1]
+    assert dead + 10 <= first["1"] <= low <= high <= second["1"] + 2  # each of its lives may have noted one less
+    assert counts(tmp_path)[0] == (first["0"], first["0"])
+
+
+def test_the_job_fails_when_every_worker_has_failed_though_one_was_started_again(tmp_path):
+    job = started(tmp_path, until="never")
+    killed(tmp_path, 1)
+    dead = noted(tmp_path)[1]
+    reaches(job, lambda: noted(tmp_path)[1] > dead + 1)
+    killed(tmp_path, 0)
+    result, out = ended(tmp_path, job)
+    assert (result["status"], result["exit_code"]) == ("failed", 128 + signal.SIGKILL), out
+    first = result["first_failure"]
+    assert (first["rank"], first["message"]) == (1, "killed by SIGKILL")
+    assert len(result["warnings"]) == 1 and "was started again" in result["warnings"][0]
+    assert [rank["signal"] for rank in result["ranks"][:2]] == [signal.SIGKILL, signal.SIGTERM]
+
+
+def test_another_worker_prints_and_saves_when_rank_0_dies(tmp_path):
+    job = launched(tmp_path, ["telling", str(tmp_path), "enough"])
+    reaches(job, lambda: (tmp_path / "saved.pt").exists() and (tmp_path / "steps.1").exists())
+    killed(tmp_path, 0)
+    reaches(job, lambda: (tmp_path / "steps.0 again").exists())
+    (tmp_path / "saved.pt").unlink()
+    reaches(job, (tmp_path / "saved.pt").exists)
+    (tmp_path / "enough").touch()
+    result, out = ended(tmp_path, job)
+    assert result["status"] == "succeeded", out
+    assert result["warnings"][0].endswith("died (SIGKILL) and was started again; the next worker prints and saves now")
+    assert torch.load(tmp_path / "saved.pt", weights_only=True)["values"]["who"] == "1"
+    assert "told by 0" in out and "told by 1" in out and "by 0 again" not in out
+    assert out.count("the end by 1") == 1 and "the end by 0" not in out
+    said = [json.loads(line)["metrics"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    tellers = [told["who"] for told in said if "who" in told]
+    assert tellers == sorted(tellers) and set(tellers) == {"0", "1"}
+
+
+def test_a_job_can_be_stopped_while_a_worker_waits_to_be_started_again(tmp_path):
+    job = started(tmp_path, until="never")
+    killed(tmp_path, 1)
+    time.sleep(0.7)
+    job.send_signal(signal.SIGINT)
+    result, out = ended(tmp_path, job)
+    assert (result["status"], result["exit_code"], result["warnings"]) == ("stopped", 130, []), out
+    assert result["ranks"][1]["signal"] == signal.SIGKILL and (tmp_path / "lives.1").read_text() == "."
+
+
+def test_a_bug_of_all_workers_does_not_run_twice(tmp_path):
+    result, out = ended(tmp_path, launched(tmp_path, ["failing"]))
+    assert result["status"] == "failed" and result["exit_code"] == 1, out
+    assert result["first_failure"]["message"] == "ValueError: a bug" and result["warnings"] == []
+    for rank in (0, 1):
+        assert (tmp_path / f"run/ranks/{rank}.err").read_text().count("ValueError: a bug") == 1
+        assert result["ranks"][rank]["exit_code"] == 1
 
 
 def test_a_server_dies_and_its_replica_has_every_update(tmp_path):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from distrib_launch import cli, job, tolerance
 from distrib_launch.failures import Ending
 from distrib_launch.plan import LaunchPlan
 
 from distrib.errors import ConfigError
+from distrib.strategy import Strategy
 
 
 def planned(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchPlan:
@@ -60,10 +62,10 @@ def test_what_cannot_be(tmp_path, words, hosts, says):
         planned(tmp_path, *words, hosts=hosts)
 
 
-def ending(rank: int, code: int = 1, lost: bool = False) -> Ending:
+def ending(rank: int, code: int = 1, lost: bool = False, stopped_by: str = "") -> Ending:
     return Ending(
-        rank=rank, local_rank=0, host="n1", time=0.0, exit_code=None if lost else code, signal=None, stopped_by="",
-        message="", lost="silence" if lost else "",
+        rank=rank, local_rank=0, host="n1", time=0.0, exit_code=None if lost else code, signal=None,
+        stopped_by=stopped_by, message="", lost="silence" if lost else "",
     )  # fmt: skip
 
 
@@ -73,8 +75,56 @@ def test_a_job_goes_on_without_some_and_not_without_all(tmp_path):
     assert not tolerance.goes_on_without(plan, ending(3), [ending(rank) for rank in range(4)])
     assert not tolerance.goes_on_without(plan, ending(4, lost=True), [ending(4, lost=True)])
     assert tolerance.goes_on_without(kept, ending(4, lost=True), [ending(4, lost=True)])
-    assert tolerance.may_start_again(plan, ending(4), 0) and not tolerance.may_start_again(plan, ending(4), 3)
-    assert not tolerance.may_start_again(plan, ending(4, lost=True), 0)
-    assert not tolerance.may_start_again(plan, ending(0), 0)
     assert tolerance.succeeded(plan, [ending(0), ending(1, code=0)]) and not tolerance.succeeded(plan, [ending(0)])
-    assert tolerance.servers_only(plan, [ending(rank) for rank in range(4)])
+    assert not tolerance.succeeded(plan, [ending(0), ending(1, code=0, stopped_by="launcher")])
+    assert not tolerance.succeeded(plan, [ending(4, code=0)])
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_who_may_be_started_again(tmp_path, rank):
+    plan = planned(tmp_path)
+    assert tolerance.may_start_again(plan, ending(rank), 0) and tolerance.may_start_again(plan, ending(rank), 2)
+    assert not tolerance.may_start_again(plan, ending(rank), 3)
+    assert not tolerance.may_start_again(plan, ending(rank, lost=True), 0)
+    assert not tolerance.may_start_again(plan, ending(rank, stopped_by="engine"), 0)
+    sync = msgspec.structs.replace(plan, strategy=Strategy())
+    assert not tolerance.may_start_again(sync, ending(rank), 0) and not tolerance.is_over(sync, [ending(0)], set())
+
+
+def test_the_job_is_over_when_those_that_were_there_from_the_start_have_ended(tmp_path):
+    plan = planned(tmp_path)  # workers 0 to 3, servers 4 and 5
+    ended = [ending(0, code=0), ending(1), ending(2, code=0)]
+    assert tolerance.is_training(plan, ended, set()) and not tolerance.is_over(plan, ended, set())
+    assert tolerance.is_over(plan, ended, {3})  # though 3 is running again
+    assert not tolerance.is_over(plan, ended[1:], {3})
+    assert tolerance.is_over(plan, [ending(rank) for rank in range(4)], set())
+    assert not tolerance.is_over(plan, [ending(4)], {1, 2})
+
+
+def test_workers_that_were_started_again_do_not_carry_on_alone(tmp_path):
+    plan = planned(tmp_path)
+    failed = [ending(rank) for rank in (1, 2, 3)]
+    assert not tolerance.goes_on_without(plan, ending(3), failed, {0})
+    assert tolerance.goes_on_without(plan, ending(3), [*failed, ending(0, code=0)], {0})  # it reached its end
+    assert not tolerance.goes_on_without(plan, ending(3), [*failed, ending(0, code=0, stopped_by="launcher")], {0})
+    assert tolerance.goes_on_without(plan, ending(3), failed[1:], {0})
+
+
+def test_main_is_the_first_worker_that_has_never_failed(tmp_path):
+    plan = planned(tmp_path)
+    assert tolerance.main(plan, [], set()) == 0
+    assert tolerance.main(plan, [ending(0, code=0)], set()) == 0
+    assert tolerance.main(plan, [ending(1)], {0}) == 2
+    assert tolerance.main(plan, [ending(rank) for rank in (0, 1, 2)], {3}) is None
+
+
+def test_what_is_said_of_a_rank_that_died(tmp_path):
+    plan = planned(tmp_path)
+
+    def said(rank: int, *, again: bool, was_main: bool = False) -> str:
+        return tolerance.lines(plan, ending(rank), "SIGKILL", again=again, was_main=was_main)
+
+    assert said(1, again=True) == "worker rank 1 on n1 died (SIGKILL) and was started again"
+    assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job goes on without it"
+    assert said(0, again=True, was_main=True).endswith("was started again; the next worker prints and saves now")
+    assert said(4, again=True).startswith("parameter server rank 4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -68,27 +69,68 @@ class Counter(nn.Module):
         return torch.stack([numbers[0] for numbers in self.numbers])
 
 
-def counting(job: distrib.Job, folder: str, steps: str, seconds: str) -> None:
-    """`steps` steps of `seconds` each, every one of them noted when it is acknowledged; then what the servers hold."""
+def acknowledged(folder: str) -> dict[int, int]:
+    """How many steps of each worker, in all its lives, are noted as acknowledged."""
+    return {int(path.suffix[1:]): int(path.read_text()) for path in Path(folder).glob("acknowledged.*")}
+
+
+def counting(job: distrib.Job, folder: str, steps: str, seconds: str, until: str = "") -> None:
+    """`steps` steps of `seconds` each, every one of them noted when it is acknowledged; then what the servers hold.
+
+    There are more steps until the folder has a file `until`. A worker that was started again counts on from what its
+    life before has noted, until it is told to end.
+    """
     model = Counter()
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     model, optimizer = job.prepare(model, optimizer)
     mine = torch.arange(60_000) % job.world_size == job.rank
     notes = Path(folder, f"acknowledged.{job.rank}")
-    for step in range(1, int(steps) + 1):
+    with Path(folder, f"lives.{job.rank}").open("a") as lives:
+        lives.write(".")
+    before = acknowledged(folder).get(job.rank, 0)
+    again = "DISTRIB_STARTED_AGAIN" in os.environ
+    step = 0
+    while again or step < int(steps) or (until and not Path(folder, until).exists()):
+        step += 1
         for parameter in model.parameters():
             parameter.grad = -mine.float()
         optimizer.step()
         model()
         partial = Path(folder, f"partial.{job.rank}")
-        partial.write_text(str(step))
+        partial.write_text(str(before + step))
         partial.replace(notes)  # whole at every moment: this process may be killed in between
         time.sleep(float(seconds))
     job.all_reduce(0.0)
+    noted = [acknowledged(folder)]
     state = model.state_dict()
+    noted.append(acknowledged(folder))
+    Path(folder, f"noted.{job.rank}").write_text(json.dumps(noted))  # before and after the moment of what is held
     torch.save(state, Path(folder, f"held.{job.rank}.pt"))
     refused = sum(slot.refused for table in job._backend.tables for slot in table.slots)  # type: ignore[attr-defined]
     Path(folder, f"done.{job.rank}").write_text(str(refused))
+
+
+def telling(job: distrib.Job, folder: str, until: str) -> None:
+    """Prints, saves and logs in each step who does it, until the folder has a file `until`."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = job.prepare(model, optimizer)
+    who = f"{job.rank}{' again' if 'DISTRIB_STARTED_AGAIN' in os.environ else ''}"
+    while not Path(folder, until).exists():
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        job.print("told by", who)
+        job.save(Path(folder, "saved.pt"), model=model, who=who)
+        job.log(who=who)
+        Path(folder, f"steps.{who}").touch()
+        time.sleep(0.05)
+    job.print("the end by", who)
+
+
+def failing(job: distrib.Job) -> None:
+    """All workers have the same bug."""
+    job.all_reduce(0.0)
+    raise ValueError("a bug")
 
 
 def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
