@@ -142,6 +142,22 @@ def test_nccl_on_one_host_as_published():
         assert bus == pytest.approx(published, rel=0.1)
 
 
+@pytest.mark.parametrize("each", [2, 4, 8])
+@pytest.mark.parametrize("rate", ["NDR", "8 x NDR", "100 GbE"])
+def test_two_hosts_are_never_faster_than_one(each, rate):
+    """Of a chain of GPUs those in the middle send all bytes up and all of them down, however few the hosts are."""
+    count, _, rate = rate.rpartition(" x ")
+    nic = f"name: 'ib[1-{count or 1}]', rate: {rate}"
+    text = f"nodes: [{{hosts: 'h[1-4]', gpus: {{kind: RTX-4090, count: 8}}, links: {{pcie: PCIe4 x16}}, nics: [{{{nic}}}]}}]"
+    topology = parse_topology(text, "pcie")
+    for size in (MB, 30 * MB, 1000 * MB):
+        one, two, four = (
+            collectives.all_reduce(find_fabric(topology, job(device="RTX-4090"), hosts, each), size)
+            for hosts in (1, 2, 4)
+        )
+        assert one <= two * (1 + 1e-9) and two <= four * (1 + 1e-9), size
+
+
 def test_an_all_reduce_that_was_measured_is_read_from_its_curve():
     fabric = find_fabric(measured_lab(), job(device="cpu"), 4, 1)
     assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(0.161, rel=0.01)
@@ -269,6 +285,16 @@ def test_hosts_that_the_topology_does_not_have_are_extrapolated_and_said_so():
     assert any("100 are extrapolated" in note for note in told.notes)
     assert any("was not measured" in note for note in told.notes)
     assert told.efficiency < foretell(lab(), job(), hosts=4, ranks_per_host=2).efficiency
+
+
+def test_what_follows_the_hosts_that_are_named_is_like_them():
+    """a3 and a4, over 1 GbE, are not asked for: four nodes of which a1 and a2 are the first are joined as these."""
+    text = LAB.replace("n[1-4]", "a[1-2]").replace("RATE", "10 GbE") + LAB[LAB.index("  -") :].replace(
+        "n[1-4]", "a[3-4]"
+    ).replace("RATE", "1 GbE")
+    told = foretell(parse_topology(text, "x"), job(), hosts=["a1", "a2"], nodes=4, ranks_per_host=2)
+    assert told.cap.link == "a1-a2, 10 GbE" and told.ranks == 8
+    assert told.notes[0].startswith("2 hosts are known; 4 are extrapolated")
 
 
 def test_measured_links_make_a_smaller_error_to_expect():

@@ -43,6 +43,35 @@ def test_a_table_says_how_far_it_scales_and_what_caps_it():
     assert "--mode local --inner-steps 100" in done.stdout
 
 
+MIXED = EXAMPLES / "mixed-gpus.txt"
+
+
+@pytest.mark.parametrize(
+    ("words", "hosts", "ranks"),
+    [
+        (["-H", MIXED], [1, 2, 4, 6], [4, 8, 12, 16]),
+        (["-H", MIXED, "--ranks-per-node", 2], [1, 2, 4, 6], [2, 4, 8, 12]),
+        (["-H", MIXED, "--nodes", "6,12"], [6, 12], [16, 32]),  # after the last host the same again
+        (["--topology", MIXED.with_suffix(".yaml")], [1, 2, 4, 6], [4, 8, 12, 16]),  # the file server trains nothing
+        (["-H", "a:8,b:4,c:4", "--gpu", "V100", "--network", "HDR"], [1, 2, 3], [8, 12, 16]),
+    ],
+)
+def test_ranks_are_those_that_a_launch_would_start(words, hosts, ranks):
+    told = planned("--workload", "ResNet-50", *words)["predictions"]
+    assert [(each["hosts"], each["ranks"]) for each in told] == list(zip(hosts, ranks, strict=True))
+    for each in told:
+        rate = each["efficiency"] * each["ranks"] * 64 / each["compute_seconds"]
+        assert each["samples_per_second"] == pytest.approx(rate)
+
+
+def test_hosts_keep_the_names_that_they_were_given(tmp_path):
+    words = ["--workload", "BERT-large", "--gpu", "V100", "--network", "10GbE", "-H"]
+    assert planned(*words, "alpha:8,beta:8")["predictions"][-1]["cap"]["link"] == "alpha-beta, 10GbE"
+    (tmp_path / "hosts.txt").write_text("\n".join(f"gpu{n} slots=8" for n in range(100)))
+    told = planned(*words, tmp_path / "hosts.txt")
+    assert told["predictions"][-1]["hosts"] == 100 and not any("extrapolated" in note for note in told["notes"])
+
+
 def test_json_has_all_of_it_and_the_numbers_agree():
     told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "100GbE", "--nodes", "1,2,16")
     assert [p["hosts"] for p in told["predictions"]] == [1, 2, 16]

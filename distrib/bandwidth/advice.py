@@ -35,13 +35,14 @@ def advise(
     workload: Workload,
     *,
     hosts: Sequence[str] | int,
+    nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
 ) -> tuple[Advice, ...]:
     """Every strategy that makes sense for these ranks, most samples a second first.
 
-    Raises ConfigError as `foretell` does.
+    The arguments and errors are those of `foretell`.
     """
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host)
+    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
     found = [
         Advice(
             strategy=strategy,

@@ -1,7 +1,7 @@
 """What a collective costs: how long it takes with nothing else on the wires.
 
 Base formulas, for n ranks and S bytes: a ring passes 2(n-1) messages of S/n from neighbour to neighbour; a double tree sends
-S up and S down in 2 log2(n) hops; hierarchical is a reduce-scatter in the host, an all-reduce between hosts of each
+S up and S down in 2 log2(n) hops, inside each host along a chain of its GPUs; hierarchical is a reduce-scatter in the host, an all-reduce between hosts of each
 local rank's part, and an all-gather in the host (bandwidths as nccl-tests doc/PERFORMANCE.md counts them).
 """
 
@@ -137,7 +137,9 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
     n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
     # The tuner's latencies are those of InfiniBand; TCP's are longer.
     slower = max(0.0, fabric.wire.curve.latency_seconds - 2.7e-6) if fabric.wire else 0.0
-    tree = 1 if hosts == 2 else 2  # of two hosts, each is the root of one tree and the leaf of the other
+    # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
+    loads = ((fabric.wire, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
+    tree = max(load / link.bytes_per_second for link, load in loads if link)
     best = math.inf
     for number, protocol in enumerate(("LL", "LL128", "Simple")):
         if protocol == "LL128" and inside and way == "pcie":
@@ -154,7 +156,7 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
             latency = _BASE["tree"][number] + 2 * (
                 (each - 1) * _TREE_HOP[way][number] + hops * _TREE_HOP["net"][number]
             )
-            carried = tree * size_bytes / (bandwidth * _TREE_PART[number])
+            carried = tree * size_bytes / _TREE_PART[number]
             best = min(best, latency * 1e-6 + 2 * hops * slower + carried)
     return best
 

@@ -87,19 +87,26 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_fabric(
-    topology: Topology | None, workload: Workload, hosts: Sequence[str] | int, ranks_per_host: int | Sequence[int]
+    topology: Topology | None,
+    workload: Workload,
+    hosts: Sequence[str] | int,
+    ranks_per_host: int | Sequence[int],
+    nodes: int | None = None,
 ) -> Fabric:
-    """What joins these ranks. Raises ConfigError where nothing is known of a link that is needed."""
-    count = hosts if isinstance(hosts, int) else len(hosts)
+    """What joins these ranks. `nodes`: so many hosts, `hosts` being the first of them; None: no more than those.
+
+    Raises ConfigError where nothing is known of a link that is needed.
+    """
+    count = nodes or (hosts if isinstance(hosts, int) else len(hosts))
     each = (ranks_per_host,) if isinstance(ranks_per_host, int) else tuple(ranks_per_host)
-    _check(count, each, len(hosts) if not isinstance(hosts, int) else None)
+    _check(count, each)
     ranks = each[0] * count if len(each) == 1 else sum(each)
     gpus = workload.device != "cpu"
-    names, notes = _names(topology, hosts, gpus)
+    names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
     wire = _between(topology, names, count) if count > 1 else None
     inside = _inside(topology, names, workload, most) if most > 1 else None
-    slowness, said = _slowness(topology, names, workload, ranks) if gpus and topology else ((), ())
+    slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += said
     for link in (wire, inside):
         if link and not link.measured:
@@ -122,35 +129,33 @@ def find_fabric(
     )
 
 
-def _check(count: int, each: tuple[int, ...], named: int | None) -> None:
+def _check(count: int, each: tuple[int, ...]) -> None:
     if count < 1:
         raise ConfigError(f"{count} hosts: a job has at least one", hint="say how many hosts it has")
     if min(each, default=0) < 1:
         raise ConfigError("a host without ranks is none of the job's", hint="leave it out")
-    if len(each) > 1 and len(each) != (named if named is not None else count):
+    if len(each) > 1 and len(each) != count:
         raise ConfigError(
             f"{len(each)} counts of ranks for {count} hosts", hint="give one for each host, or one for all"
         )
 
 
 def _names(
-    topology: Topology | None, hosts: Sequence[str] | int, gpus: bool
+    topology: Topology | None, hosts: Sequence[str] | int, count: int, gpus: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The hosts that are known, at most as many as there shall be, and what to say where they are fewer."""
     if not isinstance(hosts, int):
-        return tuple(hosts), ()
-    if topology is None:
-        return ("localhost",) if hosts == 1 else (), ()
-    known = _known(topology)
-    if gpus:
-        equipped = tuple(host for host in known if (found := topology.gpus_of(host)) and found.count)
-        known = equipped or known
-    if hosts > len(known):
-        return known, (
-            f"the topology has {len(known)} {'host' if len(known) == 1 else 'hosts'}; {hosts} are extrapolated: more of "
-            "the same, joined as these are",
-        )  # fmt: skip
-    return known[:hosts], ()
+        known = tuple(hosts)
+    elif topology is None:
+        return ("localhost",) if count == 1 else (), ()
+    else:
+        known = _known(topology)
+        if gpus:
+            known = tuple(host for host in known if (found := topology.gpus_of(host)) and found.count) or known
+    if count > len(known):
+        have = "1 host is known" if len(known) == 1 else f"{len(known)} hosts are known"
+        return known, (f"{have}; {count} are extrapolated: more of the same, joined as these are",)
+    return known[:count], ()
 
 
 def _known(topology: Topology) -> tuple[str, ...]:
@@ -331,23 +336,24 @@ def _nvlink(group: NodeGroup | None, spec: GpuSpec | None, ranks: int) -> Link |
 
 
 def _slowness(
-    topology: Topology, names: tuple[str, ...], workload: Workload, ranks: int
+    topology: Topology, names: tuple[str, ...], workload: Workload, each: tuple[int, ...], ranks: int
 ) -> tuple[tuple[tuple[float, int], ...], tuple[str, ...]]:
     """How long each kind of GPU takes against the one that the workload was measured on, by the catalogue."""
     own = find_gpu(workload.device)
     places = _places(topology)
-    hosts_of: dict[int, int] = {}
-    for host in names:
+    ranks_of: dict[int, int] = {}
+    for place, host in enumerate(names):
         if host.lower() in places:
             number = places[host.lower()][0]
-            hosts_of[number] = hosts_of.get(number, 0) + 1
+            ranks_of[number] = ranks_of.get(number, 0) + each[place % len(each)]
+    named = sum(each[place % len(each)] for place in range(len(names)))
     found: dict[str, tuple[float, int]] = {}
-    for number, hosts in hosts_of.items():
+    for number, count in ranks_of.items():
         gpus = topology.nodes[number].gpus
         spec = gpus.spec if gpus else None
         if own and spec:
             factor = _times_as_long(own, spec)
-            found[spec.name] = factor, found.get(spec.name, (1.0, 0))[1] + hosts * ranks // len(names)
+            found[spec.name] = factor, found.get(spec.name, (1.0, 0))[1] + count * ranks // named
     if all(factor == 1.0 for factor, _ in found.values()):
         return (), ()
     kinds = ", ".join(f"{name} takes {factor:.2g} times as long" for name, (factor, _) in found.items() if factor != 1)

@@ -34,10 +34,12 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a job of `hosts` x `ranks_per_host` ranks."""
+    """One step of a job."""
 
     hosts: int
     ranks_per_host: int
+    """The most that a host has."""
+    ranks: int
     strategy: Strategy
     step_seconds: float
     compute_seconds: float

@@ -51,15 +51,17 @@ def foretell(
     strategy: Strategy = Strategy(),  # noqa: B008  # frozen
     *,
     hosts: Sequence[str] | int,
+    nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
     timeline: bool = False,
 ) -> Prediction:
     """What a step of this workload takes on so many hosts.
 
-    `hosts` are names, or the first so many of the topology; more than it has are extrapolated, and a note says so.
+    `hosts` are names, or the first so many of the topology; of `nodes` that are more than the names, as of more than the
+    topology has, the rest is extrapolated, and a note says so.
     Raises ConfigError for a workload that cannot be, and where nothing is known of a link that is needed.
     """
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host)
+    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
     return predict(fabric, workload, strategy, spans=timeline)
 
 
@@ -81,11 +83,12 @@ def needed_bandwidth(
     strategy: Strategy = Strategy(),  # noqa: B008  # frozen
     *,
     hosts: Sequence[str] | int,
+    nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
     efficiency: float = WANTED_EFFICIENCY,
 ) -> float | None:
     """Bytes per second that each host's wire must carry for this efficiency; None where no wire is fast enough, or none is there."""
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host)
+    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
     return _needed(fabric, workload, strategy, _pieces(fabric, workload, strategy), efficiency)
 
 
@@ -102,6 +105,7 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
     return Prediction(
         hosts=fabric.hosts,
         ranks_per_host=fabric.ranks_per_host,
+        ranks=fabric.ranks,
         strategy=strategy,
         step_seconds=step.seconds,
         compute_seconds=alone,

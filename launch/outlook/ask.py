@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 from distrib_launch.outlook import whatif
@@ -20,15 +20,26 @@ from distrib.errors import ConfigError
 if TYPE_CHECKING:
     from distrib.cluster.hostfile import HostList
 
+NAMED_NODES = 64
+"""Of a cluster that does not exist; more of them are the same again, and the model says that it extrapolates."""
+
+
+class Job(TypedDict):
+    """The arguments of the model that say where a job runs."""
+
+    hosts: tuple[str, ...]
+    nodes: int
+    ranks_per_host: int | tuple[int, ...]
+
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A workload on a cluster: `hosts` are its names where it exists and none are more than those."""
+    """A workload on a cluster: `hosts` by name, with so many `ranks` each; `nodes` may be more than those."""
 
     workload: Workload
     topology: Topology
     hosts: tuple[str, ...]
+    ranks: tuple[int, ...]
     nodes: tuple[int, ...]
-    ranks_per_node: int
     efficiency: float
     networks: tuple[tuple[Network, Topology], ...] = ()
     """What is compared."""
@@ -37,9 +48,12 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     def largest(self) -> int:
         return max(self.nodes)
 
-    def who(self, nodes: int) -> tuple[str, ...] | int:
-        """The first hosts by name, or their count where the topology has no names for them."""
-        return self.hosts[:nodes] if nodes <= len(self.hosts) else nodes
+    def job(self, nodes: int) -> Job:
+        """So many hosts: the first by name, and after the last of them the same again."""
+        ranks: int | tuple[int, ...] = self.ranks[0]
+        if len(set(self.ranks)) > 1:
+            ranks = tuple(self.ranks[place % len(self.ranks)] for place in range(nodes))
+        return {"hosts": self.hosts[:nodes], "nodes": nodes, "ranks_per_host": ranks}
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +87,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     workload: WorkloadShown
     topology: str
     ranks_per_node: int
+    """The most that a host has."""
     predictions: tuple[Prediction, ...]
     wanted_efficiency: float
     needed_bytes_per_second: float | None
@@ -99,29 +114,28 @@ def question(options: argparse.Namespace) -> Question:
     network = whatif.parse_network(options.network, gpudirect) if options.network else None
     texts = [text for text in (options.compare or "").split(",") if text.strip()]
     networks = [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
-    ranks = options.ranks_per_node or _ranks(listed, topology, workload)
-    names = tuple(host.name for host in listed.hosts if host.role == "worker") if listed else ()
+    hosts = _hosts(listed, topology, workload)
     if topology is None:
         device = None if workload.device == "cpu" else workload.device
-        nodes = options.nodes or _counts(len(names) or 16)
+        nodes = options.nodes or _counts(len(hosts) or 16)
+        hosts = hosts or {f"node{n + 1}": _usual(workload) for n in range(min(max(nodes), NAMED_NODES))}
         if network is None and not networks and max(nodes) > 1:
             raise ConfigError(
                 "on which network?",
                 hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
             )
-        networks_of = [(each, whatif.imagined(max(nodes), ranks, device, each)) for each in networks]
-        base = whatif.imagined(max(nodes), ranks, device, network) if network or not networks else networks_of[0][1]
-        names = names and base.hosts[: len(names)]
+        most = options.ranks_per_node or max(hosts.values())
+        networks_of = [(each, whatif.imagined(tuple(hosts), most, device, each)) for each in networks]
+        base = networks_of[0][1] if networks and not network else whatif.imagined(tuple(hosts), most, device, network)
     else:
-        names = names or topology.hosts
-        nodes = options.nodes or _counts(len(names))
+        nodes = options.nodes or _counts(len(hosts))
         networks_of = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
         base = topology
         if gpu or network or gpudirect is not None:
             base = whatif.changed(topology, gpu, network, gpudirect)
     return Question(
-        workload=workload, topology=base, hosts=names, nodes=nodes, ranks_per_node=ranks, efficiency=options.efficiency,
-        networks=tuple(networks_of),
+        workload=workload, topology=base, hosts=tuple(hosts), nodes=nodes, efficiency=options.efficiency,
+        ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(networks_of),
     )  # fmt: skip
 
 
@@ -144,21 +158,15 @@ def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: i
 def answer(question: Question) -> Answer:
     """Ask the model. Raises ConfigError where nothing is known of a link that is needed."""
     workload = question.workload
-    ranks = question.ranks_per_node
 
     def predicted(topology: Topology) -> tuple[Prediction, ...]:
-        return tuple(
-            foretell(topology, workload, hosts=question.who(count), ranks_per_host=ranks) for count in question.nodes
-        )
+        return tuple(foretell(topology, workload, **question.job(count)) for count in question.nodes)
 
     base = predicted(question.topology)
-    largest = question.who(question.largest)
-    alone = question.largest * ranks == 1
+    largest = question.job(question.largest)
     needed = None
     if question.largest > 1:
-        needed = needed_bandwidth(
-            question.topology, workload, hosts=largest, ranks_per_host=ranks, efficiency=question.efficiency
-        )
+        needed = needed_bandwidth(question.topology, workload, **largest, efficiency=question.efficiency)
     last = base[-1]
     return Answer(
         workload=WorkloadShown(
@@ -168,11 +176,11 @@ def answer(question: Question) -> Answer:
             expected_error=workload.expected_error, source=workload.software.get("speed", "a profile"),
         ),
         topology=question.topology.source,
-        ranks_per_node=ranks,
+        ranks_per_node=last.ranks_per_host,
         predictions=base,
         wanted_efficiency=question.efficiency,
         needed_bytes_per_second=needed,
-        advice=() if alone else advise(question.topology, workload, hosts=largest, ranks_per_host=ranks),
+        advice=() if last.ranks == 1 else advise(question.topology, workload, **largest),
         compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
         notes=last.notes,
@@ -185,14 +193,30 @@ def _compared(network: Network, predictions: tuple[Prediction, ...], nodes: int)
     return Compared(network=network.text, predictions=predictions, price=price, price_per_efficiency_percent=per)
 
 
-def _ranks(listed: HostList | None, topology: Topology | None, workload: Workload) -> int:
-    slots = [host.slots for host in listed.hosts if host.slots] if listed else []
-    if slots:
-        return max(slots)
-    counts = [group.gpus.count for group in topology.nodes if group.gpus and group.gpus.count] if topology else []
-    if workload.device == "cpu":
-        return 1
-    return max(counts) if counts else whatif.GPUS_PER_NODE
+def _hosts(listed: HostList | None, topology: Topology | None, workload: Workload) -> dict[str, int]:
+    """The hosts that would train and how many ranks a launch gives each; none where nobody names any."""
+    cpu = workload.device == "cpu"
+    if listed is None:
+        every = topology.hosts if topology else ()
+        equipped = {host: _gpus(topology, host) for host in every}
+        # A file server without GPUs trains nothing.
+        return {host: count for host, count in equipped.items() if count and not cpu} or dict.fromkeys(
+            every, _usual(workload)
+        )
+    workers = [host for host in listed.hosts if host.role == "worker"]
+    return {
+        host.name: host.slots or (_gpus(topology, host.name) if not cpu else 0) or _usual(workload) for host in workers
+    }
+
+
+def _gpus(topology: Topology | None, host: str) -> int:
+    gpus = topology.gpus_of(host) if topology else None
+    return gpus.count if gpus else 0
+
+
+def _usual(workload: Workload) -> int:
+    """The ranks of a host of which nobody says how many."""
+    return 1 if workload.device == "cpu" else whatif.GPUS_PER_NODE
 
 
 def _counts(last: int) -> tuple[int, ...]:

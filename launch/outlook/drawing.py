@@ -37,13 +37,9 @@ def check_name(path: str) -> None:
 def draw(path: str, question: Question, answer: Answer) -> None:
     """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
     if "timeline" in Path(path).stem:
-        hosts = question.who(question.largest)
-        step = foretell(
-            question.topology, question.workload, hosts=hosts, ranks_per_host=question.ranks_per_node, timeline=True
-        )
-        figure = timeline(
-            step, f"One step of {answer.workload.name} on {question.largest} x {question.ranks_per_node} ranks"
-        )
+        step = foretell(question.topology, question.workload, **question.job(question.largest), timeline=True)
+        hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
+        figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
     else:
         figure = scaling(answer)
     try:
@@ -70,7 +66,7 @@ def scaling(answer: Answer) -> Any:
     with _style():
         figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
-        ranks = [prediction.hosts * prediction.ranks_per_host for prediction in answer.predictions]
+        ranks = [prediction.ranks for prediction in answer.predictions]
         alone = work.batch / (work.compute_seconds + work.loader_seconds)
         axes.plot(ranks, [alone * count for count in ranks], color=GREY, linestyle="--", linewidth=1, label="ideal")
         if answer.compared:

@@ -16,8 +16,7 @@ def lines(question: Question, answer: Answer) -> list[str]:
     work = answer.workload
     told = [
         f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): {time(work.compute_seconds + work.loader_seconds)} a "
-        f"step alone, {size(work.gradient_bytes)} of gradients; {answer.ranks_per_node} "
-        f"rank{'' if answer.ranks_per_node == 1 else 's'} a host",
+        f"step alone, {size(work.gradient_bytes)} of gradients; {_ranks(question)} a host",
         "",
         *table(
             ("hosts", "ranks", "step", "samples/s", "efficiency", "exposed", "capped by"),
@@ -41,11 +40,16 @@ def lines(question: Question, answer: Answer) -> list[str]:
     return told + [f"note: {note}" for note in answer.notes]
 
 
+def _ranks(question: Question) -> str:
+    fewest, most = min(question.ranks), max(question.ranks)
+    return f"{most} rank{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} ranks"
+
+
 def _row(prediction: Prediction) -> tuple[str, ...]:
     cap = prediction.cap
     return (
         str(prediction.hosts),
-        str(prediction.hosts * prediction.ranks_per_host),
+        str(prediction.ranks),
         time(prediction.step_seconds),
         number(prediction.samples_per_second),
         f"{prediction.efficiency:.1%}",

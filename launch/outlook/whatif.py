@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,9 +14,6 @@ from distrib.errors import ConfigError
 
 GPUS_PER_NODE = 8
 """On a node that nobody described."""
-
-KNOWN_NODES = 64
-"""Of an imagined cluster; more of them are the same again, and the model says that it extrapolates."""
 
 _TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
 _ROCE = re.compile(r"roce(?:v2)?[ -]*", re.IGNORECASE)
@@ -62,15 +60,14 @@ def gpu_named(kind: str) -> str:
     return spec.name
 
 
-def imagined(nodes: int, ranks_per_node: int, gpu: str | None, network: Network | None) -> Topology:
-    """A cluster of equal nodes: `gpu` by its catalogue name, None for hosts without; all joined by one network that is not shared."""
+def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network: Network | None) -> Topology:
+    """A cluster of equal hosts: `gpu` by its catalogue name, None for hosts without; all joined by one network that is not shared."""
     spec = find_gpu(gpu) if gpu else None
     links = None
     if spec and (spec.nvlink or spec.pcie):
         links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
-    known = min(nodes, KNOWN_NODES)
     group = NodeGroup(
-        hosts=f"node[1-{known}]" if known > 1 else "node1",
+        hosts=",".join(f"[{host}]" if ":" in host else host for host in hosts),
         gpus=Gpus(count=ranks_per_node, kind=gpu) if gpu else None,
         links=links,
         nics=network.nics if network else (),
