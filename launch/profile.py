@@ -33,6 +33,11 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(
             f"--profile measures a rank without others, so not in mode {options.mode}", hint="leave out --mode"
         )
+    if options.accumulate > 1:
+        raise ConfigError(
+            f"--profile measures a step of one batch, not of {options.accumulate}",
+            hint="leave out --accumulate; the launch that you plan for takes it",
+        )
     if options.module and options.script == "distrib_launch.function":
         raise ConfigError("profile= measures a script, not a function", hint="use job.profile(FILE) in the function")
     if options.engine == "kubernetes":

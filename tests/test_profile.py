@@ -39,6 +39,30 @@ def test_a_profile_does_not_change_what_is_computed(tmp_path):
     assert read_workload(tmp_path / "p.json").batch == 4
 
 
+def test_one_hiccup_is_not_the_variation_of_the_step(launch, tmp_path):
+    assert launch("--profile", tmp_path / "p.json", STEPS, 100, 0.03, 1600, "hiccup").code == 0
+    assert read_workload(tmp_path / "p.json").variation < 0.5  # one step in 20 took thirty times as long
+
+
+def test_a_step_of_a_script_that_accumulates_has_the_samples_of_all_its_batches(launch, tmp_path):
+    run = launch("--profile", tmp_path / "p.json", STEPS, 400, 0.003, 1600, "accumulates")
+    assert run.code == 0 and "20 steps of 16 samples" in run.err, run
+    found = read_workload(tmp_path / "p.json")
+    assert found.batch == 16 and found.forward_seconds > found.backward_seconds
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("two-optimizers", "2 optimizers were prepared, and a profile knows one; hand only"),
+        ("unprepared", "no optimizer was prepared; hand model"),
+    ],
+)
+def test_a_script_that_cannot_be_profiled_is_not_run_to_its_end(launch, tmp_path, how, says):
+    run = launch("--profile", tmp_path / "p.json", STEPS, 10**9, 0.001, 1600, how, timeout=40)
+    assert run.code == 1 and f"error: no profile: {says}" in run.err and "Traceback" not in run.err, run
+
+
 def test_a_thread_of_the_script_does_not_hold_the_profile_up(launch, tmp_path):
     run = launch("--profile", tmp_path / "p.json", STEPS, 1000, 0, 1600, "thread", timeout=40)
     assert run.code == 0 and read_workload(tmp_path / "p.json"), run
@@ -65,6 +89,7 @@ def test_a_script_without_distrib_and_wrong_options(launch, tmp_path):
     for words, says in [
         (["-np", 2], "--profile measures one rank alone, not 2"),
         (["--mode", "local"], "not in mode local"),
+        (["--accumulate", 4], "a step of one batch, not of 4; leave out --accumulate"),
         (["--profile", tmp_path / "none" / "p.json"], "there is no folder"),
     ]:
         run = launch("--profile", tmp_path / "p.json", *words, STEPS, 30, 0, 1600)

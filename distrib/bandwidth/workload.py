@@ -24,9 +24,10 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One step of one rank without any communication: seconds are medians, sizes bytes, `batch` samples.
+    """One step of one rank without any communication: seconds are medians, sizes bytes.
 
-    `gradients` stand in the order in which they get ready. `variation` is the coefficient of variation of the step.
+    `gradients` stand in the order in which they get ready. `variation` is the coefficient of variation of the
+    step, by its quartiles. `batch` are the samples of all calls of `backward()` in a step.
     """
 
     name: str

@@ -405,7 +405,7 @@ class Job:
         Call it before `prepare`. The file holds a `distrib.bandwidth.workload.Workload` as JSON: gradients and when each is ready,
         forward, backward, optimizer and the wait for data, in seconds. Nothing is written when the script ends too early, and
         `close` says so. `distrib-launch --profile FILE` does the same to a script as it is. Raises TrainingError where there
-        are other ranks, as the profile is of one alone.
+        are other ranks, as the profile is of one alone; `prepare` does for a second optimizer.
         """
         self._check_open()
         if self._profiler and not self._profiler.finished:
@@ -423,12 +423,19 @@ class Job:
             leaving.succeed_no_later_than(3.0)
             raise SystemExit(0)
 
-        self._start_profile(wish, done)
+        def hopeless(what: str) -> None:
+            answer(None, problem=what)
+            leaving.succeed_no_later_than(3.0)
+            raise SystemExit(0)
 
-    def _start_profile(self, wish: Wish, done: Callable[[Workload, int], None]) -> None:
+        self._start_profile(wish, done, hopeless)
+
+    def _start_profile(
+        self, wish: Wish, done: Callable[[Workload, int], None], hopeless: Callable[[str], None] | None = None
+    ) -> None:
         if self.world_size > 1:
             raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
-        self._profiler = Profiler(self.device, wish, done)
+        self._profiler = Profiler(self.device, wish, done, hopeless=hopeless)
         atexit.register(self._profile_at_exit)
 
     def _end_profile(self) -> None:

@@ -2,7 +2,8 @@
 
 A step lasts from the end of one `optimizer.step()` to the end of the next. In it are the waits for the loader; backward,
 from the call of `backward()` to its return; what follows it, which counts as the optimizer's; and the rest, which counts as
-forward. Of several calls of `backward()` in a step, the last one is when ranks talk; the others count as forward.
+forward. Of several calls of `backward()` in a step, the last one is when ranks talk; the others count as forward, and
+the samples of all of them are the step's.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import platform
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distrib._version import __version__
 from distrib.bandwidth.workload import Gradient, Workload
@@ -72,17 +74,25 @@ class _Step:
         self.fetches: list[tuple[Any, Any]] = []
         self.backward: tuple[Any, Any] | None = None
         self.ready: dict[str, Any] = {}
+        self.samples = 0
         self.end: Any = None
 
 
 class Profiler:
     """Measures the steps of what it is shown with `watch`, and calls `done(workload, steps)` once it has seen enough.
 
-    `problem` says, until then, why there is no profile yet.
+    `problem` says, until then, why there is no profile yet. `hopeless(what)` is called as soon as there can be none; without
+    it, `watch` raises TrainingError then.
     """
 
     def __init__(
-        self, device: torch.device, wish: Wish, done: Callable[[Workload, int], None], *, clock: Clock | None = None
+        self,
+        device: torch.device,
+        wish: Wish,
+        done: Callable[[Workload, int], None],
+        *,
+        hopeless: Callable[[str], None] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._device = device
         self._wish = wish
@@ -91,7 +101,8 @@ class Profiler:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._gradients: dict[str, tuple[int, str, int]] = {}
-        self._samples = 0
+        self._shown = 0
+        """The most samples that the model or the loader showed since the last call of `backward()`."""
         self._step: _Step | None = None
         self._steps: list[_Step] = []
         self._taken = 0
@@ -102,6 +113,10 @@ class Profiler:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         torch.autograd.backward = self._timed(torch.autograd.backward)
+        self._hopeless = hopeless
+        self._unprepared = 0
+        if hopeless:
+            self._handles.append(register_optimizer_step_post_hook(lambda *_: self._some_step_ends()))
 
     def watch(self, thing: Any) -> None:
         """Measure a model, an optimizer or a loader that is prepared."""
@@ -111,7 +126,9 @@ class Profiler:
             self._watch_model(thing)
         elif isinstance(thing, torch.optim.Optimizer):
             self._optimizers.append(thing)
-            if len(self._optimizers) == 1:
+            if len(self._optimizers) > 1:
+                self._give_up()
+            else:
                 self._handles.append(thing.register_step_post_hook(lambda *_: self._step_ends()))
         elif hasattr(thing, "meter"):
             thing.meter = self._fetches
@@ -122,7 +139,10 @@ class Profiler:
         if not self._optimizers:
             return "no optimizer was prepared; hand model, optimizer and loader to job.prepare()"
         if len(self._optimizers) > 1:
-            return f"{len(self._optimizers)} optimizers were prepared; a profile knows one"
+            return (
+                f"{len(self._optimizers)} optimizers were prepared, and a profile knows one; hand only that of the largest model "
+                "to job.prepare() to profile this"
+            )
         if not self._models:
             return "no model was prepared; hand it to job.prepare() as well"
         if self._taken and not self._gradients:
@@ -137,7 +157,7 @@ class Profiler:
         """The script ends: what was measured has to do. Raises TrainingError where it is too little."""
         if self.finished:
             return
-        problem = self.problem if len(self._steps) < FEWEST_STEPS or len(self._optimizers) > 1 else ""
+        problem = self.problem if len(self._steps) < FEWEST_STEPS else ""
         if problem or not self._gradients:
             self._end()
             raise TrainingError(f"no profile: {problem or self.problem}")
@@ -156,8 +176,11 @@ class Profiler:
         self._handles.append(model.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
 
     def _forward_begins(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if not self._samples and torch.is_grad_enabled():
-            self._samples = samples_of((arguments, named))
+        self._shows((arguments, named))
+
+    def _shows(self, batch: Any) -> None:
+        if torch.is_grad_enabled():
+            self._shown = max(self._shown, samples_of(batch))
 
     def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader, and how long each was waited for."""
@@ -169,8 +192,7 @@ class Profiler:
                 return
             if self._step and begin is not None:
                 self._step.fetches.append((begin, self._clock.mark()))
-            if torch.is_grad_enabled():
-                self._samples = max(self._samples, samples_of(batch))
+            self._shows(batch)
             yield batch
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +201,8 @@ class Profiler:
             step = self._step
             if step is None or self._depth:  # checkpointing calls backward inside of backward
                 return original(*arguments, **named)
+            step.samples += self._shown
+            self._shown = 0
             self._depth += 1
             step.ready.clear()
             begin = self._clock.mark()
@@ -208,10 +232,23 @@ class Profiler:
             step.processor_seconds += time.process_time()
             self._steps.append(step)
         self._step = _Step(now)
-        if len(self._steps) >= self._wish.steps and len(self._optimizers) == 1:
+        if len(self._steps) >= self._wish.steps:
             self._finish()
 
+    def _some_step_ends(self) -> None:
+        """A step of any optimizer: after enough of them without one that was prepared, none will be."""
+        self._unprepared += not self._optimizers
+        if self._unprepared >= self._wish.warmup_steps + self._wish.steps:
+            self._give_up()
+
     # -- what came of it -------------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        self._end()
+        what = f"no profile: {self.problem}"
+        if self._hopeless is None:
+            raise TrainingError(what)
+        self._hopeless(what)
 
     def _end(self) -> None:
         self.finished = True
@@ -252,7 +289,7 @@ class Profiler:
             name=self._wish.name,
             origin="measured",
             device=self._device_name(),
-            batch=max(1, self._samples),
+            batch=max(1, statistics.median_high(step.samples for step in self._steps)),
             forward_seconds=max(0.0, statistics.median(forwards)),
             backward_seconds=statistics.median(backwards),
             optimizer_seconds=max(0.0, statistics.median(optimizers)),
@@ -262,7 +299,7 @@ class Profiler:
             memory_bytes=self._memory_bytes(),
             processor_share=min(1.0, used),
             processors=torch.get_num_threads(),
-            variation=statistics.pstdev(totals) / statistics.mean(totals),
+            variation=_variation(totals),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -277,6 +314,12 @@ class Profiler:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _variation(seconds: Sequence[float]) -> float:
+    """The coefficient of variation, by the quartiles as those of normal errors: one hiccup in 20 steps does not count."""
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median
 
 
 def samples_of(batch: Any) -> int:

@@ -1,4 +1,8 @@
-"""A script of so many steps that computes for a known time: `steps.py STEPS SECONDS ELEMENTS [how]`; prints its last loss."""
+"""A script of so many steps that computes for a known time: `steps.py STEPS SECONDS ELEMENTS [how]`; prints its last loss.
+
+`how`: a file for a profile, or what is different: thread, unprepared, no-backward, two-optimizers; `accumulates`: a step of
+the optimizer after four batches; `hiccup`: one step takes a second longer.
+"""
 
 import sys
 import threading
@@ -48,16 +52,22 @@ optimizer = torch.optim.SGD(model.parameters(), 1e-5)
 loader = DataLoader(data, 4, shuffle=True)
 if how != "unprepared":
     model, optimizer, loader = job.prepare(model, optimizer, loader)
+if how == "two-optimizers":
+    job.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 1e-5))
 if how == "thread":
     threading.Thread(target=time.sleep, args=(60,)).start()
 done, loss = 0, None
 while done < steps:
     for (x,) in loader:
-        optimizer.zero_grad()
+        if how != "accumulates" or done % 4 == 0:
+            optimizer.zero_grad()
+        if how == "hiccup" and done == 12:
+            time.sleep(1)
         loss = model(x).square().mean()
         if how != "no-backward":
             loss.backward()
-        optimizer.step()
+        if how != "accumulates" or done % 4 == 3:
+            optimizer.step()
         done += 1
         if done == steps:
             break
