@@ -169,6 +169,26 @@ def test_a_ring_of_other_ranks_is_put_together_from_the_steps_of_a_measured_one(
     assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(3 * 0.081, rel=0.01)
 
 
+def test_an_all_reduce_through_a_bad_link_is_not_that_of_hosts_without_it():
+    """Over n1 to n4 all-reduces took the time of a link of 10 MB/s, n3-n4; n1 and n2 have 120 MB/s between them."""
+    topology = measured_lab(seconds_per_megabyte=2 * 3 / 4 / 10, ranks=(4,))
+    measured = topology.measured
+    slow = [
+        msgspec.structs.replace(pair, bandwidth_bytes_per_second=10e6)
+        if {pair.source, pair.target} == {"n3", "n4"}
+        else pair
+        for pair in measured.pairs
+    ]
+    topology = msgspec.structs.replace(topology, measured=msgspec.structs.replace(measured, pairs=tuple(slow)))
+
+    def seconds(*hosts: str) -> float:
+        return collectives.all_reduce(find_fabric(topology, job(device="cpu"), hosts, 1), 10 * MB)
+
+    assert seconds("n1", "n2", "n3", "n4") == pytest.approx(1.5, rel=0.01)
+    assert seconds("n3", "n4") == pytest.approx(1.0, rel=0.01)
+    assert seconds("n1", "n2") == pytest.approx(10 / 120, rel=0.05)
+
+
 def test_ranks_of_one_host_share_its_wire():
     """A flat ring over n ranks carries 2(n-1)/n of the bytes over each wire; hierarchical 2(h-1)/h, for h hosts."""
     fabric = find_fabric(lab("1 GbE"), job(device="cpu"), 4, 2)

@@ -27,6 +27,9 @@ MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
 EQUAL = 0.03
 """Links whose rates differ by less than this part are equal; the first of them is named."""
 
+SAME = 0.1
+"""By how much links of one kind may differ for what was measured over some of them to be as good as over the others."""
+
 NCCL_NVLINK = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
 """Bytes per second of one NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
 
@@ -120,7 +123,7 @@ def find_fabric(
         gpus=gpus,
         wire=wire,
         inside=inside,
-        collectives=_collectives(topology, gpus, most),
+        collectives=_collectives(topology, wire, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
         slowness=slowness,
@@ -368,12 +371,13 @@ def _times_as_long(own: GpuSpec, other: GpuSpec) -> float:
     return own.tflops[shared[0]].value / other.tflops[shared[0]].value if shared else 1.0
 
 
-def _collectives(topology: Topology | None, gpus: bool, each: int) -> tuple[Collective, ...]:
+def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each: int) -> tuple[Collective, ...]:
     """The all-reduces that probe measured with the backend that training uses, fewest ranks first.
 
-    Those with as many ranks on each host, where there are any; else those with one; else all.
+    Those with as many ranks on each host, where there are any; else those with one; else all. One over hosts whose slowest
+    link is another than the job's is read as if it had been the job's.
     """
-    if topology is None or topology.measured is None:
+    if topology is None or topology.measured is None or wire is None:
         return ()
     backend = "nccl" if gpus else "gloo"
     found = [one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1]
@@ -382,7 +386,18 @@ def _collectives(topology: Topology | None, gpus: bool, each: int) -> tuple[Coll
         if alike:
             found = alike
             break
-    return tuple(sorted(found, key=lambda one: one.ranks))
+    over = [_over(topology, one, wire) for one in sorted(found, key=lambda one: one.ranks)]
+    return tuple(one for one in over if one)
+
+
+def _over(topology: Topology, collective: Collective, wire: Wire) -> Collective | None:
+    """What an all-reduce would take if `wire` were the slowest link of its hosts; None where nothing is known of theirs."""
+    try:
+        own = _between(topology, collective.hosts, len(collective.hosts))
+    except ConfigError:
+        return None
+    factor = own.bytes_per_second / wire.bytes_per_second
+    return collective if abs(factor - 1) <= SAME else _faster(collective, own, factor)
 
 
 def _faster(collective: Collective, wire: Wire, factor: float) -> Collective:
