@@ -94,6 +94,32 @@ def test_what_if():
     assert planned(*dgx, "--gpu", "H100")["workload"]["device"] == "H100-SXM5-80GB"
 
 
+@pytest.fixture
+def measured_hosts(tmp_path):
+    """A topology file of two CPU hosts whose 1 GbE was measured at half of that, and a profile for it."""
+    pairs = [
+        {"source": a, "target": b, "way": "tcp", "load": "alone", "bandwidth_bytes_per_second": 60e6, "variation": 0.01}
+        for a, b in (("n1", "n2"), ("n2", "n1"))
+    ]
+    told = {
+        "nodes": [{"hosts": "n[1-2]", "nics": [{"name": "eth0", "rate": "1 GbE"}]}],
+        "measured": {"when": "2026-01-01T00:00:00Z", "software": {}, "hosts": ["n1", "n2"], "pairs": pairs},
+    }
+    (tmp_path / "t.yaml").write_text(json.dumps(told))
+    write_workload(
+        tmp_path / "p.json", msgspec.structs.replace(workload("ViT-B", "V100"), origin="measured", device="cpu")
+    )
+    return ["--topology", tmp_path / "t.yaml", "--workload", tmp_path / "p.json"]
+
+
+def test_gpudirect_leaves_alone_what_it_is_not_about(measured_hosts):
+    before = planned(*measured_hosts)
+    assert before["predictions"][-1]["cap"]["bandwidth_bytes_per_second"] == 60e6
+    assert planned(*measured_hosts, "--gpudirect", "off") == before
+    done = plan(*measured_hosts, "--gpudirect", "on")
+    assert done.returncode == 2 and "no host with GPUs and a NIC of InfiniBand or RoCE; leave it out" in done.stderr
+
+
 def test_the_bandwidth_that_is_needed_is_enough():
     words = ["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "8", "--network"]
     needed = planned(*words, "10GbE", "--efficiency", "80%")["needed_bytes_per_second"]

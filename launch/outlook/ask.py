@@ -129,6 +129,8 @@ def question(options: argparse.Namespace) -> Question:
         base = networks_of[0][1] if networks and not network else whatif.imagined(tuple(hosts), most, device, network)
     else:
         nodes = options.nodes or _counts(len(hosts))
+        if gpudirect and not network and not networks:
+            whatif.check_gpudirect(topology)
         networks_of = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
         base = topology
         if gpu or network or gpudirect is not None:

@@ -75,9 +75,21 @@ def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network
     return Topology(nodes=(group,), name="imagined", source="the options")
 
 
+def check_gpudirect(topology: Topology) -> None:
+    """Raises ConfigError where no NIC of a cluster could read its GPUs' memory."""
+    with_gpus = [group for group in topology.nodes if group.gpus and group.gpus.count]
+    if all(nic.link.kind == "ethernet" for group in with_gpus for nic in group.nics):
+        raise ConfigError(
+            f"--gpudirect on: {topology.source} has no host with GPUs and a NIC of InfiniBand or RoCE",
+            hint="leave it out, or ask for another network, too: --network HDR",
+        )
+
+
 def changed(topology: Topology, gpu: str | None, network: Network | None, gpudirect: bool | None) -> Topology:
     """The topology with other GPUs, another network, or GPUDirect RDMA on or off; what was measured of them falls away."""
     groups = []
+    staged = False
+    """Whether any GPU's gradients take another way to the wire than they did."""
     for number, group in enumerate(topology.nodes):
         try:
             if gpu and group.gpus and group.gpus.count:
@@ -87,17 +99,18 @@ def changed(topology: Topology, gpu: str | None, network: Network | None, gpudir
                 group = msgspec.structs.replace(group, gpus=gpus, links=links)
             if network:
                 group = msgspec.structs.replace(group, nics=network.nics)
-            elif gpudirect is not None:
+            elif gpudirect is not None and group.gpus and group.gpus.count:
                 nics = tuple(
-                    msgspec.structs.replace(nic, gpudirect=None if nic.link.kind == "ethernet" else gpudirect)
+                    nic if nic.link.kind == "ethernet" else msgspec.structs.replace(nic, gpudirect=gpudirect)
                     for nic in group.nics
                 )
+                staged = staged or nics != group.nics
                 group = msgspec.structs.replace(group, nics=nics)
         except ValueError as error:
             raise ConfigError(f"nodes[{number}] with these options: {error}") from None
         groups.append(group)
     measured = topology.measured
-    if measured and (network or gpudirect is not None):
+    if measured and (network or staged):
         measured = msgspec.structs.replace(measured, pairs=(), collectives=())
     if measured and gpu:
         inside = tuple(link for link in measured.inside if link.source == link.target == "memory")
