@@ -473,7 +473,10 @@ def test_more_bytes_are_never_faster(workload, hosts, times):
     larger = msgspec.structs.replace(
         workload,
         gradients=tuple(
-            msgspec.structs.replace(each, size_bytes=int(each.size_bytes * times)) for each in workload.gradients
+            msgspec.structs.replace(
+                each, elements=int(each.elements * times), size_bytes=4 * int(each.elements * times)
+            )
+            for each in workload.gradients
         ),
     )
     one = Strategy(bucket_bytes=1 << 50)  # one bucket: where they are cut may help or harm

@@ -164,6 +164,8 @@ def test_pictures(tmp_path):
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDX"], "--network HDX: "),
         (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is no price"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "10GbE", "--gpudirect", "on"], "needs InfiniBand or RoCE"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--ranks-per-node", "1000000"], "none has more than 4096"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "-H", "a:5000"], "a:5000: 5000 ranks on a host"),
         (["--workload", "none.json"], "cannot read none.json: No such file"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--plot", "x.bmp"], "no kind of picture"),
     ],

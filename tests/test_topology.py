@@ -97,6 +97,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 MERGES = "x0: &x0 {a: 1}\n" + "".join(f"x{n}: &x{n} {{<<: [{','.join([f'*x{n - 1}'] * 20)}]}}\n" for n in range(1, 12))
 MEASURED = "measured:\n  when: 2026-01-01\n  software: {}\n  hosts: [a]\n"
 PAIR = "{source: a, target: a, way: mpi, load: alone, bandwidth_bytes_per_second: %s, variation: 0}"
+ALL = "{name: all_reduce, backend: gloo, hosts: [%s], ranks: %d, curve: []}"
 
 BAD = [
     # No topology.
@@ -182,6 +183,13 @@ BAD = [
     (NODE + MEASURED + "  pairs:\n    - " + PAIR % "-3", "t.yaml:8: $.measured.pairs[0].bandwidth_bytes_per_second: -3.0 is no rate"),
     (NODE + MEASURED + "  pairs:\n    - " + PAIR % ".nan", "$.measured.pairs[0].bandwidth_bytes_per_second: nan is no rate"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("target: a", "target: c"), "t.yaml:8: $.measured.pairs[0].target: c is not among"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "3", "t.yaml:8: $.measured.pairs[0].target: a is the source, too"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "1e-300", "pairs[0].bandwidth_bytes_per_second: 1e-300 bytes per second; no link"),
+    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("width_bytes", "with_bytes"), "did you mean bandwidth_bytes_per_second?"),
+    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("var", "latency_seconds: 1e9, var"), "latency_seconds: 1e+09 seconds; no link"),
+    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("0}", "0, curve: [[8, 1e-300]]}"), "curve[0]: 8 bytes in 1e-300 s cannot be"),
+    (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a", 0), "t.yaml:8: $.measured.collectives[0].ranks: 0 ranks on 1 hosts"),
+    (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a, A", 2), "t.yaml:8: $.measured.collectives[0].hosts: each of its hosts is named once"),
     (NODE + "measured: {}", "t.yaml:3: $.measured: `when` is missing"),
 ]  # fmt: skip
 
@@ -540,26 +548,26 @@ def test_the_measured_part_is_found_wherever_it_stands():
     assert split_measured(nested) == (nested, "", "")
 
 
-finite = st.floats(min_value=1e-9, max_value=1e12)
+finite = st.floats(min_value=1e-9, max_value=1e5)
 points = st.builds(Point, st.integers(1, 2**40), finite, finite)
 links = st.builds(
     PairLink,
-    source=st.just("a"), target=st.just("a"), way=st.sampled_from(["mpi", "tcp"]), load=st.sampled_from(["alone", "together"]),
+    source=st.just("a"), target=st.just("b"), way=st.sampled_from(["mpi", "tcp"]), load=st.sampled_from(["alone", "together"]),
     both_ways=st.booleans(), interface=st.none() | st.text(max_size=5), latency_seconds=st.none() | finite,
-    bandwidth_bytes_per_second=finite, variation=finite, curve=st.lists(points, max_size=3).map(tuple),
+    bandwidth_bytes_per_second=st.floats(1, 1e15), variation=finite, curve=st.lists(points, max_size=3).map(tuple),
 )  # fmt: skip
 
 
 @given(st.lists(links, max_size=3), st.dictionaries(st.text(max_size=5), st.text(max_size=8), max_size=3))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_any_measurement_written_is_the_one_read(pairs, software):
-    found = Measured(when="now", software=software, hosts=("a",), pairs=tuple(pairs))
+    found = Measured(when="now", software=software, hosts=("a", "b"), pairs=tuple(pairs))
     part = encode_measured(found)
     assert decode_measured(part) == found
     if all(text.isprintable() for text in [*software, *software.values(), *(p.interface or "" for p in pairs)]):
         slow = part.replace("measured:  #", "measured: #")  # no longer as it was written: read as YAML
         assert decode_measured(slow) is None
-        assert parse_topology(NODE + slow, "t").measured == found
+        assert parse_topology("nodes: [{hosts: 'a,b'}]\n" + slow, "t").measured == found
 
 
 def test_many_hosts_are_read_quickly(tmp_path):

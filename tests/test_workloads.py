@@ -129,6 +129,16 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
         ("batch", 0, r"\$\.batch: 0 samples"),
         ("backward_seconds", "fast", r"`\$\.backward_seconds`"),
         ("parameter_bytes", 0, r"\$\.parameter_bytes"),
+        ("forward_seconds", math.nan, r"\$\.forward_seconds: nan cannot be"),
+        ("backward_seconds", 1.7e308, r"\$\.backward_seconds: 1\.7e\+308 cannot be; it is 1e\+06 at most"),
+        ("variation", math.inf, r"\$\.variation: inf cannot be"),
+        ("processor_share", 5, r"\$\.processor_share: 5 cannot be; it is 1 at most"),
+        ("memory_bytes", -5, r"\$\.memory_bytes: -5 cannot be"),
+        ("expected_error", 9, r"\$\.expected_error"),
+        ("device", "CPU", r"\$\.device: 'CPU' is not known; write 'cpu'"),
+        ("device", "", r"\$\.device: '' cannot be"),
+        ("name", "x\x1b[31m", r"\$\.name: 'x\\x1b\[31m' cannot be"),
+        ("bacth", 3, r"unknown field `bacth`; did you mean batch\?"),
     ],
 )
 def test_a_broken_profile_is_refused_with_the_path(tmp_path, path, value, says):
@@ -140,22 +150,48 @@ def test_a_broken_profile_is_refused_with_the_path(tmp_path, path, value, says):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("size_bytes", 0), ("ready_seconds", math.inf), ("ready_seconds", math.nan), ("elements", 0)]
+    ("field", "value"),
+    [
+        ("size_bytes", 0),
+        ("size_bytes", 10**18),
+        ("ready_seconds", math.inf),
+        ("ready_seconds", math.nan),
+        ("ready_seconds", 1000.0),
+        ("elements", 0),
+        ("elements", 10**18),
+        ("dtype", "banana"),
+        ("name", "\x1b[31m"),
+    ],
 )
 def test_a_broken_gradient_is_refused_with_the_path(tmp_path, field, value):
     told = json.loads(msgspec.json.encode(profile()))
     told["gradients"][3][field] = value
     (tmp_path / "p.json").write_text(json.dumps(told))  # Python's JSON has NaN and Infinity
-    with pytest.raises(ConfigError, match=r"p\.json: (\$\.gradients\[3\]|.*(malformed|invalid))"):
+    with pytest.raises(ConfigError, match=r"p\.json: \$\.gradients\[3\]\."):
+        read_workload(tmp_path / "p.json")
+
+
+def test_more_gradients_than_a_rank_can_hold_are_refused_before_they_are_cut(tmp_path):
+    told = json.loads(msgspec.json.encode(profile()))
+    told["gradients"][3] |= {"elements": 10**18, "size_bytes": 4 * 10**18}
+    (tmp_path / "p.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match=r"\$\.gradients\[3\]\.size_bytes: with this there are 4,000,"):
         read_workload(tmp_path / "p.json")
 
 
 def test_no_file_and_no_json_are_told(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.json: No such file"):
         read_workload(tmp_path / "none.json")
-    (tmp_path / "p.json").write_bytes(b"\xff{")
-    with pytest.raises(ConfigError, match=r"p\.json: "):
-        read_workload(tmp_path / "p.json")
+    for text, says in [
+        (b"\xff{", r"p\.json: is no JSON in UTF-8; write one with distrib-launch --profile"),
+        (b"", r"p\.json:1: is no JSON: "),
+        (b'{\n"name": x}', r"p\.json:2: is no JSON: "),
+        (b"[" * 100_000, r"p\.json: is nested too deeply"),
+        (b"{}", r"missing required field `name`; write one with"),
+    ]:
+        (tmp_path / "p.json").write_bytes(text)
+        with pytest.raises(ConfigError, match=says):
+            read_workload(tmp_path / "p.json")
 
 
 def test_another_batch_and_another_gpu():

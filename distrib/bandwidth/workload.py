@@ -12,8 +12,18 @@ import msgspec
 
 from distrib.errors import ConfigError
 
+SHORTEST_STEP_SECONDS, LONGEST_STEP_SECONDS = 1e-9, 1e6
+MOST_GRADIENT_BYTES = 1 << 38
+"""256 GiB: as much as the largest devices hold, of which gradients are a part."""
 
-class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+ELEMENT_BYTES = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Of the types that gradients have, by torch's names."""
+
+
+class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One parameter's gradient, and when it is ready: seconds since backward began."""
 
     name: str
@@ -23,7 +33,7 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready_seconds: float
 
 
-class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One step of one rank without any communication: seconds are medians, sizes bytes.
 
     `gradients` stand in the order in which they get ready. `variation` is the coefficient of variation of the
@@ -64,6 +74,21 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
 
 
+_MOST = {
+    **dict.fromkeys(
+        ("forward_seconds", "backward_seconds", "optimizer_seconds", "loader_seconds"), LONGEST_STEP_SECONDS
+    ),
+    "variation": 10.0,
+    "processor_share": 1.0,
+    "processors": 1e6,
+    "expected_error": 1.0,
+    "batch": 1e12,
+    "memory_bytes": 1e15,
+    "parameter_bytes": 1e15,
+}
+"""What the fields are at most; a larger number is a slip of a unit or of a finger. None of them is less than zero."""
+
+
 def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
     """Write a workload as JSON, whole or not at all. Raises ConfigError where it cannot be written."""
     partial = Path(f"{os.fspath(path)}.partial")
@@ -82,20 +107,20 @@ def checked(workload: Workload, source: str = "workload") -> Workload:
 
 
 def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
-    for field in (
-        "forward_seconds",
-        "backward_seconds",
-        "optimizer_seconds",
-        "loader_seconds",
-        "variation",
-        "processor_share",
-        "expected_error",
-    ):
-        if not 0 <= (value := getattr(workload, field)) < math.inf:
+    for field, most in _MOST.items():
+        value = getattr(workload, field)
+        if value is not None and not 0 <= value < math.inf:
             yield f"$.{field}", f"{value} cannot be; it must be zero or more, and finite"
+        elif value is not None and value > most:
+            yield f"$.{field}", f"{value:g} cannot be; it is {most:g} at most"
+    for field in ("name", "device"):
+        if not (text := getattr(workload, field)).strip() or not text.isprintable():
+            yield f"$.{field}", f"{text[:60]!r} cannot be; it is a name"
+    if workload.device.lower() == "cpu" and workload.device != "cpu":
+        yield "$.device", f"{workload.device!r} is not known; write 'cpu'"
     if workload.batch < 1:
         yield "$.batch", f"{workload.batch} samples; a batch has at least one"
-    if workload.compute_seconds + workload.loader_seconds <= 0:
+    if workload.compute_seconds + workload.loader_seconds < SHORTEST_STEP_SECONDS:
         yield "$.forward_seconds", "a step that takes no time at all cannot be"
     if workload.processors < 1:
         yield "$.processors", f"{workload.processors}; a rank computes with one at least"
@@ -103,12 +128,26 @@ def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
         yield "$.parameter_bytes", f"{workload.parameter_bytes} bytes; a model that is trained has some"
     if not workload.gradients:
         yield "$.gradients", "there are none: nothing is trained, and nothing crosses a wire"
+    total = 0
     for number, gradient in enumerate(workload.gradients):
-        if gradient.size_bytes <= 0 or gradient.elements <= 0:
-            what = f"{gradient.elements} elements in {gradient.size_bytes} bytes are no gradient"
+        total += gradient.size_bytes
+        for field, what in _wrong_in_gradient(gradient, workload.backward_seconds):
+            yield f"$.gradients[{number}].{field}", what
+        if total > MOST_GRADIENT_BYTES:
+            what = f"with this there are {total:,} bytes of gradients; no rank holds more than {MOST_GRADIENT_BYTES:,}"
             yield f"$.gradients[{number}].size_bytes", what
-        if not 0 <= gradient.ready_seconds < math.inf:
-            yield (
-                f"$.gradients[{number}].ready_seconds",
-                f"{gradient.ready_seconds} cannot be; it must be zero or more, and finite",
-            )
+
+
+def _wrong_in_gradient(gradient: Gradient, backward_seconds: float) -> Iterator[tuple[str, str]]:
+    if not gradient.name.isprintable():
+        yield "name", f"{gradient.name[:60]!r} cannot be; it is a name"
+    if gradient.dtype not in ELEMENT_BYTES:
+        yield "dtype", f"{gradient.dtype[:60]!r} is not known; there are {', '.join(ELEMENT_BYTES)}"
+    elif gradient.size_bytes <= 0 or gradient.elements <= 0:
+        yield "size_bytes", f"{gradient.elements} elements in {gradient.size_bytes} bytes are no gradient"
+    elif gradient.size_bytes != gradient.elements * ELEMENT_BYTES[gradient.dtype]:
+        yield "size_bytes", f"{gradient.size_bytes} bytes are not {gradient.elements} elements of {gradient.dtype}"
+    if not 0 <= gradient.ready_seconds < math.inf:
+        yield "ready_seconds", f"{gradient.ready_seconds} cannot be; it must be zero or more, and finite"
+    elif gradient.ready_seconds > 2 * backward_seconds:  # medians of different steps may differ
+        yield "ready_seconds", f"{gradient.ready_seconds:g} is long after backward, which takes {backward_seconds:g}"

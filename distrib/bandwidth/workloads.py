@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -157,15 +158,23 @@ def speeds() -> tuple[Speed, ...]:
 def read_workload(path: str | os.PathLike[str]) -> Workload:
     """A profile that `distrib-launch --profile` wrote. Raises ConfigError, with the path inside, for what is none."""
     shown = os.fspath(path)
+    again = "write one with distrib-launch --profile FILE SCRIPT"
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=Workload)
+        # Python's reads NaN and infinities too, so that what they stand for can be named.
+        found = msgspec.convert(json.loads(Path(path).read_bytes()), Workload)
     except OSError as error:
-        raise ConfigError(f"cannot read {shown}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{shown}: {error}",
-            hint="write one with distrib-launch --profile FILE SCRIPT; NaN and infinities are no JSON",
-        ) from None
+        raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again) from None
+    except msgspec.ValidationError as error:
+        unknown = re.match(r"Object contains unknown field `(.*?)`", str(error))
+        fields = [field.name for kind in (Workload, Gradient) for field in msgspec.structs.fields(kind)]
+        near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
+        raise ConfigError(f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again) from None
+    except json.JSONDecodeError as error:
+        what = f"{shown}:{error.lineno}: is no JSON: {error.msg}"
+        raise ConfigError(what, hint=again) from None
+    except (ValueError, RecursionError) as error:
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "is no JSON in UTF-8"
+        raise ConfigError(f"{shown}: {what}", hint=again) from None
     return checked(found, shown)
 
 

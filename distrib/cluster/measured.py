@@ -19,7 +19,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     variation: float = 0.0
 
 
-class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The way from one host to another.
 
     `way` is how the bytes went. `load` is what else went on meanwhile: nothing (`alone`), every other pair of its round
@@ -41,7 +41,7 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     curve: tuple[Point, ...] = ()
 
 
-class InsideLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InsideLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A way inside a host: `memory` copies, `gpuN` to or from `memory`, `gpuN` to `gpuM`; `path` is NVLink, PCIe, ..."""
 
     host: str
@@ -53,7 +53,7 @@ class InsideLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     curve: tuple[Point, ...] = ()
 
 
-class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A collective over some hosts; sizes are those of each rank's buffer, as nccl-tests counts them.
 
     Bus bandwidth of an all-reduce is size / seconds x 2(n-1)/n for n ranks (nccl-tests, doc/PERFORMANCE.md).
@@ -67,7 +67,7 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     curve: tuple[Point, ...]
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One probe: when (ISO 8601, UTC), with what software, of which hosts, and what it found."""
 
     when: str

@@ -43,6 +43,10 @@ __all__ = [
     "read_topology",
 ]
 
+MOST_BYTES_PER_SECOND = 1e15
+SHORTEST_SECONDS, LONGEST_SECONDS = 1e-12, 1e5
+"""What cannot have been measured is a slip of a unit or of a finger."""
+
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A switch, or a rack: the hosts on it, or the switches below it.
@@ -290,6 +294,8 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
         yield from _wrong_numbers(
             f".pairs[{number}]", pair.bandwidth_bytes_per_second, pair.latency_seconds, pair.curve
         )
+        if pair.source.lower() == pair.target.lower():
+            yield f".pairs[{number}].target", f"{pair.target} is the source, too; a pair is two hosts"
     for number, inside in enumerate(measured.inside):
         if inside.host.lower() not in known:
             yield f".inside[{number}].host", f"{inside.host} is not among the hosts that were measured"
@@ -298,7 +304,12 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
         for host in collective.hosts:
             if host.lower() not in known:
                 yield f".collectives[{number}].hosts", f"{host} is not among the hosts that were measured"
-        yield from _wrong_numbers(f".collectives[{number}]", 1.0, None, collective.curve)
+        if len({host.lower() for host in collective.hosts}) < max(1, len(collective.hosts)):
+            yield f".collectives[{number}].hosts", "each of its hosts is named once, and one at least"
+        if collective.ranks < len(collective.hosts):
+            what = f"{collective.ranks} ranks on {len(collective.hosts)} hosts; each has one at least"
+            yield f".collectives[{number}].ranks", what
+        yield from _wrong_numbers(f".collectives[{number}]", 1e9, None, collective.curve)
 
 
 def _wrong_numbers(
@@ -306,10 +317,14 @@ def _wrong_numbers(
 ) -> Iterator[tuple[str, str]]:
     if not 0 < bandwidth < math.inf:
         yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth} is no rate; it must be more than zero"
+    elif not 1 <= bandwidth <= MOST_BYTES_PER_SECOND:
+        yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth:g} bytes per second; no link carries that"
     if latency is not None and not 0 <= latency < math.inf:
         yield f"{place}.latency_seconds", f"{latency} is no time; it must be zero or more"
+    elif latency is not None and latency > LONGEST_SECONDS:
+        yield f"{place}.latency_seconds", f"{latency:g} seconds; no link takes that long"
     for number, point in enumerate(curve):
-        if point.size_bytes < 0 or not 0 < point.seconds < math.inf:
+        if point.size_bytes < 0 or not SHORTEST_SECONDS <= point.seconds <= LONGEST_SECONDS:
             yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s cannot be"
 
 

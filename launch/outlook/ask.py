@@ -14,6 +14,7 @@ from distrib.bandwidth.advice import Advice, advise
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import foretell, needed_bandwidth
 from distrib.bandwidth.workload import Workload
+from distrib.cluster.node import MAX_GPUS
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 
@@ -115,6 +116,12 @@ def question(options: argparse.Namespace) -> Question:
     texts = [text for text in (options.compare or "").split(",") if text.strip()]
     networks = [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
     hosts = _hosts(listed, topology, workload)
+    most = options.ranks_per_node or max(hosts.values(), default=0)
+    if most > MAX_GPUS:
+        raise ConfigError(
+            f"{options.hosts or '--ranks-per-node'}: {most} ranks on a host, and none has more than {MAX_GPUS}",
+            hint="lower --ranks-per-node, or the slots in the hostfile",
+        )
     if topology is None:
         device = None if workload.device == "cpu" else workload.device
         nodes = options.nodes or _counts(len(hosts) or 16)
@@ -124,7 +131,7 @@ def question(options: argparse.Namespace) -> Question:
                 "on which network?",
                 hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
             )
-        most = options.ranks_per_node or max(hosts.values())
+        most = most or _usual(workload)
         networks_of = [(each, whatif.imagined(tuple(hosts), most, device, each)) for each in networks]
         base = networks_of[0][1] if networks and not network else whatif.imagined(tuple(hosts), most, device, network)
     else:
