@@ -15,7 +15,7 @@ from distrib.bandwidth import collectives, curves, pieces, timeline
 from distrib.bandwidth.advice import advise, best_exact, options_of
 from distrib.bandwidth.buckets import Wire
 from distrib.bandwidth.fabric import find_fabric
-from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling
+from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling, unlimited
 from distrib.bandwidth.timeline import Transfer
 from distrib.bandwidth.workload import Gradient, Workload
 from distrib.cluster.measured import Point
@@ -396,6 +396,75 @@ def test_staging_through_host_memory_halves_the_bus():
     ).wire
     assert direct.bytes_per_second == pytest.approx(12.07e9, rel=0.01)
     assert staged.bytes_per_second == pytest.approx(6e9, rel=0.01)
+
+
+def test_what_of_the_way_is_narrowest_is_named():
+    racks = 'switches: [{name: r1, hosts: "a[1-4]", uplink: 25Gb/s}, {name: r2, hosts: "a[5-8]", uplink: 50Gb/s}]'
+    told = foretell(parse_topology(POD + racks, "x"), job(1000, device="V100"), hosts=8, ranks_per_host=8)
+    assert told.cap.link == "a4-a5, uplink of r1, 25Gb/s"
+    assert told.cap.bandwidth_bytes_per_second == 25e9 / 8
+    assert find_fabric(parse_topology(POD + racks, "x"), job(device="V100"), 4, 8).wire.name == "a1-a2, 4 x EDR"
+    staged = foretell(parse_topology(POD.replace("gpudirect: yes", "gpudirect: no").replace("[0-3]", "0"), "x"),
+                      job(1000, device="V100"), hosts=2, ranks_per_host=8)  # fmt: skip
+    assert staged.cap.link == "a1-a2, EDR through host memory"
+
+
+def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
+    bare = POD.replace("    links: {nvlink: NVLink2 x6, nvswitch: yes, pcie: PCIe3 x16}\n", "").replace(
+        "V100", "V100-SXM2-16GB"
+    )
+    work = job(device="V100-SXM2-16GB")
+    told = foretell(parse_topology(bare, "bare"), work, hosts=1, ranks_per_host=8)
+    described = foretell(parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8)
+    assert told.step_seconds == described.step_seconds
+    assert any("nobody described the `links` in a1: NVLink2 x6 is taken" in note for note in told.notes)
+    pcie = POD.replace("nvlink: NVLink2 x6, nvswitch: yes, ", "").replace("V100", "V100-SXM2-16GB")
+    assert foretell(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
+
+
+# What holds a job back
+
+
+@pytest.mark.parametrize(
+    ("change", "topology", "hosts", "says"),
+    [
+        ({}, LAB.replace("RATE", "10 GbE"), 4, "link n1-n2, 10 GbE"),
+        ({"variation": 0.3}, LAB.replace("RATE", "'4000 GbE'"), 4, "the slowest of 8 ranks, whose steps vary by 30.0%"),
+        (
+            {},
+            LAB.replace("RATE", "400 GbE") + LAB[LAB.index("  -") :].replace("n[1-4]", "old[1-4]").replace("RTX A6000", "T4").replace("RATE", "400 GbE"),
+            8,
+            "slower GPUs",
+        ),
+        ({"device": "cpu", "forward_seconds": 1e-4, "backward_seconds": 0.1}, LAB.replace("RATE", "400 GbE"), 4, "copying gradients"),
+    ],
+)  # fmt: skip
+def test_what_makes_a_step_longer_is_named_and_adds_up(change, topology, hosts, says):
+    work = msgspec.structs.replace(job(10), **change)
+    told = foretell(parse_topology(topology, "x"), work, hosts=hosts, ranks_per_host=2)
+    assert told.losses[0].what.startswith(says), told.losses
+    assert sum(loss.seconds for loss in told.losses) == pytest.approx(told.step_seconds - told.compute_seconds)
+
+
+@pytest.mark.parametrize(
+    ("work", "hosts", "each", "says"),
+    [
+        (job(2000, backward=0.05), 4, 2, "link n1 gpu0-gpu1, PCIe4 x16"),
+        (
+            msgspec.structs.replace(job(0.1, backward=1e-4, forward=5e-5), optimizer_seconds=1e-5),
+            256,
+            1,
+            "the latency of messages",
+        ),
+        (msgspec.structs.replace(job(1), variation=0.5), 4, 2, "the slowest of 8 ranks"),
+    ],
+)
+def test_what_no_network_would_help_is_named(work, hosts, each, says):
+    where = {"hosts": hosts, "ranks_per_host": each}
+    assert needed_bandwidth(lab(), work, **where) is None
+    limit = unlimited(lab(), work, **where)
+    assert foretell(lab(), work, **where).efficiency <= limit.efficiency < 0.9
+    assert limit.losses[0].what.startswith(says), limit
 
 
 def test_an_uplink_is_shared_by_as_many_as_cross_it():

@@ -72,6 +72,12 @@ def test_hosts_keep_the_names_that_they_were_given(tmp_path):
     assert told["predictions"][-1]["hosts"] == 100 and not any("extrapolated" in note for note in told["notes"])
 
 
+def test_what_holds_a_job_back_that_no_network_would_help_is_said():
+    done = plan("--workload", "bert-large", "-H", MIXED)
+    assert "90% on 6 hosts: no network reaches that; the fastest would bring " in done.stdout
+    assert "held back by slower GPUs\n" in done.stdout and "not the wire" not in done.stdout
+
+
 def test_json_has_all_of_it_and_the_numbers_agree():
     told = planned("--workload", "ResNet-50", "--gpu", "V100", "--network", "100GbE", "--nodes", "1,2,16")
     assert [p["hosts"] for p in told["predictions"]] == [1, 2, 16]

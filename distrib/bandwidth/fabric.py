@@ -1,61 +1,24 @@
-"""What joins the ranks of one job: the slowest wire between neighbouring hosts, the ways inside one, and who computes slower.
-
-Ranks stand host by host, in the order of the hostfile, so a ring over all of them crosses each host's wire once in each direction,
-and an uplink of a rack as often as neighbours in that order stand on either side of it.
-"""
+"""What joins the ranks of one job: their wires, the all-reduces that were measured over them, and who computes slower."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth import curves
-from distrib.bandwidth.curves import Curve
+from distrib.bandwidth.wires import Wire, between, inside_of, places_of
 from distrib.bandwidth.workload import Workload
-from distrib.cluster.catalog import DataType, GpuSpec, LinkKind, find_gpu
-from distrib.cluster.links import Link, parse_bus, parse_uplink
+from distrib.cluster.catalog import DataType, GpuSpec, find_gpu
 from distrib.cluster.measured import Collective
-from distrib.cluster.node import NodeGroup
-from distrib.cluster.topology import Switch, Topology
-from distrib.cluster.ways import Way, inside_link, link_between, switch_oversubscription
+from distrib.cluster.topology import Topology
+from distrib.cluster.ways import inside_link
 from distrib.errors import ConfigError
 
 MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
 """Relative errors of a step to expect where links were measured and where they are read from data sheets."""
 
-EQUAL = 0.03
-"""Links whose rates differ by less than this part are equal; the first of them is named."""
-
 SAME = 0.1
 """By how much links of one kind may differ for what was measured over some of them to be as good as over the others."""
-
-NCCL_NVLINK = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
-"""Bytes per second of one NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
-
-LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND = 30e-6, 3e9
-"""TCP inside a host, between ranks on CPUs, where nothing was measured."""
-
-
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction between two hosts, or between two ranks of one."""
-
-    source: str
-    target: str
-    text: str
-    """Such as `10 GbE`; empty where nobody said."""
-    kind: LinkKind | None
-    curve: Curve
-    measured: bool
-
-    @property
-    def name(self) -> str:
-        """Such as `n1-n2, 10 GbE`."""
-        return f"{self.source}-{self.target}" + (f", {self.text}" if self.text else "")
-
-    @property
-    def bytes_per_second(self) -> float:
-        return self.curve.large_bytes_per_second
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +51,13 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
         wire = msgspec.structs.replace(self.wire, curve=self.wire.curve.slower(factor))
         return msgspec.structs.replace(self, wire=wire, collectives=collectives)
 
+    def with_inside(self, bytes_per_second: float) -> Fabric:
+        """The same job where links inside hosts carry so much."""
+        if self.inside is None:
+            return self
+        curve = self.inside.curve.slower(self.inside.bytes_per_second / bytes_per_second)
+        return msgspec.structs.replace(self, inside=msgspec.structs.replace(self.inside, curve=curve))
+
 
 def find_fabric(
     topology: Topology | None,
@@ -107,10 +77,12 @@ def find_fabric(
     gpus = workload.device != "cpu"
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
-    wire = _between(topology, names, count) if count > 1 else None
-    inside = _inside(topology, names, workload, most) if most > 1 else None
+    wire = between(topology, names, count) if count > 1 else None
+    inside = inside_of(topology, names, workload, most) if most > 1 else None
     slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += said
+    if inside and inside.kind == "nvlink" and topology and (group := topology.group_of(names[0])) and not group.links:
+        notes += (f"nobody described the `links` in {names[0]}: {inside.text} is taken, as the catalogue has it",)
     for link in (wire, inside):
         if link and not link.measured:
             notes += (f"{link.name} was not measured: its rate is the catalogue's; distrib-topo probe measures it",)
@@ -168,173 +140,6 @@ def _known(topology: Topology) -> tuple[str, ...]:
     return kept
 
 
-# Between hosts
-
-
-def _between(topology: Topology | None, names: tuple[str, ...], count: int) -> Wire:
-    """The slowest link of the ring through these hosts."""
-    if topology is None:
-        raise ConfigError(
-            "nothing is known of the links between the hosts",
-            hint="describe them in a topology file (--topology), or measure them: distrib-topo probe",
-        )
-    if len(names) == 1:  # a topology of one host, and more of its kind
-        names = names * 2
-    slowest: Wire | None = None
-    for way, share in _ring(topology, names):
-        wire = _wire(topology, way, share)
-        if slowest is None or wire.bytes_per_second < slowest.bytes_per_second * (1 - EQUAL):
-            slowest = wire
-    if slowest is None:
-        raise ConfigError(f"no links join {count} hosts", hint="describe their NICs in the topology file")
-    return slowest
-
-
-def _ring(topology: Topology, names: tuple[str, ...]) -> Iterator[tuple[Way, float]]:
-    """Each different link from a host to the next, and by how many streams of the ring its narrowest uplink is shared."""
-    crossings: dict[str, int] = {}
-    edges: dict[object, tuple[str, str]] = {}
-    measured = {host.lower() for host in topology.measured.hosts} if topology.measured else set()
-    places = _places(topology)
-    for source, target in zip(names, names[1:] + names[:1], strict=True):
-        one, other = places.get(source.lower()), places.get(target.lower())
-        if one is not None and other is not None and one[1] is not other[1]:
-            for name in one[1]:
-                if name not in other[1]:
-                    crossings[name] = crossings.get(name, 0) + 1
-        known = (
-            one is not None and other is not None and not (source.lower() in measured and target.lower() in measured)
-        )
-        edges.setdefault((one, other) if known else (source, target), (source, target))
-    for source, target in edges.values():
-        way = link_between(topology, source, target)
-        if way is None:
-            raise ConfigError(
-                f"nothing is known of the link between {source} and {target}",
-                hint="describe the NICs of both in the topology file, or measure it: distrib-topo probe",
-            )
-        passed = {switch.name for host in (source, target) for switch in topology.switches_above(host)}
-        yield way, max((crossings[name] for name in passed if name in crossings), default=0)
-
-
-def _places(topology: Topology) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """What each host is built like and which switches it is below, in lower case. Kept with the topology."""
-    kept: dict[str, tuple[int, tuple[str, ...]]] | None = topology.__dict__.get("_places")
-    if kept is None:
-        kept = {}
-        above: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for number, group in enumerate(topology.nodes):
-            for host in group.host_names:
-                switches = tuple(switch.name for switch in topology.switches_above(host))
-                kept[host.lower()] = number, above.setdefault(switches, switches)
-        topology.__dict__["_places"] = kept
-    return kept
-
-
-def _wire(topology: Topology, way: Way, streams: float) -> Wire:
-    bandwidth = min(way.bandwidth_bytes_per_second, _staged(topology, way), _uplink(topology, way, streams))
-    latency = way.latency_seconds or 0.0
-    curve = None
-    if bandwidth == way.bandwidth_bytes_per_second and len(way.measured) == 1:
-        curve = curves.measured(way.measured[0].curve, latency_seconds=latency, bandwidth=bandwidth)
-    return Wire(
-        source=way.source,
-        target=way.target,
-        text=way.text,
-        kind=way.kind,
-        curve=curve or curves.line(latency, bandwidth),
-        measured=way.origin == "measured",
-    )
-
-
-def _staged(topology: Topology, way: Way) -> float:
-    """What a GPU's memory gets through host memory where cards do not read it themselves.
-
-    The way from the GPU to host memory and that from there to the card share the PCIe link above both, so each gets
-    half of it: 6 of 12 GB/s, as NVIDIA/nccl#465 saw over 100 Gb/s InfiniBand.
-    """
-    group = topology.group_of(way.source)
-    if way.gpudirect is not False or way.origin == "measured" or not group or not group.gpus or not group.gpus.count:
-        return float("inf")
-    pcie = (group.links.pcie if group.links else None) or (group.gpus.spec.pcie if group.gpus.spec else None)
-    return max(1, len(way.nics)) * parse_bus(pcie).usable_bytes_per_second / 2 if pcie else float("inf")
-
-
-def _uplink(topology: Topology, way: Way, streams: float) -> float:
-    """What the narrowest uplink that is passed leaves to each of the ring's streams through it."""
-    if not streams:
-        return float("inf")
-    rates = [
-        _uplink_rate(topology, switch) / streams
-        for host, other in ((way.source, way.target), (way.target, way.source))
-        for switch in topology.switches_above(host)
-        if switch.name not in {above.name for above in topology.switches_above(other)}
-    ]
-    return min(rates, default=float("inf"))
-
-
-def _uplink_rate(topology: Topology, switch: Switch) -> float:
-    if switch.uplink is not None:
-        return parse_uplink(switch.uplink)
-    ratio = switch_oversubscription(topology, switch)
-    if ratio <= 1:
-        return float("inf")
-    below = sum(nic.link.usable_bytes_per_second for host in switch.host_names for nic in topology.nics_of(host))
-    return below / ratio if below else float("inf")
-
-
-# Inside a host
-
-
-def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, ranks: int) -> Wire:
-    host = names[0] if names else "localhost"
-    group = topology.group_of(host) if topology else None
-    if workload.device == "cpu":
-        curve = curves.line(LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND)
-        return Wire(source=host, target=host, text="loopback", kind=None, curve=curve, measured=False)
-    spec = group.gpus.spec if group and group.gpus else find_gpu(workload.device)
-    nvlink = _nvlink(group, spec, ranks)
-    pcie = (group.links.pcie if group and group.links else None) or (spec.pcie if spec else None) or "PCIe3 x16"
-    link = nvlink or parse_bus(pcie)
-    bandwidth = link.lanes * NCCL_NVLINK[link.spec.name] if nvlink else link.usable_bytes_per_second
-    seen = inside_link(topology, host, "gpu0", "gpu1") if topology else None
-    was_measured = seen is not None and seen.origin == "measured"
-    if seen is not None and was_measured and (not nvlink or (group and group.links and group.links.nvswitch)):
-        bandwidth = min(bandwidth, seen.bandwidth_bytes_per_second) if nvlink else seen.bandwidth_bytes_per_second
-    return Wire(
-        source=f"{host} gpu0",
-        target="gpu1",
-        text=link.text,
-        kind=link.kind,
-        curve=curves.line(link.latency_seconds, bandwidth),
-        measured=was_measured,
-    )
-
-
-def _nvlink(group: NodeGroup | None, spec: GpuSpec | None, ranks: int) -> Link | None:
-    """The NVLinks that a GPU has to the others of the job on its host; None where they do not reach them all.
-
-    NCCL lays several rings through a mesh, so that all links of a GPU carry their part.
-    """
-    links = group.links if group else None
-    if links is None or not links.nvlink:
-        whole = None if group else (spec.nvlink if spec else None)
-        return parse_bus(whole) if whole else None
-    count = group.gpus.count if group and group.gpus else ranks
-    used = range(min(ranks, count))
-    joined = {a: {b for b in used if links.links_of_pair(a, b, count)} for a in used}
-    reached, new = {0}, {0}
-    while new:
-        new = {b for a in new for b in joined[a]} - reached
-        reached |= new
-    if len(reached) < len(used):
-        return None
-    if links.nvswitch:
-        return parse_bus(links.nvlink)
-    least = min(sum(links.links_of_pair(a, b, count) for b in used) for a in used)
-    return parse_bus(links.nvlink).with_lanes(max(1, least))
-
-
 # What else is known
 
 
@@ -343,7 +148,7 @@ def _slowness(
 ) -> tuple[tuple[tuple[float, int], ...], tuple[str, ...]]:
     """How long each kind of GPU takes against the one that the workload was measured on, by the catalogue."""
     own = find_gpu(workload.device)
-    places = _places(topology)
+    places = places_of(topology)
     ranks_of: dict[int, int] = {}
     for place, host in enumerate(names):
         if host.lower() in places:
@@ -393,7 +198,7 @@ def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each:
 def _over(topology: Topology, collective: Collective, wire: Wire) -> Collective | None:
     """What an all-reduce would take if `wire` were the slowest link of its hosts; None where nothing is known of theirs."""
     try:
-        own = _between(topology, collective.hosts, len(collective.hosts))
+        own = between(topology, collective.hosts, len(collective.hosts))
     except ConfigError:
         return None
     factor = own.bytes_per_second / wire.bytes_per_second
@@ -419,7 +224,7 @@ def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpe
 
 
 def _smallest(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None) -> int | None:
-    places = _places(topology) if topology else {}
+    places = places_of(topology) if topology else {}
     groups = {places[host.lower()][0] for host in names if host.lower() in places}
     known = [gpus.memory_bytes for number in groups if topology and (gpus := topology.nodes[number].gpus)]
     sizes = [size for size in known if size is not None]

@@ -33,6 +33,20 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     wanted_efficiency: float = 0.9
 
 
+class Loss(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that makes a step longer than it would be alone: its name, such as `slower GPUs`, and by how much."""
+
+    what: str
+    seconds: float
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job would reach if wires between its hosts carried any number of bytes, and what would hold it back then."""
+
+    efficiency: float
+    losses: tuple[Loss, ...]
+
+
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """One step of a job."""
 
@@ -52,7 +66,9 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float
     """Samples per second and rank against those of one rank alone, 0 to 1."""
     cap: Cap | None
-    """What keeps the step from being shorter; None where that is compute."""
+    """The link that keeps the step from being shorter; None where that is something else."""
+    losses: tuple[Loss, ...] = ()
+    """What makes it longer than alone, most first."""
     fits_memory: bool | None = None
     expected_error: float
     """The relative error of `step_seconds` to expect: small where the links were measured."""

@@ -10,8 +10,9 @@ from distrib.bandwidth.asynchronous import asynchronous, pushed_by
 from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.payload import payload_of
 from distrib.bandwidth.pieces import Piece
-from distrib.bandwidth.prediction import Cap, Prediction
+from distrib.bandwidth.prediction import Cap, Limit, Loss, Prediction
 from distrib.bandwidth.timeline import Step, Transfer
+from distrib.bandwidth.wires import Wire
 from distrib.bandwidth.workload import Workload, checked
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -92,6 +93,28 @@ def needed_bandwidth(
     return _needed(fabric, workload, strategy, _pieces(fabric, workload, strategy), efficiency)
 
 
+def unlimited(
+    topology: Topology | None,
+    workload: Workload,
+    strategy: Strategy = Strategy(),  # noqa: B008  # frozen
+    *,
+    hosts: Sequence[str] | int,
+    nodes: int | None = None,
+    ranks_per_host: int | Sequence[int] = 1,
+) -> Limit:
+    """How far the job would get where no wire between its hosts held it back. The arguments and errors are those of `foretell`."""
+    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    parts = _pieces(fabric, workload, strategy)
+    wired = fabric.with_wire(_FASTEST)
+    step, free = (_step(each, workload, strategy, parts) for each in (wired, wired.with_inside(_FASTEST)))
+    latency = Loss(what="the latency of messages", seconds=min(free.exposed_seconds, step.exposed_seconds))
+    losses = [latency]
+    for loss in _losses(wired, workload, strategy, step):
+        exposed = loss.what.startswith("link ")
+        losses.append(Loss(what=loss.what, seconds=loss.seconds - latency.seconds if exposed else loss.seconds))
+    return Limit(efficiency=_efficiency(wired, workload, strategy, step), losses=_most_first(losses))
+
+
 def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:
     parts = _pieces(fabric, workload, strategy)
     step = _step(fabric, workload, strategy, parts, spans=spans)
@@ -114,6 +137,7 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
         samples_per_second=efficiency * fabric.ranks * workload.batch * strategy.accumulate / alone,
         efficiency=efficiency,
         cap=cap,
+        losses=_losses(fabric, workload, strategy, step),
         fits_memory=_fits(fabric, workload),
         expected_error=fabric.expected_error if fabric.ranks > 1 else 0.02,
         notes=notes,
@@ -138,11 +162,9 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
 def _step(
     fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
 ) -> Step:
-    own = _slowness(fabric, strategy)
-    slowest = own * steps.slowest_of(fabric.ranks, workload.variation)
+    slowest = _slowest(fabric, workload, strategy)
     if strategy.mode == "async":
-        in_step = fabric.ranks if strategy.staleness == 0 else pushed_by(fabric, strategy)
-        return asynchronous(fabric, workload, strategy, own * steps.slowest_of(in_step, workload.variation))
+        return asynchronous(fabric, workload, strategy, slowest)
     if strategy.mode == "local":
         return _local(fabric, workload, strategy, slowest)
     return steps.synchronous(
@@ -229,6 +251,16 @@ def _slowness(fabric: Fabric, strategy: Strategy) -> float:
     return max(factor for factor, _ in fabric.slowness)
 
 
+def _slowest(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
+    """What the slowest rank takes in each step, of equals too, where others wait for it in each."""
+    return _slowness(fabric, strategy) * steps.slowest_of(_together(fabric, strategy), workload.variation)
+
+
+def _together(fabric: Fabric, strategy: Strategy) -> int:
+    """How many ranks wait for each other in each step."""
+    return fabric.ranks if strategy.in_step else pushed_by(fabric, strategy)
+
+
 def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: float) -> Step:
     """Steps alone, and after `inner_steps` of them the mean of all parameters, which nothing hides; of one step its share."""
     alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=slowest)
@@ -237,10 +269,38 @@ def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: floa
     return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
 
 
-def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:
-    link = min(
-        (link for link in (fabric.wire, fabric.inside) if link), key=lambda link: link.bytes_per_second, default=None
+def _losses(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) -> tuple[Loss, ...]:
+    """What makes a step longer than one alone; copies are what is left when the rest is known."""
+    waited = strategy.accumulate * workload.loader_seconds
+    computed = strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
+    own, slowest = _slowness(fabric, strategy), _slowest(fabric, workload, strategy)
+    link = _link(fabric)
+    uneven = f"the slowest of {_together(fabric, strategy)} ranks, whose steps vary by {workload.variation:.1%}"
+    return _most_first(
+        [
+            Loss(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds),
+            Loss(what="slower GPUs", seconds=waited + own * computed - _alone(fabric, workload, strategy)),
+            Loss(what=uneven, seconds=(slowest - own) * computed),
+            Loss(
+                what="copying gradients and handing them on",
+                seconds=step.seconds - step.exposed_seconds - waited - slowest * computed,
+            ),
+        ]
     )
+
+
+def _most_first(losses: Iterable[Loss]) -> tuple[Loss, ...]:
+    return tuple(sorted((loss for loss in losses if loss.seconds > 1e-9), key=lambda loss: -loss.seconds))
+
+
+def _link(fabric: Fabric) -> Wire | None:
+    """The narrowest."""
+    links = [link for link in (fabric.wire, fabric.inside) if link]
+    return min(links, key=lambda link: link.bytes_per_second, default=None)
+
+
+def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:
+    link = _link(fabric)
     if link is None or step.exposed_seconds <= NEGLIGIBLE * step.seconds:
         return None
     needed = None

@@ -11,8 +11,8 @@ from distrib_launch.outlook.whatif import Network
 
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise
-from distrib.bandwidth.prediction import Prediction
-from distrib.bandwidth.scaling import foretell, needed_bandwidth
+from distrib.bandwidth.prediction import Limit, Prediction
+from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
 from distrib.bandwidth.workload import Workload
 from distrib.cluster.node import MAX_GPUS
 from distrib.cluster.topology import Topology
@@ -92,6 +92,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     predictions: tuple[Prediction, ...]
     wanted_efficiency: float
     needed_bytes_per_second: float | None
+    limit: Limit | None
+    """What the largest job would reach with any network, where that is less than what is wanted."""
     advice: tuple[Advice, ...]
     compared: tuple[Compared, ...]
     expected_error: float
@@ -189,6 +191,7 @@ def answer(question: Question) -> Answer:
         predictions=base,
         wanted_efficiency=question.efficiency,
         needed_bytes_per_second=needed,
+        limit=None if needed or question.largest == 1 else unlimited(question.topology, workload, **largest),
         advice=() if last.ranks == 1 else advise(question.topology, workload, **largest),
         compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,

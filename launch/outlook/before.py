@@ -132,7 +132,7 @@ def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], t
     ranks = str(counts.pop()) if len(counts) == 1 else f"up to {max(counts)}"
     hosts = f"{len(plan.hosts)} host{'' if len(plan.hosts) == 1 else 's'}"
     cap = foretold.cap
-    why = "no link, the ranks themselves"
+    why = foretold.losses[0].what if foretold.losses else "no link, the ranks themselves"
     if cap:
         why = f"link {cap.link}, {words.rate(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:

@@ -9,6 +9,7 @@ from distrib_launch.outlook.words import number, rate, size, time
 
 from distrib.bandwidth.advice import Advice
 from distrib.bandwidth.prediction import Prediction
+from distrib.bandwidth.scaling import NEGLIGIBLE
 
 
 def lines(question: Question, answer: Answer) -> list[str]:
@@ -46,7 +47,6 @@ def _ranks(question: Question) -> str:
 
 
 def _row(prediction: Prediction) -> tuple[str, ...]:
-    cap = prediction.cap
     return (
         str(prediction.hosts),
         str(prediction.ranks),
@@ -54,18 +54,27 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
         number(prediction.samples_per_second),
         f"{prediction.efficiency:.1%}",
         time(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
-        f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}" if cap else "compute",
+        _held_by(prediction),
     )
+
+
+def _held_by(prediction: Prediction) -> str:
+    """What costs a job most: a link with what it carries, or something else."""
+    cap, most = prediction.cap, next(iter(prediction.losses), None)
+    if cap and (most is None or most.what == f"link {cap.link}"):
+        return f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}"
+    return most.what if most and most.seconds > NEGLIGIBLE * prediction.step_seconds else "compute"
 
 
 def _needed(question: Question, answer: Answer) -> str:
     last = answer.predictions[-1]
     wanted = f"{answer.wanted_efficiency:.0%}"
     where = f"{wanted} on {question.largest} host{'' if question.largest == 1 else 's'}"
+    if answer.limit:
+        held = f", held back by {answer.limit.losses[0].what}" if answer.limit.losses else ""
+        return f"{where}: no network reaches that; the fastest would bring {answer.limit.efficiency:.0%}{held}"
     if answer.needed_bytes_per_second is None:
-        if question.largest == 1:
-            return f"{where}: no wire is needed"
-        return f"{where}: no network reaches that; what holds it back is not the wire between the hosts"
+        return f"{where}: no wire is needed"
     has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
     return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"

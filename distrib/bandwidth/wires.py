@@ -1,0 +1,228 @@
+"""The wires of a job: the narrowest between neighbouring hosts, and what joins the ranks of one.
+
+Ranks stand host by host, in the order of the hostfile, so a ring over all of them crosses each host's wire once in each direction,
+and an uplink of a rack as often as neighbours in that order stand on either side of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from distrib.bandwidth import curves
+from distrib.bandwidth.curves import Curve
+from distrib.bandwidth.workload import Workload
+from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
+from distrib.cluster.links import Link, parse_bus, parse_uplink
+from distrib.cluster.node import NodeGroup
+from distrib.cluster.topology import Switch, Topology
+from distrib.cluster.ways import Way, inside_link, link_between, switch_oversubscription
+from distrib.errors import ConfigError
+
+EQUAL = 0.03
+"""Links whose rates differ by less than this part are equal; the first of them is named."""
+
+NCCL_NVLINK = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
+"""Bytes per second of one NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
+
+LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND = 30e-6, 3e9
+"""TCP inside a host, between ranks on CPUs, where nothing was measured."""
+
+
+class Wire(msgspec.Struct, frozen=True, kw_only=True):
+    """One direction between two hosts, or between two ranks of one."""
+
+    source: str
+    target: str
+    text: str
+    """Such as `10 GbE`, or what of the way is narrowest: `uplink of rack1, 800Gb/s`; empty where nobody said."""
+    kind: LinkKind | None
+    curve: Curve
+    measured: bool
+
+    @property
+    def name(self) -> str:
+        """Such as `n1-n2, 10 GbE`."""
+        return f"{self.source}-{self.target}" + (f", {self.text}" if self.text else "")
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.curve.large_bytes_per_second
+
+
+# Between hosts
+
+
+def between(topology: Topology | None, names: tuple[str, ...], count: int) -> Wire:
+    """The slowest link of the ring through these hosts."""
+    if topology is None:
+        raise ConfigError(
+            "nothing is known of the links between the hosts",
+            hint="describe them in a topology file (--topology), or measure them: distrib-topo probe",
+        )
+    if len(names) == 1:  # a topology of one host, and more of its kind
+        names = names * 2
+    slowest: Wire | None = None
+    for way, share in _ring(topology, names):
+        wire = _wire(topology, way, share)
+        if slowest is None or wire.bytes_per_second < slowest.bytes_per_second * (1 - EQUAL):
+            slowest = wire
+    if slowest is None:
+        raise ConfigError(f"no links join {count} hosts", hint="describe their NICs in the topology file")
+    return slowest
+
+
+def _ring(topology: Topology, names: tuple[str, ...]) -> Iterator[tuple[Way, float]]:
+    """Each different link from a host to the next, and by how many streams of the ring its narrowest uplink is shared."""
+    crossings: dict[str, int] = {}
+    edges: dict[object, tuple[str, str]] = {}
+    measured = {host.lower() for host in topology.measured.hosts} if topology.measured else set()
+    places = places_of(topology)
+    for source, target in zip(names, names[1:] + names[:1], strict=True):
+        one, other = places.get(source.lower()), places.get(target.lower())
+        if one is not None and other is not None and one[1] is not other[1]:
+            for name in one[1]:
+                if name not in other[1]:
+                    crossings[name] = crossings.get(name, 0) + 1
+        known = (
+            one is not None and other is not None and not (source.lower() in measured and target.lower() in measured)
+        )
+        edges.setdefault((one, other) if known else (source, target), (source, target))
+    for source, target in edges.values():
+        way = link_between(topology, source, target)
+        if way is None:
+            raise ConfigError(
+                f"nothing is known of the link between {source} and {target}",
+                hint="describe the NICs of both in the topology file, or measure it: distrib-topo probe",
+            )
+        passed = {switch.name for host in (source, target) for switch in topology.switches_above(host)}
+        yield way, max((crossings[name] for name in passed if name in crossings), default=0)
+
+
+def places_of(topology: Topology) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """What each host is built like and which switches it is below, in lower case. Kept with the topology."""
+    kept: dict[str, tuple[int, tuple[str, ...]]] | None = topology.__dict__.get("_places")
+    if kept is None:
+        kept = {}
+        above: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for number, group in enumerate(topology.nodes):
+            for host in group.host_names:
+                switches = tuple(switch.name for switch in topology.switches_above(host))
+                kept[host.lower()] = number, above.setdefault(switches, switches)
+        topology.__dict__["_places"] = kept
+    return kept
+
+
+def _wire(topology: Topology, way: Way, streams: float) -> Wire:
+    bandwidth, text = min(
+        (way.bandwidth_bytes_per_second, way.text),
+        (_staged(topology, way), f"{way.text} through host memory"),
+        *_uplinks(topology, way, streams),
+        key=lambda narrow: narrow[0],
+    )
+    latency = way.latency_seconds or 0.0
+    curve = None
+    if bandwidth == way.bandwidth_bytes_per_second and len(way.measured) == 1:
+        curve = curves.measured(way.measured[0].curve, latency_seconds=latency, bandwidth=bandwidth)
+    return Wire(
+        source=way.source,
+        target=way.target,
+        text=text,
+        kind=way.kind,
+        curve=curve or curves.line(latency, bandwidth),
+        measured=way.origin == "measured",
+    )
+
+
+def _staged(topology: Topology, way: Way) -> float:
+    """What a GPU's memory gets through host memory where cards do not read it themselves.
+
+    The way from the GPU to host memory and that from there to the card share the PCIe link above both, so each gets
+    half of it: 6 of 12 GB/s, as NVIDIA/nccl#465 saw over 100 Gb/s InfiniBand.
+    """
+    group = topology.group_of(way.source)
+    if way.gpudirect is not False or way.origin == "measured" or not group or not group.gpus or not group.gpus.count:
+        return float("inf")
+    pcie = (group.links.pcie if group.links else None) or (group.gpus.spec.pcie if group.gpus.spec else None)
+    return max(1, len(way.nics)) * parse_bus(pcie).usable_bytes_per_second / 2 if pcie else float("inf")
+
+
+def _uplinks(topology: Topology, way: Way, streams: float) -> list[tuple[float, str]]:
+    """What each uplink that is passed leaves to each of the ring's streams through it, and what it is."""
+    if not streams:
+        return []
+    shared = f" for {streams:g} streams" if streams > 1 else ""
+    return [
+        (
+            _uplink_rate(topology, switch) / streams,
+            f"uplink of {switch.name}, {switch.uplink or switch.oversubscription}{shared}",
+        )
+        for host, other in ((way.source, way.target), (way.target, way.source))
+        for switch in topology.switches_above(host)
+        if switch.name not in {above.name for above in topology.switches_above(other)}
+    ]
+
+
+def _uplink_rate(topology: Topology, switch: Switch) -> float:
+    if switch.uplink is not None:
+        return parse_uplink(switch.uplink)
+    ratio = switch_oversubscription(topology, switch)
+    if ratio <= 1:
+        return float("inf")
+    below = sum(nic.link.usable_bytes_per_second for host in switch.host_names for nic in topology.nics_of(host))
+    return below / ratio if below else float("inf")
+
+
+# Inside a host
+
+
+def inside_of(topology: Topology | None, names: tuple[str, ...], workload: Workload, ranks: int) -> Wire:
+    host = names[0] if names else "localhost"
+    group = topology.group_of(host) if topology else None
+    if workload.device == "cpu":
+        curve = curves.line(LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND)
+        return Wire(source=host, target=host, text="loopback", kind=None, curve=curve, measured=False)
+    spec = group.gpus.spec if group and group.gpus else find_gpu(workload.device)
+    nvlink = _nvlink(group, spec, ranks)
+    pcie = (group.links.pcie if group and group.links else None) or (spec.pcie if spec else None) or "PCIe3 x16"
+    link = nvlink or parse_bus(pcie)
+    bandwidth = link.lanes * NCCL_NVLINK[link.spec.name] if nvlink else link.usable_bytes_per_second
+    seen = inside_link(topology, host, "gpu0", "gpu1") if topology else None
+    was_measured = seen is not None and seen.origin == "measured"
+    mesh = bool(group and group.links and group.links.nvlink and not group.links.nvswitch)
+    if seen is not None and was_measured and not mesh:  # in a mesh two GPUs tell nothing of the others
+        bandwidth = min(bandwidth, seen.bandwidth_bytes_per_second) if nvlink else seen.bandwidth_bytes_per_second
+    return Wire(
+        source=f"{host} gpu0",
+        target="gpu1",
+        text=link.text,
+        kind=link.kind,
+        curve=curves.line(link.latency_seconds, bandwidth),
+        measured=was_measured,
+    )
+
+
+def _nvlink(group: NodeGroup | None, spec: GpuSpec | None, ranks: int) -> Link | None:
+    """The NVLinks that a GPU has to the others of the job on its host; None where they do not reach them all.
+
+    NCCL lays several rings through a mesh, so that all links of a GPU carry their part.
+    """
+    links = group.links if group else None
+    if links is None:  # nobody says: as the catalogue has it
+        return parse_bus(spec.nvlink) if spec and spec.nvlink else None
+    if not links.nvlink:
+        return None
+    count = group.gpus.count if group and group.gpus else ranks
+    used = range(min(ranks, count))
+    joined = {a: {b for b in used if links.links_of_pair(a, b, count)} for a in used}
+    reached, new = {0}, {0}
+    while new:
+        new = {b for a in new for b in joined[a]} - reached
+        reached |= new
+    if len(reached) < len(used):
+        return None
+    if links.nvswitch:
+        return parse_bus(links.nvlink)
+    least = min(sum(links.links_of_pair(a, b, count) for b in used) for a in used)
+    return parse_bus(links.nvlink).with_lanes(max(1, least))
