@@ -576,11 +576,31 @@ def test_advice_is_ranked_and_says_what_it_costs():
     assert {advice.strategy.mode for advice in found} == {"sync", "async", "local"}
     best = best_exact(found)
     assert best.exact
-    plain = next(advice for advice in found if advice.strategy == Strategy())
+    plain = next(advice for advice in found if advice.strategy == Strategy() and not advice.batch)
     assert best.prediction.efficiency >= plain.prediction.efficiency
     assert plain.options == ()
     for advice in found:
         assert advice.exact == advice.convergence.startswith("the same as synchronous SGD")
+
+
+@pytest.mark.parametrize(("device", "flat"), [("cpu", True), ("RTX A6000", False)])
+def test_every_strategy_is_advised_once(device, flat):
+    """On CPU hosts `auto` goes by hosts, so only `flat` is another; on GPUs it is NCCL's to choose."""
+    found = advise(lab(), job(device=device), hosts=4, ranks_per_host=2)
+    assert (("--all-reduce", "flat") in [advice.options for advice in found]) is flat
+    assert not any("hierarchical" in advice.options for advice in found)
+    assert len({(advice.options, advice.batch) for advice in found}) == len(found)
+
+
+def test_larger_batches_are_advised_where_they_fit():
+    def batches(memory_bytes: int) -> dict:
+        work = msgspec.structs.replace(job(), memory_bytes=memory_bytes, parameter_bytes=10**8)
+        return {each.batch: each for each in advise(lab(), work, hosts=4, ranks_per_host=2) if each.batch}
+
+    found = batches(10**10)
+    assert sorted(found) == [64, 128] and sorted(batches(2 * 10**10)) == [64]
+    assert found[128].prediction.efficiency > found[64].prediction.efficiency
+    assert "a global batch 4 times as large" in found[128].convergence and not found[128].exact
 
 
 def test_options_choose_the_strategy():

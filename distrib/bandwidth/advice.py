@@ -11,6 +11,7 @@ from distrib.bandwidth.fabric import Fabric, find_fabric
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import predict
 from distrib.bandwidth.workload import Workload, checked
+from distrib.bandwidth.workloads import scaled
 from distrib.cluster.topology import Topology
 from distrib.strategy import Gradients, Strategy
 
@@ -28,6 +29,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """What it does to convergence, in a sentence."""
     options: tuple[str, ...]
     """Those of `distrib-launch` that choose it."""
+    batch: int | None = None
+    """The samples of a rank where they are more than the workload's: the script decides on them, no option does."""
 
 
 def advise(
@@ -53,6 +56,7 @@ def advise(
         )
         for strategy in _candidates(fabric, workload)
     ]
+    found += _larger_batches(fabric, workload)
     # Where two are as fast, what changes less comes first.
     return tuple(sorted(found, key=lambda advice: (-round(advice.prediction.efficiency, 3), not advice.exact)))
 
@@ -66,21 +70,41 @@ def _candidates(fabric: Fabric, workload: Workload) -> list[Strategy]:
     found = [Strategy()]
     if fabric.ranks == 1:
         return found
-    shapes = [Strategy()]
-    # On GPUs NCCL goes by hosts by itself, and the library leaves it to that.
-    if fabric.hosts > 1 and fabric.ranks_per_host > 1 and not fabric.gpus:
-        shapes.append(Strategy(all_reduce="hierarchical"))
-    found += shapes[1:]
-    for shape in shapes:
-        found += [msgspec.structs.replace(shape, bucket_bytes=size << 20) for size in (1, 5, 100)]
+    # On GPUs it is NCCL's to choose; on CPUs ranks go by hosts where nobody says anything.
+    if not fabric.gpus:
+        found.append(Strategy(all_reduce="flat"))
+    found += [Strategy(bucket_bytes=size << 20) for size in (1, 5, 100)]
     short: list[Gradients] = [Gradients("fp16" if workload.device != "cpu" else "bf16"), Gradients("int8")]
     short += [Gradients("powersgd", rank=4), Gradients("topk", fraction=0.01)]
-    found += [msgspec.structs.replace(shape, gradients=each) for shape in shapes for each in short]
+    found += [Strategy(gradients=each) for each in short]
     found += [Strategy(accumulate=count) for count in (4, 16)]
     found += [Strategy(mode="local", inner_steps=count) for count in (10, 100)]
     servers = sorted({1, max(1, fabric.hosts // 4)})
     found += [Strategy(mode="async"), *(Strategy(mode="async", servers=count) for count in servers)]
     return found
+
+
+def _larger_batches(fabric: Fabric, workload: Workload) -> list[Advice]:
+    """More samples for each rank, where its device holds them."""
+    found = []
+    for times in (2, 4) if fabric.ranks > 1 else ():
+        larger = scaled(workload, batch=times * workload.batch)
+        prediction = predict(fabric, larger, Strategy())
+        if prediction.fits_memory is not False:
+            found.append(
+                Advice(
+                    strategy=Strategy(), prediction=prediction, exact=False, convergence=_larger(times), options=(),
+                    batch=larger.batch,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _larger(times: int) -> str:
+    return (
+        f"a global batch {times} times as large: fewer updates per epoch; scale the learning rate, and beyond some batch "
+        "accuracy falls"
+    )
 
 
 def convergence_of(strategy: Strategy, ranks: int) -> str:
@@ -95,10 +119,7 @@ def convergence_of(strategy: Strategy, ranks: int) -> str:
         )
     said = []
     if strategy.accumulate > 1:
-        said.append(
-            f"a global batch {strategy.accumulate} times as large: fewer updates per epoch; scale the learning rate, "
-            "and beyond some batch accuracy falls"
-        )
+        said.append(_larger(strategy.accumulate))
     gradients = strategy.gradients
     if gradients.format in ("fp16", "bf16"):
         said.append(f"gradients are rounded to {gradients}: rarely visible")

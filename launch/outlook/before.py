@@ -152,8 +152,8 @@ _LADDER = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "a
 
 
 def mildest(advice: Sequence[Advice], threshold: float) -> Advice | None:
-    """Of the strategies that change the arithmetic, the mildest that reaches the threshold, else the fastest."""
-    changing = [each for each in advice if not each.exact]
+    """Of the options that change the arithmetic, the mildest that reaches the threshold, else the fastest."""
+    changing = [each for each in advice if not each.exact and each.options]
     enough = [each for each in changing if each.prediction.efficiency >= threshold]
     return min(enough, key=lambda each: _LADDER.index(_kind(each.strategy)), default=changing[0] if changing else None)
 
@@ -165,11 +165,11 @@ def _kind(strategy: Strategy) -> str:
 
 
 def _named(advice: Advice) -> str:
-    """Such as `Hierarchical + bf16`."""
+    """Such as `Gradients as bf16`."""
     strategy = advice.strategy
     parts = []
-    if strategy.all_reduce == "hierarchical":
-        parts.append("hierarchical")
+    if strategy.all_reduce == "flat":
+        parts.append("one ring over all ranks")
     if not strategy.gradients.exact:
         parts.append(f"gradients as {strategy.gradients}")
     if strategy.bucket_bytes:

@@ -112,7 +112,7 @@ def advice_table(advice: Sequence[Advice]) -> list[str]:
     costs = {each.convergence: chr(ord("a") + number) for number, each in enumerate(_each_cost_once(advice))}
     rows = [
         (
-            " ".join(each.options) or "as it is",
+            " ".join(each.options) or (f"batches of {each.batch} in the script" if each.batch else "as it is"),
             number(each.prediction.samples_per_second),
             f"{each.prediction.efficiency:.1%}",
             "exact" if each.exact else costs[each.convergence],
