@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from distrib.bandwidth.workload import Gradient, write_workload
-from distrib.bandwidth.workloads import workload
+from distrib.bandwidth.workloads import read_workload, workload
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 EXAMPLES = ROOT / "hostfiles"
@@ -124,6 +124,36 @@ def test_gpudirect_leaves_alone_what_it_is_not_about(measured_hosts):
     assert planned(*measured_hosts, "--gpudirect", "off") == before
     done = plan(*measured_hosts, "--gpudirect", "on")
     assert done.returncode == 2 and "no host with GPUs and a NIC of InfiniBand or RoCE; leave it out" in done.stderr
+
+
+def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
+    work = read_workload(tmp_path / "p.json")
+    write_workload(tmp_path / "p.json", msgspec.structs.replace(work, processors=4, processor_share=1.0))
+    before = planned(*measured_hosts, "--ranks-per-node", 4)["predictions"][0]  # nobody says how many there are
+    described = (tmp_path / "t.yaml").read_text().replace('"nics"', '"cores": 8, "nics"')
+    (tmp_path / "t.yaml").write_text(described)
+    for ranks, times in ((2, 1), (4, 2), (8, 4)):
+        told = planned(*measured_hosts, "--ranks-per-node", ranks)["predictions"][0]
+        assert told["compute_seconds"] == pytest.approx(times * before["compute_seconds"])
+        said = [note for note in told["notes"] if note.startswith("profiled with 4 processors, each rank has ")]
+        assert len(said) == (times > 1)
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = [
+        str(LAUNCH),
+        "-np",
+        "2",
+        "-x",
+        "OMP_NUM_THREADS=1",
+        "--workload",
+        tmp_path / "p.json",
+        "--dry-run",
+        "--json",
+        script,
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    (note,) = [note for note in json.loads(done.stdout)["notes"] if "profiled" in note]
+    assert note == "profiled with 4 processors, each rank has 1: a step alone takes 4 times as long"
 
 
 def test_the_bandwidth_that_is_needed_is_enough():

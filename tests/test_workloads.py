@@ -11,7 +11,7 @@ import pytest
 
 from distrib.bandwidth import workloads
 from distrib.bandwidth.workload import Workload, checked
-from distrib.bandwidth.workloads import network, read_workload, scaled, workload
+from distrib.bandwidth.workloads import network, on_processors, read_workload, scaled, workload
 from distrib.errors import ConfigError
 
 
@@ -192,6 +192,24 @@ def test_no_file_and_no_json_are_told(tmp_path):
         (tmp_path / "p.json").write_bytes(text)
         with pytest.raises(ConfigError, match=says):
             read_workload(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("share", "times_as_long"),
+    [
+        (1.0, 4.0),
+        (0.25, 1.0),
+        (0.1, 1.0),
+        (0.625, 2.5),
+    ],  # all four always busy; one of them; it waits; half in parallel
+)
+def test_a_rank_with_fewer_processors_than_were_profiled(share, times_as_long):
+    before = profile(device="cpu", processors=4, processor_share=share)
+    after = on_processors(before, 1)
+    assert after.compute_seconds == pytest.approx(times_as_long * before.compute_seconds)
+    assert after.gradients[-1].ready_seconds == pytest.approx(times_as_long * before.gradients[-1].ready_seconds)
+    assert (after.processors, after.processor_share) == (1, pytest.approx(min(1.0, 4 * share / times_as_long)))
+    assert on_processors(before, 4) is before and on_processors(before, 8) is before
 
 
 def test_another_batch_and_another_gpu():

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from distrib import units
-from distrib.bandwidth.fabric import Fabric, find_fabric
+from distrib.bandwidth.fabric import Fabric
 from distrib.bandwidth.prediction import Prediction
-from distrib.bandwidth.scaling import predict
-from distrib.bandwidth.workload import Workload, checked
+from distrib.bandwidth.scaling import find_job, predict
+from distrib.bandwidth.workload import Workload
 from distrib.bandwidth.workloads import scaled
 from distrib.cluster.topology import Topology
 from distrib.strategy import Gradients, Strategy
@@ -45,7 +45,7 @@ def advise(
 
     The arguments and errors are those of `foretell`.
     """
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     found = [
         Advice(
             strategy=strategy,

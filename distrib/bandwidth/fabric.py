@@ -29,6 +29,8 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_host: int
     """The most that a host has."""
     gpus: bool
+    processors: int | None
+    """What each rank has of a CPU host's, at least; None where nobody says."""
     wire: Wire | None
     inside: Wire | None
     collectives: tuple[Collective, ...] = ()
@@ -93,6 +95,7 @@ def find_fabric(
         ranks=ranks,
         ranks_per_host=most,
         gpus=gpus,
+        processors=None if gpus else _processors(topology, names, each),
         wire=wire,
         inside=inside,
         collectives=_collectives(topology, wire, gpus, most),
@@ -214,6 +217,16 @@ def _faster(collective: Collective, wire: Wire, factor: float) -> Collective:
         busy = min(carried, point.seconds)
         points.append(msgspec.structs.replace(point, seconds=point.seconds + busy * (factor - 1)))
     return msgspec.structs.replace(collective, curve=tuple(points))
+
+
+def _processors(topology: Topology | None, names: tuple[str, ...], each: tuple[int, ...]) -> int | None:
+    """What a host's cores are to each of its ranks, where they are fewest, as the launcher shares them out."""
+    found = [
+        max(1, group.cores // each[place % len(each)])
+        for place, host in enumerate(names)
+        if topology and (group := topology.group_of(host)) and group.cores
+    ]
+    return min(found, default=None)
 
 
 def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None, gpus: bool) -> float | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from distrib.bandwidth import buckets, collectives, pieces
 from distrib.bandwidth import timeline as steps
 from distrib.bandwidth.asynchronous import asynchronous, pushed_by
@@ -14,6 +16,7 @@ from distrib.bandwidth.prediction import Cap, Limit, Loss, Prediction
 from distrib.bandwidth.timeline import Step, Transfer
 from distrib.bandwidth.wires import Wire
 from distrib.bandwidth.workload import Workload, checked
+from distrib.bandwidth.workloads import on_processors
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
@@ -62,7 +65,7 @@ def foretell(
     topology has, the rest is extrapolated, and a note says so.
     Raises ConfigError for a workload that cannot be, and where nothing is known of a link that is needed.
     """
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     return predict(fabric, workload, strategy, spans=timeline)
 
 
@@ -89,7 +92,7 @@ def needed_bandwidth(
     efficiency: float = WANTED_EFFICIENCY,
 ) -> float | None:
     """Bytes per second that each host's wire must carry for this efficiency; None where no wire is fast enough, or none is there."""
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     return _needed(fabric, workload, strategy, _pieces(fabric, workload, strategy), efficiency)
 
 
@@ -103,7 +106,7 @@ def unlimited(
     ranks_per_host: int | Sequence[int] = 1,
 ) -> Limit:
     """How far the job would get where no wire between its hosts held it back. The arguments and errors are those of `foretell`."""
-    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     parts = _pieces(fabric, workload, strategy)
     wired = fabric.with_wire(_FASTEST)
     step, free = (_step(each, workload, strategy, parts) for each in (wired, wired.with_inside(_FASTEST)))
@@ -113,6 +116,31 @@ def unlimited(
         exposed = loss.what.startswith("link ")
         losses.append(Loss(what=loss.what, seconds=loss.seconds - latency.seconds if exposed else loss.seconds))
     return Limit(efficiency=_efficiency(wired, workload, strategy, step), losses=_most_first(losses))
+
+
+def find_job(
+    topology: Topology | None,
+    workload: Workload,
+    hosts: Sequence[str] | int,
+    ranks_per_host: int | Sequence[int],
+    nodes: int | None = None,
+) -> tuple[Fabric, Workload]:
+    """What joins the ranks, and the workload as one of them has it: on CPU hosts, with its share of the processors."""
+    fabric = find_fabric(topology, checked(workload), hosts, ranks_per_host, nodes)
+    if fabric.processors is None:
+        return fabric, workload
+    own = on_processors(workload, fabric.processors)
+    return msgspec.structs.replace(fabric, notes=fabric.notes + note_on_processors(workload, own)), own
+
+
+def note_on_processors(profiled: Workload, own: Workload) -> tuple[str, ...]:
+    """What to say where a rank has fewer processors than it was profiled with."""
+    if own.processors == profiled.processors:
+        return ()
+    return (
+        f"profiled with {profiled.processors} processors, each rank has {own.processors}: a step alone takes "
+        f"{own.compute_seconds / profiled.compute_seconds:.2g} times as long",
+    )
 
 
 def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:

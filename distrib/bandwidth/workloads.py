@@ -215,19 +215,46 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
         state = min(memory, 4 * workload.parameter_bytes)
         memory = state + round((memory - state) * samples / workload.batch)
     return msgspec.structs.replace(
-        workload,
+        _slower(workload, factor),
         batch=samples,
         device=device,
-        forward_seconds=workload.forward_seconds * factor,
-        backward_seconds=workload.backward_seconds * factor,
         optimizer_seconds=optimizer,
         loader_seconds=workload.loader_seconds * samples / workload.batch,
+        memory_bytes=memory,
+        expected_error=error,
+    )
+
+
+def on_processors(workload: Workload, processors: int) -> Workload:
+    """`workload` where a rank computes with fewer processors than it was profiled with; with as many or more, itself.
+
+    What kept all of them busy takes longer in proportion, the rest kept one: so far Amdahl, and how much that is follows from
+    the share of them that was busy.
+    """
+    before = workload.processors
+    if workload.device != "cpu" or processors >= before:
+        return workload
+    busy = workload.processor_share * before
+    parallel = max(0.0, busy - 1) / (before - 1)
+    factor = 1 + parallel * (before / processors - 1)
+    return msgspec.structs.replace(
+        _slower(workload, factor),
+        optimizer_seconds=workload.optimizer_seconds * factor,
+        processor_share=min(1.0, busy / factor / processors),
+        processors=processors,
+    )
+
+
+def _slower(workload: Workload, factor: float) -> Workload:
+    """Its passes, and with them its gradients, take `factor` times as long."""
+    return msgspec.structs.replace(
+        workload,
+        forward_seconds=workload.forward_seconds * factor,
+        backward_seconds=workload.backward_seconds * factor,
         gradients=tuple(
             msgspec.structs.replace(gradient, ready_seconds=gradient.ready_seconds * factor)
             for gradient in workload.gradients
         ),
-        memory_bytes=memory,
-        expected_error=error,
     )
 
 

@@ -14,7 +14,7 @@ from distrib_launch.outlook.record import Outlook
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise, best_exact, options_of
 from distrib.bandwidth.prediction import Prediction
-from distrib.bandwidth.scaling import foretell
+from distrib.bandwidth.scaling import foretell, note_on_processors
 from distrib.bandwidth.workload import Workload
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError, DistribError
@@ -78,14 +78,18 @@ def look(
         return None, strategy, (f"nothing is foretold: {source} is of {workload.device}, the ranks run on {other}",)
     hosts = tuple(host.name for host in plan.hosts)
     each = tuple(host.ranks for host in plan.hosts)
-    notes: tuple[str, ...] = ()
+    profiled = workload
+    threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
+    if threads:
+        workload = workloads.on_processors(workload, min(threads))
+    notes = note_on_processors(profiled, workload)
     try:
         foretold = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=each)
         advice = advise(topology, workload, hosts=hosts, ranks_per_host=each)
         if auto:
             strategy, foretold, why = _choose(strategy, foretold, advice, lambda s: foretell(
                 topology, workload, s, hosts=hosts, ranks_per_host=each))  # fmt: skip
-            notes = (why,)
+            notes += (why,)
     except DistribError as error:
         return None, strategy, (f"nothing is foretold: {error}",)
     outlook = Outlook(
