@@ -34,10 +34,13 @@ def test_a_table_says_how_far_it_scales_and_what_caps_it():
     assert done.returncode == 0 and not done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("BERT-large on RTX-A6000, 8 samples a rank (catalogued): ")
-    assert [line.split()[:2] for line in lines[3:8]] == [["1", "2"], ["2", "4"], ["4", "8"], ["8", "16"], ["9", "18"]]
-    assert "node1-node2, 10 GbE, 1.14 GB/s" in lines[4]
+    head = next(number for number, line in enumerate(lines) if line.startswith("hosts  ranks"))
+    rows = lines[head + 1 : head + 6]
+    assert [line.split()[:2] for line in rows] == [["1", "2"], ["2", "4"], ["4", "8"], ["8", "16"], ["9", "18"]]
+    assert "node1-node2, 10 GbE, 1.14 GB/s" in rows[1]
+    assert max(map(len, lines)) <= 100
     assert "it fits" in done.stdout and "error to expect of a step: " in done.stdout
-    assert "scaled from " in done.stdout  # where the A6000's time is from
+    assert " scaled from " in " ".join(done.stdout.split())  # where the A6000's time is from
     assert "extrapolated" in done.stdout and "was not measured" in done.stdout
     assert "exact: the same as synchronous SGD" in done.stdout
     assert "--mode local --inner-steps 100" in done.stdout
@@ -178,7 +181,8 @@ def test_networks_side_by_side_with_prices():
 
 def test_pictures(tmp_path):
     done = plan(
-        "--workload", "ResNet-50", "--gpu", "V100", "--network", "25GbE", "--plot", "scaling.svg", "--plot", "timeline.svg",
+        "--workload", "BERT-large", "--gpu", "V100", "--network", "25GbE", "--nodes", "1..4", "--plot", "scaling.svg", "--plot",
+        "timeline.svg",
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -188,6 +192,14 @@ def test_pictures(tmp_path):
         texts[name] = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "ideal" in texts["scaling"] and "foretold" in texts["scaling"]
     assert {"compute", "wire"} <= set(texts["timeline"])
+    assert (
+        len([text for text in texts["scaling"] if text.replace(",", "").isdigit() and int(text.replace(",", "")) > 256])
+        > 1
+    )
+    pale = [
+        node for node in root.iter("{http://www.w3.org/2000/svg}text") if node.text in ("backward", "wait for the wire")
+    ]
+    assert pale and not any("fill: #ffffff" in node.get("style") for node in pale)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +211,15 @@ def test_pictures(tmp_path):
         (["--workload", "ResNet-50", "--gpu", "W100", "--network", "HDR"], "--gpu W100: not in the catalogue"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDX"], "--network HDX: "),
         (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is no price"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=$900"], "$900 is no price; a number and nothing else"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=1,000"], "write prices without any: HDR=1000"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", ","], "--compare ,: no network; write such as 100GbE,HDR"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR=5"], "--network HDR=5: a price belongs to --compare"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", ""], "--network '': of which rate?"),
+        (["--workload", "ResNet-50", "--gpu", "", "--network", "HDR"], "--gpu '': not in the catalogue"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100"], "'100' leaves open what it is; write such as 25GbE"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100Gb/s"], "leaves open what it is; write such as 25GbE"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "RoCE"], "--network RoCE: of which rate?; write"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "10GbE", "--gpudirect", "on"], "needs InfiniBand or RoCE"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--ranks-per-node", "1000000"], "none has more than 4096"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "-H", "a:5000"], "a:5000: 5000 ranks on a host"),
@@ -210,6 +231,45 @@ def test_mistakes_are_one_line(tmp_path, words, says):
     done = plan(*words, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and says in done.stderr, done.stderr
     assert done.stderr.startswith("distrib-topo: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--batch", "1000000000"], "argument --batch: '1000000000' is no number from 1 to 999999999"),
+        (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
+    ],
+)
+def test_numbers_that_cannot_be_name_their_option(words, says):
+    done = plan("--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", *words)
+    assert done.returncode == 2 and says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "same"),
+    [
+        ("InfiniBand 200Gb/s", "HDR"),
+        ("Ethernet 100Gb/s", "100GbE"),
+        ("RoCE 100", "RoCE 100Gb/s"),
+        ("2 x IB NDR", "2 x NDR"),
+    ],
+)
+def test_networks_by_kind_and_rate(said, same):
+    words = ["--workload", "BERT-large", "--gpu", "V100", "--nodes", "4", "--network"]
+    one, other = (planned(*words, network)["predictions"][0]["step_seconds"] for network in (said, same))
+    assert one == pytest.approx(other)
+
+
+def test_a_cluster_without_nics_is_asked_for_a_network(tmp_path):
+    (tmp_path / "t.yaml").write_text("nodes: [{hosts: 'a[1-2]', gpus: {kind: V100, count: 8}}]")
+    words = ["--workload", "ResNet-50", "--topology", tmp_path / "t.yaml"]
+    assert "t.yaml says nothing of a network; describe the NICs there" in plan(*words).stderr
+    assert [each["network"] for each in planned(*words, "--compare", "HDR,NDR")["compared"]] == ["HDR", "NDR"]
+
+
+def test_the_efficiency_that_is_wanted_is_shown_as_it_was_given():
+    words = ["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", "2", "--efficiency", "99.99"]
+    assert "99.99% on 2 hosts" in plan(*words).stdout
 
 
 @pytest.mark.parametrize("nodes", ["0", "4..2", "x", "1..", "-1", "1e3"])
@@ -246,6 +306,12 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
         assert quiet.returncode == 0 and "warning" not in quiet.stdout
     assert dry("--workload", "ResNet-50", "--warn-below", "x").returncode == 2
     assert "did you mean ResNet-50" in dry("--workload", "resnet5").stderr
+    blind = [str(LAUNCH), "-H", "n1,n2", "--workload", "ResNet-50", "--dry-run", str(SCRIPTS / "where.py")]
+    said = subprocess.run(blind, capture_output=True, text=True, timeout=60).stderr
+    assert (
+        "on which GPU?; describe the hosts' GPUs in a topology file (--topology), or profile" in said
+        and "--gpu" not in said
+    )
 
 
 def test_a_profile_beside_the_script_is_found(tmp_path):

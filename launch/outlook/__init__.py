@@ -29,7 +29,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--compare", metavar="NET[=PRICE],...", help="several networks side by side; PRICE of a node's share"
     )
-    what.add_argument("--efficiency", type=_part, default=0.9, metavar="PERCENT", help="say what bandwidth this needs "
+    what.add_argument("--efficiency", type=_efficiency, default=0.9, metavar="PERCENT", help="say what bandwidth this needs "
                       "(default: 90%%)")  # fmt: skip
     plan.add_argument("--json", action="store_true", help="print JSON: seconds, bytes, bytes per second")
     plan.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw scaling into FILE (.svg, .png, .pdf); the "
@@ -95,12 +95,19 @@ def _nodes(given: str) -> tuple[int, ...]:
 
 def _count(given: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
-        raise argparse.ArgumentTypeError(f"{given!r} is no number; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{given!r} is no number from 1 to 999999999")
     return int(given)
 
 
 def _part(given: str) -> float:
     return percent(given, argparse.ArgumentTypeError)
+
+
+def _efficiency(given: str) -> float:
+    value = _part(given)
+    if not value:
+        raise argparse.ArgumentTypeError(f"{given!r} needs no network; give more than 0%")
+    return value
 
 
 def percent(given: str, error: type[Exception] = ConfigError) -> float:

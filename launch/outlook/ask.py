@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
@@ -112,11 +113,10 @@ def question(options: argparse.Namespace) -> Question:
         from distrib.cluster.topology import check_hosts
 
         check_hosts(topology, listed)
-    gpu = whatif.gpu_named(options.gpu) if options.gpu else None
-    workload = workload_of(options.workload, gpu, topology, options.batch)
-    network = whatif.parse_network(options.network, gpudirect) if options.network else None
-    texts = [text for text in (options.compare or "").split(",") if text.strip()]
-    networks = [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
+    gpu = whatif.gpu_named(options.gpu) if options.gpu is not None else None
+    workload = workload_of(options.workload, gpu, topology, options.batch, hint="add --gpu, such as A100")
+    network = whatif.parse_network(options.network, gpudirect) if options.network is not None else None
+    networks = _compared_networks(options.compare, gpudirect) if options.compare is not None else []
     hosts = _hosts(listed, topology, workload)
     most = options.ranks_per_node or max(hosts.values(), default=0)
     if most > MAX_GPUS:
@@ -142,6 +142,13 @@ def question(options: argparse.Namespace) -> Question:
             whatif.check_gpudirect(topology)
         networks_of = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
         base = topology
+        if not network and not topology.measured and not any(group.nics for group in topology.nodes):
+            if not networks and max(nodes) > 1:
+                raise ConfigError(
+                    f"{topology.source} says nothing of a network",
+                    hint="describe the NICs there, measure the links with distrib-topo probe, or add --network, such as HDR",
+                )
+            network = network or next(iter(networks), None)
         if gpu or network or gpudirect is not None:
             base = whatif.changed(topology, gpu, network, gpudirect)
     return Question(
@@ -150,8 +157,17 @@ def question(options: argparse.Namespace) -> Question:
     )  # fmt: skip
 
 
-def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: int | None) -> Workload:
-    """The workload of `--workload`: of a file, or of the catalogue for `gpu` or the topology's GPUs."""
+def _compared_networks(given: str, gpudirect: bool | None) -> list[Network]:
+    if re.search(r"=[^,]*[0-9],[0-9]{3} *(,|$)", given):
+        raise ConfigError(f"--compare {given}: a comma ends a network", hint="write prices without any: HDR=1000")
+    texts = [text.strip() for text in given.split(",") if text.strip()]
+    if not texts:
+        raise ConfigError(f"--compare {given or repr(given)}: no network", hint="write such as 100GbE,HDR")
+    return [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
+
+
+def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: int | None, *, hint: str) -> Workload:
+    """The workload of `--workload`: of a file, or of the catalogue for `gpu` or the topology's GPUs; `hint`: how to name these."""
     if workloads.is_file(given):
         found = workloads.read_workload(given)
         return workloads.scaled(found, batch=batch, gpu=gpu) if batch or gpu else found
@@ -162,7 +178,10 @@ def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: i
     )
     if kind is None:
         workloads.network(given)  # a name that nobody knows is the first mistake to tell
-        raise ConfigError(f"--workload {given}: on which GPU?", hint="add --gpu, such as A100, or profile your script")
+        raise ConfigError(
+            f"--workload {given}: on which GPU?",
+            hint=f"{hint}, or profile your script: distrib-launch --profile FILE SCRIPT",
+        )
     return workloads.workload(given, kind, batch)
 
 

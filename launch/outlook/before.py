@@ -41,7 +41,9 @@ def find_workload(options: argparse.Namespace, topology: Topology | None) -> tup
             return None
         given = str(found)
     origin = given if workloads.is_file(given) else "the catalogue"
-    return workload_of(given, None, topology, None), origin
+    return workload_of(
+        given, None, topology, None, hint="describe the hosts' GPUs in a topology file (--topology)"
+    ), origin
 
 
 def look(

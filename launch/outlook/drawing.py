@@ -26,6 +26,10 @@ PHASES = {
 }
 
 
+PALE = ("backward", "wait")
+"""Phases whose colours want dark letters."""
+
+
 def check_name(path: str) -> None:
     """Raises ConfigError for a file that cannot be drawn into."""
     if Path(path).suffix.lower() not in SUFFIXES:
@@ -59,16 +63,17 @@ def svg(figure: Any) -> str:
 
 
 def scaling(answer: Answer) -> Any:
-    """Samples a second against hosts, beside those of as many single ranks."""
+    """Samples a second against ranks, beside those of as many single ranks."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     work = answer.workload
     with _style():
         figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
         ranks = [prediction.ranks for prediction in answer.predictions]
-        alone = work.batch / (work.compute_seconds + work.loader_seconds)
-        axes.plot(ranks, [alone * count for count in ranks], color=GREY, linestyle="--", linewidth=1, label="ideal")
+        ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in answer.predictions]
+        axes.plot(ranks, ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
         if answer.compared:
             for number, each in enumerate(answer.compared):
                 _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
@@ -81,6 +86,8 @@ def scaling(answer: Answer) -> Any:
                 )  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: words.number(value))
         axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
         axes.minorticks_off()
         axes.set_xlabel("ranks")
@@ -112,7 +119,8 @@ def timeline(prediction: Prediction, title: str) -> Any:
             )  # fmt: skip
             if width > 0.07 * prediction.step_seconds:
                 middle = (span.start_seconds + width / 2) * 1e3
-                axes.text(middle, rows[span.stream], span.label, ha="center", va="center", size=8, color="white")
+                colour = INK if span.phase in PALE else "white"
+                axes.text(middle, rows[span.stream], span.label, ha="center", va="center", size=8, color=colour)
         axes.set_yticks([0, 1], ["wire", "compute"])
         axes.set_xlim(0, prediction.step_seconds * 1e3)
         axes.set_xlabel("milliseconds")

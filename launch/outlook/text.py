@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from distrib_launch.outlook.ask import Answer, Compared, Question
@@ -11,21 +12,26 @@ from distrib.bandwidth.advice import Advice
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import NEGLIGIBLE
 
+COLUMNS = 100
+
 
 def lines(question: Question, answer: Answer) -> list[str]:
-    """Everything that is told, for a terminal of a hundred columns."""
+    """Everything that is told, in `COLUMNS`; only tables may be wider."""
     work = answer.workload
     told = [
-        f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): {time(work.compute_seconds + work.loader_seconds)} a "
-        f"step alone, {size(work.gradient_bytes)} of gradients; {_ranks(question)} a host",
+        *_wrapped(
+            f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
+            f"{time(work.compute_seconds + work.loader_seconds)} a step alone, {size(work.gradient_bytes)} of gradients; "
+            f"{_ranks(question)} a host"
+        ),
         "",
         *table(
             ("hosts", "ranks", "step", "samples/s", "efficiency", "exposed", "capped by"),
             [_row(prediction) for prediction in answer.predictions],
         ),
         "",
-        _needed(question, answer),
-        *_memory(question, answer),
+        *_wrapped(_needed(question, answer)),
+        *_wrapped(_memory(answer)),
     ]
     if answer.compared:
         told += ["", *_comparison(answer.compared)]
@@ -34,11 +40,15 @@ def lines(question: Question, answer: Answer) -> list[str]:
         told += advice_table(answer.advice)
     told += [""]
     links = answer.predictions[-1].expected_error
-    told.append(
+    told += _wrapped(
         f"error to expect of a step: {answer.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
         f"{work.expected_error:.0%}: {work.source})"
     )
-    return told + [f"note: {note}" for note in answer.notes]
+    return told + [line for note in answer.notes for line in _wrapped(f"note: {note}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _ranks(question: Question) -> str:
@@ -68,7 +78,7 @@ def _held_by(prediction: Prediction) -> str:
 
 def _needed(question: Question, answer: Answer) -> str:
     last = answer.predictions[-1]
-    wanted = f"{answer.wanted_efficiency:.0%}"
+    wanted = f"{100 * answer.wanted_efficiency:.6g}%"
     where = f"{wanted} on {question.largest} host{'' if question.largest == 1 else 's'}"
     if answer.limit:
         held = f", held back by {answer.limit.losses[0].what}" if answer.limit.losses else ""
@@ -80,13 +90,13 @@ def _needed(question: Question, answer: Answer) -> str:
     return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
 
 
-def _memory(question: Question, answer: Answer) -> list[str]:
+def _memory(answer: Answer) -> str:
     fits = answer.predictions[-1].fits_memory
     memory = answer.workload.memory_bytes
     if fits is None or memory is None:
-        return []
+        return ""
     held = f"memory: a rank holds {size(memory)} alone, and buckets of {size(answer.workload.gradient_bytes)} beside others"
-    return [f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"]
+    return f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"
 
 
 def _comparison(compared: Sequence[Compared]) -> list[str]:
@@ -121,7 +131,9 @@ def advice_table(advice: Sequence[Advice]) -> list[str]:
     ]
     told = table(("options", "samples/s", "efficiency", "convergence"), rows, left=(0, 3))
     exact = {each.convergence for each in advice if each.exact}
-    return told + [f"{'exact' if text in exact else letter}: {text}" for text, letter in costs.items()]
+    return told + [
+        line for text, letter in costs.items() for line in _wrapped(f"{'exact' if text in exact else letter}: {text}")
+    ]
 
 
 def _each_cost_once(advice: Sequence[Advice]) -> list[Advice]:

@@ -16,7 +16,7 @@ GPUS_PER_NODE = 8
 """On a node that nobody described."""
 
 _TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
-_ROCE = re.compile(r"roce(?:v2)?[ -]*", re.IGNORECASE)
+_KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,23 +31,41 @@ def parse_network(text: str, gpudirect: bool | None, option: str = "--network") 
     """Raises ConfigError for what is no network."""
     name, priced, price = text.partition("=")
     name = name.strip()
+    try:
+        if priced and option != "--compare":
+            raise ValueError("a price belongs to --compare")
+        nic = _nic(name, gpudirect)
+        amount = _price(price.strip()) if priced else None
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} {text or repr(text)}: {error}", hint="write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'"
+        ) from None
+    return Network(text=name, nics=(nic,), price=amount)
+
+
+def _nic(name: str, gpudirect: bool | None) -> Nic:
     several = _TIMES.match(name)
     count, rate = (int(several[1]), name[several.end() :]) if several else (1, name)
-    roce = _ROCE.match(rate)
-    if roce:
-        rate = rate[roce.end() :]
-        rate += "" if re.search(r"[A-Za-z]", rate) else "Gb/s"
-    try:
-        if not 1 <= count <= 64:
-            raise ValueError(f"{count} cards in a node")
-        cards = "nic0" if count == 1 else f"nic[0-{count - 1}]"
-        nic = Nic(name=cards, rate=rate, kind="RoCE" if roce else None, gpudirect=gpudirect)
-        amount = float(price) if priced else None
-        if amount is not None and not 0 <= amount < float("inf"):
-            raise ValueError(f"{price} is no price")
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}", hint="such as 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'") from None
-    return Network(text=name, nics=(nic,), price=amount)
+    if not 1 <= count <= 64:
+        raise ValueError(f"{count} cards in a node")
+    given = _KIND.match(rate)
+    kind = None
+    if given:
+        kind = {"roce": "RoCE", "ethernet": "Ethernet"}.get(given[1].lower(), "InfiniBand")
+        rate = rate[given.end() :]
+    if not rate:
+        raise ValueError("of which rate?")
+    if re.fullmatch(r"[0-9.]+", rate) and kind:
+        rate += "Gb/s"
+    if re.match(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$", rate) and not kind:
+        raise ValueError(f"{rate!r} leaves open what it is")
+    return Nic(name="nic0" if count == 1 else f"nic[0-{count - 1}]", rate=rate, kind=kind, gpudirect=gpudirect)
+
+
+def _price(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
+        raise ValueError(f"{text or repr(text)} is no price; a number and nothing else, such as HDR=900")
+    return float(text)
 
 
 def gpu_named(kind: str) -> str:
@@ -56,7 +74,7 @@ def gpu_named(kind: str) -> str:
     if spec is None:
         near = near_gpus(kind)
         known = f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists them"
-        raise ConfigError(f"--gpu {kind}: not in the catalogue", hint=known)
+        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=known)
     return spec.name
 
 
