@@ -422,6 +422,11 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
     assert foretell(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
 
 
+def test_a_gpu_that_nobody_knows_is_said_to_be_so():
+    (note,) = foretell(None, job(device="GPU9"), hosts=1).notes
+    assert note.startswith("GPU9 is no GPU of the catalogue")
+
+
 # What holds a job back
 
 
@@ -436,7 +441,7 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
             8,
             "slower GPUs",
         ),
-        ({"device": "cpu", "forward_seconds": 1e-4, "backward_seconds": 0.1}, LAB.replace("RATE", "400 GbE"), 4, "copying gradients"),
+        ({"device": "cpu", "forward_seconds": 1e-4, "backward_seconds": 0.1}, LAB.replace("RATE", "400 GbE"), 4, "what averaging takes of the processors"),
     ],
 )  # fmt: skip
 def test_what_makes_a_step_longer_is_named_and_adds_up(change, topology, hosts, says):

@@ -90,6 +90,8 @@ def find_fabric(
             notes += (f"{link.name} was not measured: its rate is the catalogue's; distrib-topo probe measures it",)
     known = [link.measured for link in (wire, inside) if link]
     spec = find_gpu(workload.device) if gpus else None
+    if gpus and spec is None:
+        notes += (f"{workload.device} is no GPU of the catalogue: nothing is known of its memory and links",)
     return Fabric(
         hosts=count,
         ranks=ranks,

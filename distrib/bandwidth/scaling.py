@@ -298,7 +298,7 @@ def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: floa
 
 
 def _losses(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) -> tuple[Loss, ...]:
-    """What makes a step longer than one alone; copies are what is left when the rest is known."""
+    """What makes a step longer than one alone; copying, sending and handing on is what is left."""
     waited = strategy.accumulate * workload.loader_seconds
     computed = strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
     own, slowest = _slowness(fabric, strategy), _slowest(fabric, workload, strategy)
@@ -310,7 +310,7 @@ def _losses(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) 
             Loss(what="slower GPUs", seconds=waited + own * computed - _alone(fabric, workload, strategy)),
             Loss(what=uneven, seconds=(slowest - own) * computed),
             Loss(
-                what="copying gradients and handing them on",
+                what=f"what averaging takes of the {'GPU' if fabric.gpus else 'processors'}",
                 seconds=step.seconds - step.exposed_seconds - waited - slowest * computed,
             ),
         ]
