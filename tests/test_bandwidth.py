@@ -422,6 +422,15 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
     assert foretell(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
 
 
+@pytest.mark.parametrize("ranks", [2, [2, 2, 2, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 2]])
+def test_the_slowest_links_inside_hosts_count_wherever_they_are(ranks):
+    fast = LAB.replace("RATE", "NDR").replace("eno1", "'ib[0-7]'")
+    both = fast + fast[fast.index("  -") :].replace("n[1-4]", "old[1-4]").replace("PCIe4", "PCIe3")
+    hosts = [*(f"n{n}" for n in range(1, 5)), *(f"old{n}" for n in range(1, 5))]
+    inside = find_fabric(parse_topology(both, "x"), job(), hosts, ranks).inside
+    assert inside.text == "PCIe3 x16" and inside.host == ("old4" if ranks == [1] * 7 + [2] else "old1")
+
+
 def test_a_gpu_that_nobody_knows_is_said_to_be_so():
     (note,) = foretell(None, job(device="GPU9"), hosts=1).notes
     assert note.startswith("GPU9 is no GPU of the catalogue")

@@ -80,11 +80,17 @@ def find_fabric(
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
     wire = between(topology, names, count) if count > 1 else None
-    inside = inside_of(topology, names, workload, most) if most > 1 else None
+    inside = _inside(topology, names, workload, each) if most > 1 else None
     slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += said
-    if inside and inside.kind == "nvlink" and topology and (group := topology.group_of(names[0])) and not group.links:
-        notes += (f"nobody described the `links` in {names[0]}: {inside.text} is taken, as the catalogue has it",)
+    if (
+        inside
+        and inside.kind == "nvlink"
+        and topology
+        and (group := topology.group_of(inside.host))
+        and not group.links
+    ):
+        notes += (f"nobody described the `links` in {inside.host}: {inside.text} is taken, as the catalogue has it",)
     for link in (wire, inside):
         if link and not link.measured:
             notes += (f"{link.name} was not measured: its rate is the catalogue's; distrib-topo probe measures it",)
@@ -146,6 +152,19 @@ def _known(topology: Topology) -> tuple[str, ...]:
 
 
 # What else is known
+
+
+def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]) -> Wire:
+    """The slowest of what joins the ranks inside the hosts, looked at once for hosts that are built alike."""
+    places = places_of(topology) if topology else {}
+    most: dict[int | None, tuple[int, str]] = {}
+    for place, host in enumerate(names or ("localhost",)):
+        ranks, kind = each[place % len(each)], places[host.lower()][0] if host.lower() in places else None
+        if ranks > max(1, most.get(kind, (0, ""))[0]):
+            most[kind] = ranks, host
+    # All of the named hosts may have one rank, and those that are like them more.
+    wires = [inside_of(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]]
+    return min(wires, key=lambda wire: wire.bytes_per_second)
 
 
 def _slowness(

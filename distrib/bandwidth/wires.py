@@ -47,6 +47,11 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.source}-{self.target}" + (f", {self.text}" if self.text else "")
 
     @property
+    def host(self) -> str:
+        """Where it begins."""
+        return self.source.partition(" ")[0]
+
+    @property
     def bytes_per_second(self) -> float:
         return self.curve.large_bytes_per_second
 
@@ -177,8 +182,8 @@ def _uplink_rate(topology: Topology, switch: Switch) -> float:
 # Inside a host
 
 
-def inside_of(topology: Topology | None, names: tuple[str, ...], workload: Workload, ranks: int) -> Wire:
-    host = names[0] if names else "localhost"
+def inside_of(topology: Topology | None, host: str, workload: Workload, ranks: int) -> Wire:
+    """What joins the ranks of a host."""
     group = topology.group_of(host) if topology else None
     if workload.device == "cpu":
         curve = curves.line(LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND)
