@@ -76,7 +76,7 @@ def test_hosts_keep_the_names_that_they_were_given(tmp_path):
 
 
 def test_what_holds_a_job_back_that_no_network_would_help_is_said():
-    done = plan("--workload", "bert-large", "-H", MIXED)
+    done = plan("--workload", "ResNet-50", "-H", MIXED)
     assert "90% on 6 hosts: no network reaches that; the fastest would bring " in done.stdout
     assert "held back by slower GPUs\n" in done.stdout and "not the wire" not in done.stdout
 
