@@ -31,7 +31,7 @@ HELLO_LIMIT_BYTES = 64 << 10
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to END."""
+    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to NEWS."""
 
     HELLO = 1
     OUT = 2
@@ -48,6 +48,7 @@ class Kind(enum.IntEnum):
     PING = 20
     END = 21
     INPUT = 22
+    NEWS = 23
 
 
 class ProtocolError(Exception):

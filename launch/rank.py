@@ -163,6 +163,7 @@ class Rank:
         self.placed: dict[str, Any] = {}
         self.input: int | None = None  # what the launcher has for the script's standard input
         self.value: int | None = None  # what the script has for the launcher
+        self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
         self.oom_before = (0, 0)
         self.spies: dict[int, tuple[subprocess.Popen[bytes], bytearray]] = {}
 
@@ -244,6 +245,9 @@ class Rank:
             self._signal_child(order["signal"])
         elif kind is Kind.TAKE_STACKS:
             self._take_stacks()
+        elif kind is Kind.NEWS and self.news:
+            with contextlib.suppress(OSError):
+                self.news.send(json.dumps(order).encode())
         elif kind is Kind.STOP:
             self._stop("launcher", order["signal"], order["grace_seconds"])
         elif kind is Kind.END:
@@ -328,6 +332,14 @@ class Rank:
             self.value = os.memfd_create("distrib-value")
             environ["DISTRIB_VALUE_FD"] = str(self.value)
             passed.append(self.value)
+        theirs: socket.socket | None = None
+        if "DISTRIB_SERVER" in environ:
+            if self.news:
+                self.news.close()
+            self.news, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.news.setblocking(False)
+            environ["DISTRIB_NEWS_FD"] = str(theirs.fileno())
+            passed.append(theirs.fileno())
         self.started = time.time()
         self.oom_before = oom_kills()
         try:
@@ -348,6 +360,8 @@ class Rank:
             return
         finally:
             os.close(status_write)
+            if theirs:
+                theirs.close()
         mark, session = self.mark, self.child.pid
         self.guard = guard.Guard(lambda: guard.sweep(mark, session))
         assert self.child.stdout and self.child.stderr

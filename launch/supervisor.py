@@ -436,6 +436,10 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
+        if state.plan.role == "worker":
+            for server in self.ranks:
+                if server.plan.role == "server" and not server.ending:
+                    self._send(server, Kind.NEWS, {"dead": state.plan.rank})
         may = tolerance.may_start_again(self.plan, state.ending, state.restarts)
         if may and state.plan.role == "server":
             self._start_again(state)

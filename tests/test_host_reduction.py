@@ -300,6 +300,45 @@ def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, seve
     assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
 
 
+def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_servers, several_hosts):
+    def train_both(backend: Asynchronous) -> list[int]:
+        halves = [network(0), network(1)]
+        optimizers = [torch.optim.SGD(half.parameters(), 0.01) for half in halves]
+        for half, optimizer in zip(halves, optimizers, strict=True):
+            prepared(backend, half, optimizer)
+        for step in range(40):
+            if step == (3 if backend.world.rank == 1 else 12):
+                backend.reduce(torch.tensor(1.0), "sum")
+            for half, optimizer in zip(halves, optimizers, strict=True):
+                optimizer.zero_grad()
+                half(batch(step, backend.world.rank)).square().mean().backward()
+                optimizer.step()
+        backend.settle()
+        backend.close()
+        return [sum(slot.refused for slot in table.slots) // len(table.slots) for table in backend.tables]
+
+    for refused in parameter_servers(workers=3).each(train_both, "aaa"):
+        assert max(refused) <= 1, refused  # of 40 steps
+
+
+@pytest.mark.parametrize("bound", [None, 4])
+def test_a_step_that_one_rank_leaves_out_holds_up_nobody(parameter_servers, several_hosts, bound):
+    def leave_out(backend: Asynchronous) -> float:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        prepared(backend, model, optimizer)
+        for step in range(6):
+            optimizer.zero_grad()
+            model(batch(step, backend.world.rank)).square().mean().backward()
+            if step < 5 or backend.world.rank:
+                optimizer.step()
+        for table in backend.tables:
+            table.wait()
+        return backend.reduce(torch.tensor(1.0), "sum").item()
+
+    assert parameter_servers(workers=3, staleness=bound).each(leave_out, "aab") == [3.0] * 3
+
+
 # -- whole jobs on hosts of their own ---------------------------------------------------------------------------------
 
 STEPS = 40

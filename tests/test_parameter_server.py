@@ -658,3 +658,21 @@ def test_a_server_without_replica_is_started_again(tmp_path):
     assert "was started again" in result["warnings"][-1] and "its shard comes from" in out
     for low, high in counts(tmp_path):
         assert 30 < low <= high == 40
+
+
+@pytest.mark.parametrize("words", [("-np", "1"), ("-np", "2", "--staleness", "0")])
+def test_only_the_gradients_of_the_step_count(tmp_path, words):
+    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", *words, "--mode", "async", SCRIPT, "left_out"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_waits_long_for_a_rank_that_died_before_it_began(tmp_path):
+    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", "-np", "2", "--mode", "async", SCRIPT]
+    begun = time.monotonic()
+    done = subprocess.run(
+        [*command, "one_dies_at_once"], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "worker rank 0 on localhost" in done.stderr
+    assert time.monotonic() - begun < 60  # servers by themselves would wait for two minutes

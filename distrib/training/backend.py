@@ -68,6 +68,12 @@ class Backend:
         """One step of `optimizer`, whose own is `update`; what that returns. Every rank."""
         return update()
 
+    def left_out(self, optimizer: Optimizer) -> None:
+        """Comes in place of this rank's step when it is left out, as gradients are no numbers."""
+
+    def rescaled(self, optimizer: Optimizer) -> None:
+        """A GradScaler divides the optimizer's gradients between backward and step, which leaves no trace on them."""
+
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """Comes after each step of the optimizer that trains `models`, also after one that was left out. Every rank."""
 

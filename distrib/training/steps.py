@@ -92,6 +92,8 @@ class Steps:
             if update and not hasattr(self.optimizer, "found_inf") and not self._finite.after(self.taken + 1):
                 update = None
             result = self._backend.step(self.optimizer, update or _nothing)
+            if update is None:
+                self._backend.left_out(self.optimizer)
             self._backend.stepped(self._models)
             self.taken += 1
             self._told(self.taken)
@@ -121,6 +123,7 @@ class Steps:
         """`scaler.step(optimizer)`, counted also where the scaler leaves it out."""
         if not self._scaled:
             self._scaled = True
+            self._backend.rescaled(self.optimizer)
             self.pair(self._models)
         if not self.mean.last:
             return self.take(None)

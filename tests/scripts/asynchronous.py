@@ -133,6 +133,70 @@ def failing(job: distrib.Job) -> None:
     raise ValueError("a bug")
 
 
+def left_out(job: distrib.Job) -> None:
+    """Steps that are not what the backward pass before them was: scaled, left out, accumulated. All ranks have the same gradients."""
+
+    def prepared(**options: Any) -> tuple[Any, Any]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1.0), **options)
+        return model, optimizer
+
+    def weight(model: Any) -> float:
+        return float(model.state_dict()["weight"])
+
+    bad, one, ten = torch.tensor([[torch.inf]]), torch.ones(1, 1), torch.full((1, 1), 10.0)
+    model, optimizer = prepared()
+    scaler = job.prepare(torch.amp.GradScaler("cpu", init_scale=4.0))
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(bad if step == 3 else one).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert weight(model) == -5, weight(model)
+
+    model, optimizer = prepared()
+    for step in range(6):
+        optimizer.zero_grad()
+        model(bad if step in (0, 3) else one).sum().backward()
+        if step not in (0, 3):
+            optimizer.step()
+    assert weight(model) == -4, weight(model)
+
+    model, optimizer = prepared(on_nan="skip")
+    for step in range(6):
+        optimizer.zero_grad()
+        model(bad if step == 3 else one).sum().backward()
+        optimizer.step()
+    assert weight(model) == -5, weight(model)
+
+    model, optimizer = prepared(on_nan="skip")
+    for step in range(6):
+        optimizer.zero_grad()
+        model(bad if step == 3 and job.rank == 0 else one).sum().backward()
+        optimizer.step()
+    steps = 6 if job.world_size > 1 else 5  # the others' gradients count
+    assert weight(model) == -steps, weight(model)
+
+    model, optimizer = prepared()
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in (one, ten) if step % 2 else (one, one, ten):
+            model(part).sum().backward()
+        optimizer.step()
+    assert weight(model) == -3 * 11 - 3 * 12, weight(model)
+
+
+def one_dies_at_once(job: distrib.Job) -> None:
+    """Some steps of all ranks but rank 0, which never comes to be one."""
+    model = nn.Linear(4, 4)
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(20):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
 def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
     """Steps that compute by sleeping, the last rank's `slow` times as long; prints when each step began."""
     model = Counter()
@@ -152,6 +216,8 @@ def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "one_dies_at_once" and os.environ["RANK"] == "0":
+        sys.exit("as if a package were missing here")
     with distrib.init() as job:
         globals()[sys.argv[1]](job, *sys.argv[2:])
 

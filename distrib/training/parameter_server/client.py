@@ -311,7 +311,9 @@ class Client:
                 raise
         return future.result()
 
-    def push(self, slot: Slot, step: int, *, final: bool, ready: Callable[[], None] | None = None) -> None:
+    def push(
+        self, slot: Slot, step: int, *, final: bool, weight: int = 1, ready: Callable[[], None] | None = None
+    ) -> None:
         """Send a slot's gradient, which must not change until it is answered if it is final."""
         slot.waits = True
 
@@ -319,9 +321,9 @@ class Client:
             if ready:
                 ready()
             if self.group:
-                self.group.push(Push(slot, step, final))
+                self.group.push(Push(slot, step, final, weight))
             else:
-                self.send_push(slot, step, final=final)
+                self.send_push(slot, step, final=final, weight=weight)
 
         self.loop.call(send)
 

@@ -24,7 +24,14 @@ class HeldTable:
     """Table number `number` as a worker holds it. Every rank makes the same ones in the same order."""
 
     def __init__(
-        self, number: int, optimizer: Optimizer, names: Mapping[torch.Tensor, str], client: Client, wire: Wire
+        self,
+        number: int,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        client: Client,
+        wire: Wire,
+        *,
+        synchronous: bool,
     ) -> None:
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
@@ -53,10 +60,12 @@ class HeldTable:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
         self.step = 0
+        self.synchronous = synchronous
         self.sending = True
         """Whether the next backward pass is the last before a step."""
         self._begun = False
         self._eager = True
+        self._doubtful = False  # whether what was pushed before the step may be another gradient than that of the step
         self._settings_sent: list[dict[str, Any]] = list(self.description.options)
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
         self._pushed: set[int] = set()
@@ -146,18 +155,29 @@ class HeldTable:
             return
         assert parameter.grad is not None
         _refuse_sparse(parameter.grad)
+        if (
+            parameter in self._seen
+        ):  # a second backward pass before the step: what was pushed after the first was in vain
+            self.distrust()
+            return
         self._seen[parameter] = parameter.grad, parameter.grad._version
         for number in self.chunks_of[parameter]:
             self._missing[number] -= 1
             if not self._missing[number]:
-                self._missing[number] = len(self.chunks[number].pieces)
-                if number in self._pushed:  # a second backward pass before the step: the first push was in vain
-                    self._eager = False
-                    return
                 self._push(number, final=False)
 
-    def take(self) -> None:
-        """The optimizer steps: sends what is not under way yet, and lets the servers apply it."""
+    def distrust(self) -> None:
+        """Gradients are changed after the backward pass, and perhaps unseen: what was pushed before the step does not count."""
+        self._eager, self._doubtful = False, True
+
+    def take(self, *, leave_out: bool = False) -> None:
+        """The optimizer steps: sends what is not under way yet, and lets the servers apply it.
+
+        Where others wait for this worker's gradients, they are told that there are none in a step that is left out.
+        """
+        if leave_out and not self._in_step:
+            self._forget()
+            return
         settings = self._settings()
         if settings != self._settings_sent:
             self.client.options(self.number, settings)
@@ -166,18 +186,29 @@ class HeldTable:
         sure = [
             c for c in self._pushed if all(self.parameters[p.parameter] in unchanged for p in self.chunks[c].pieces)
         ]
-        if len(sure) < len(self._pushed):  # they are clipped or scaled after the backward pass: do not send them before
+        if self._doubtful or leave_out:
+            sure = []
+        elif len(sure) < len(self._pushed):  # they are clipped after the backward pass: do not send them before
             self._eager = False
         for chunk in self.chunks:
             if chunk.number not in sure:
-                self._push(chunk.number, final=True)
+                self._push(chunk.number, final=True, empty=leave_out)
         self._begin()
         self.client.commit((self.slots[number] for number in sorted(sure)), self.step + 1)
         self.step += 1
         self._begun = False
         self._pushed.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._doubtful = False
         self._seen.clear()
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether others wait in each step for this worker's gradients."""
+        return self.client.group is not None or self.synchronous
 
     def _begin(self) -> None:
         """Before the first push of a step: whoever was away joins the others again."""
@@ -186,7 +217,7 @@ class HeldTable:
         self._begun = True
         if self.client.outside:
             self.client.rejoin()
-        if (group := self.client.group) and group.outside:
+        if (group := self.client.group) and group.is_outside(self.number):
             self.wait()
             self.step = max(self.step, group.join(self.number))
 
@@ -208,7 +239,7 @@ class HeldTable:
         if group:
             group.restart(self.number, self.step)
 
-    def _push(self, number: int, *, final: bool) -> None:
+    def _push(self, number: int, *, final: bool, empty: bool = False) -> None:
         self._begin()
         slot, chunk = self.slots[number], self.chunks[number]
         if number not in self._pushed:
@@ -219,15 +250,14 @@ class HeldTable:
             size = piece.stop - piece.start
             target = slot.gradient[offset : offset + size]
             gradient = self.parameters[piece.parameter].grad
-            if gradient is None:
+            if gradient is None or empty:
                 target.zero_()
             else:
                 _refuse_sparse(gradient)
                 target.copy_(gradient.reshape(-1)[piece.start : piece.stop], non_blocking=True)
             offset += size
-        self.client.push(
-            slot, self.step + 1, final=final, ready=_when_copied(self.parameters[chunk.pieces[0].parameter])
-        )
+        ready = _when_copied(self.parameters[chunk.pieces[0].parameter])
+        self.client.push(slot, self.step + 1, final=final, weight=0 if empty else 1, ready=ready)
 
     def wait(self) -> None:
         """Until all steps that were taken are answered. What was sent of the next one is answered when that is taken."""

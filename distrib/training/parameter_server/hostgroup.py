@@ -42,8 +42,7 @@ class HostGroup:
     ) -> None:
         """`number` is under which they push; `in_step` whether no update may be without one of them."""
         self.client, self.number, self.in_step = client, number, in_step
-        self.outside = False
-        """Whether the others do not wait for this worker: it has to join them."""
+        self._outside: set[int] = set()  # tables of which the others do not wait for this worker
         self._door, self._doors = door, doors
         self._away = False
         self._tables: dict[int, GroupTable] = {}
@@ -69,6 +68,10 @@ class HostGroup:
         """Tells the group of a table, before the first push."""
         self.client.loop.call(lambda: self._add(number, table))
 
+    def is_outside(self, table: int) -> bool:
+        """Whether the others do not wait for this worker's gradients of a table: it has to join them."""
+        return table in self._outside
+
     def leave(self) -> None:
         """This worker is about to wait for others, in whatever step they are: its own need not wait for it meanwhile."""
         if not self._away and not self.in_step:
@@ -79,7 +82,7 @@ class HostGroup:
         """Takes part in the table's steps again; the last step of the others, after which this worker goes on."""
         future: Future[int] = Future()
         self.client.loop.call(lambda: self._join(table, future))
-        self.outside = False
+        self._outside.discard(table)
         return self.client.result(future)
 
     def restart(self, table: int, step: int) -> None:
@@ -96,11 +99,12 @@ class HostGroup:
 
     def _tell(self, push: Push) -> None:
         slot = push.slot
+        flags = SHARED | (FINAL if push.final else 0)
+        frame = Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version, push.weight)
         if self._speaker:
-            self._speaker.push(self.client.rank, slot.table, slot.chunk, push.step, slot.gradient, final=push.final)
+            self._speaker.push(self.client.rank, frame, slot.gradient)
         elif self._line and self._welcomed:
-            flags = SHARED | (FINAL if push.final else 0)
-            self._line.send(Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version))
+            self._line.send(frame)
 
     def commit(self, slots: Iterable[Slot], step: int) -> None:
         """What was pushed of these slots is final."""
@@ -119,7 +123,7 @@ class HostGroup:
     def _add(self, number: int, table: GroupTable) -> None:
         self._tables[number] = table
         if self._speaker:
-            self._speaker.begin(number, table)
+            self._speaker.begin(number, table, outside=False)
         elif self._line and self._welcomed:
             self._line.send(Frame(Kind.SHARE, table=number), packed(table.arena.about))
 
@@ -163,11 +167,9 @@ class HostGroup:
     def _speak(self) -> None:
         rank = self.client.rank
         members = {worker for worker, door in self._doors.items() if worker > rank and is_there(door)}
-        if not self.outside:
-            members.add(rank)
-        self._speaker = speaker = Speaker(self.client, members, self._answered, self._excused)
+        self._speaker = speaker = Speaker(self.client, {rank, *members}, self._answered, self._excused)
         for number, table in self._tables.items():
-            speaker.begin(number, table)
+            speaker.begin(number, table, outside=number in self._outside)
         joins, self._joins = self._joins, {}
         for number, future in joins.values():
             future.set_result(speaker.join(rank, number))
@@ -199,7 +201,8 @@ class HostGroup:
             return
         if frame.kind is Kind.WELCOME:
             self._welcomed = True
-            self.outside = self.outside or not unpacked(payload)
+            if not unpacked(payload):
+                self._excused()
             for number, table in self._tables.items():
                 line.send(Frame(Kind.SHARE, table=number), packed(table.arena.about))
             if self._away:
@@ -229,7 +232,7 @@ class HostGroup:
             self.client.arrived(push.slot)
 
     def _excused(self) -> None:
-        self.outside = True
+        self._outside.update(self._tables)
 
     def close(self) -> None:
         """Leaves the host's other workers to themselves."""

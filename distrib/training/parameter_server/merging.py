@@ -61,12 +61,14 @@ class Merger:
         self.members = set(members)
         self._rounds = {chunk: _Round(chunk, self.members) for chunk in chunks}
 
-    def push(self, worker: int, chunk: int, step: int, base: int, gradient: object, *, final: bool) -> list[Order]:
-        """A worker's gradient."""
+    def push(
+        self, worker: int, chunk: int, step: int, base: int, gradient: object, *, final: bool, weight: int = 1
+    ) -> list[Order]:
+        """A worker's gradient; of `weight` 0 if it has none in this step."""
         at = self._rounds[chunk]
         if (worker, step) in at.early:
             at.early = []  # what was sent is not what it has now
-        return self._on(chunk, at, at.shard.push(worker, chunk, step, base, gradient, final=final))
+        return self._on(chunk, at, at.shard.push(worker, chunk, step, base, gradient, final=final, weight=weight))
 
     def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Order]:
         """Makes final what the worker has pushed of `step`."""

@@ -64,9 +64,11 @@ class Part:
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
         self._kept: dict[int, bytes] = {}
         self._fetches: list[tuple[int, Frame]] = []
+        self._dead: set[int] = set()  # workers of which the launcher says that they have died
         self._main_is_lost = False
         self._left: set[int] = set()
-        self._gathering = Gathering(lambda: self.members - self.substitutes)
+        self._gathered: set[int] = set()  # who has come to what all do together since it was lost, member again or not
+        self._gathering = Gathering(lambda: (self.members | self._gathered) - self.substitutes)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
         self._requests: dict[int, int] = {}  # and the number of its request
         self._log: tuple[Frame, Any] | None = None  # the first half of an entry
@@ -84,6 +86,7 @@ class Part:
             self._groups.pop(worker, None)
         if again:
             self._replace(worker)
+        self._dead.discard(worker)
         self._lives[worker] = life
         self._there[worker] = connection
         self._gone.pop(worker, None)
@@ -95,6 +98,8 @@ class Part:
         if known > self.main:  # the server that was in charge before has chosen it
             self._make_main(*known)
         self._choose_main()
+        if not self.tables and not self.anyone and not again:
+            self.members.add(worker)  # it was cut off before there was anything to train
         connection.send(
             Frame(Kind.WELCOME),
             packed(
@@ -119,8 +124,17 @@ class Part:
         if self._there.get(worker) is connection:
             del self._there[worker]
             self._forget_shared(worker)
-            if worker in self.members or (worker == self.main[1] and worker not in self._left):
+            if worker in self._dead:
+                self._drop(worker, is_lost=True)
+            elif worker in self.members or (worker == self.main[1] and worker not in self._left):
                 self._gone[worker] = time.monotonic()
+
+    def give_up(self, worker: int) -> None:
+        """The launcher says that the worker has died: nobody need wait for it to call."""
+        if worker in self._there:
+            self._dead.add(worker)  # its connection will break in a moment, unless it has been started again already
+        else:
+            self._drop(worker, is_lost=True)
 
     def _forget_shared(self, worker: int) -> None:
         self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
@@ -135,6 +149,7 @@ class Part:
         gave_values = worker == self._main() and not self.anyone
         self._gone.pop(worker, None)
         self.members.discard(worker)
+        self._gathered.discard(worker)
         for table in self.tables.values():
             self._wait_for_members(table)
         self._main_is_lost |= is_lost and worker == self.main[1] and worker not in self._left
@@ -213,6 +228,7 @@ class Part:
                 ),
             )
         elif frame.kind is Kind.GATHER:
+            self._gathered.add(worker)
             self._gathering.bring(worker, frame.version, bytes(payload))
             self._asked[worker] = frame.version
             self._requests[worker] = frame.step
@@ -226,7 +242,8 @@ class Part:
             self._fetches.append((worker, frame))
             self._answer_fetches()
         elif frame.kind is Kind.SUSPEND:
-            self._drop(worker)
+            if self.tables:
+                self._drop(worker)
         elif frame.kind is Kind.GROUP:
             self._groups[worker] = frame.version
             for table in self.tables.values():

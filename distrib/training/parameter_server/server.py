@@ -81,6 +81,8 @@ class Server:
         again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
         if not again or not strategy.replicas:  # else its replica is in charge by now
             self._take_own_part(again)
+        self.was_called = False
+        """Whether a worker ever was."""
         self._peers: set[_Peer] = set()
         self._talkative: set[_Peer] = set()
         self._links: dict[int, _ReplicaLink] = {}
@@ -101,6 +103,21 @@ class Server:
             age = self.snapshots.restore(own)
             source = "the parameters that workers have" if age is None else f"a snapshot of {age:.1f} s before"
             say(f"was started again; its shard comes from {source}, without a replica (--replicas 1 loses nothing)")
+
+    def hear_news(self, sock: socket.socket) -> None:
+        """Listens to what the launcher knows of workers, one piece of JSON at a time."""
+
+        def read(_: int) -> None:
+            news = sock.recv(4096)
+            if not news:  # whoever told is gone, and this process soon, too
+                self.loop.forget(sock)
+                return
+            for part in self.parts.values():
+                if part.in_charge:
+                    part.give_up(unpacked(news)["dead"])
+            self.flush()
+
+        self.loop.watch(sock, read)
 
     def run(self) -> None:
         """Until SIGTERM."""
@@ -187,6 +204,7 @@ class Server:
             peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
             return
         peer.part, peer.worker = part, worker
+        self.was_called = True
         part.welcome(worker, hello, peer.connection)
 
     def _give_up(self, shard: int) -> None:
@@ -382,5 +400,9 @@ def main() -> int:
         server.loop.call(lambda: None)
 
     signal.signal(signal.SIGTERM, end)
+    if news := os.environ.get("DISTRIB_NEWS_FD"):
+        server.hear_news(socket.socket(fileno=int(news)))
     server.run()
+    if number == 0 and not server.was_called:
+        say("no worker has called: --mode async is for scripts with distrib.init() and job.prepare()")
     return 0

@@ -168,10 +168,10 @@ class Shard:
         )
 
     def awaits(self, chunk: int, worker: int) -> bool:
-        """Whether the next synchronous update waits for this member, while others have pushed."""
+        """Whether the next synchronous update waits for this member, while others are done with theirs."""
         at = self._chunks[chunk]
-        here = worker in self.members and worker not in at.held and at.clock.get(worker, 0) == self._floor(at)
-        return here and bool(at.held)
+        done = {who for who, held in at.held.items() if held.final}
+        return worker in self.members - done and at.clock.get(worker, 0) == self._floor(at) and bool(done)
 
     def unanswered(self, chunk: int) -> list[tuple[int, int]]:
         """Workers and the steps of which they have pushed this chunk and not heard."""

@@ -61,10 +61,10 @@ class Speaker:
         self._elsewhere: dict[int, float] = {}  # who waits elsewhere, and since when
         self._expected_until = time.monotonic() + CALL_SECONDS
 
-    def begin(self, number: int, table: GroupTable) -> None:
-        """From now on there is this table."""
+    def begin(self, number: int, table: GroupTable, *, outside: bool) -> None:
+        """From now on there is this table; whether this worker has yet to join in it."""
         self._tables[number] = table
-        self._mergers[number] = Merger(table.sizes, self._members)
+        self._mergers[number] = Merger(table.sizes, self._members - ({self._client.rank} if outside else set()))
         slots, arenas = table.to_servers()
         for own in table.slots:
             slot = slots[own.chunk]
@@ -79,10 +79,14 @@ class Speaker:
 
     # -- what workers of the host want, this one among them -----------------------------------------------------------
 
-    def push(self, worker: int, table: int, chunk: int, step: int, gradient: torch.Tensor, *, final: bool) -> None:
+    def push(self, worker: int, frame: Frame, gradient: torch.Tensor) -> None:
         """A worker's gradient is ready in its memory."""
         self._elsewhere.pop(worker, None)
-        self._carry_out(table, self._mergers[table].push(worker, chunk, step, 0, gradient, final=final))
+        final = bool(frame.flags & FINAL)
+        orders = self._mergers[frame.table].push(
+            worker, frame.chunk, frame.step, 0, gradient, final=final, weight=frame.weight
+        )
+        self._carry_out(frame.table, orders)
 
     def commit(self, worker: int, table: int, step: int, chunks: Iterable[int]) -> None:
         """What the worker has pushed of these chunks is final."""
@@ -138,8 +142,7 @@ class Speaker:
         elif frame.kind is Kind.PUSH:
             slot = self._slots[frame.table][frame.chunk]
             gradient = self._memory[line.worker, frame.table].gradients[frame.chunk].view(slot.gradient.dtype)
-            final = bool(frame.flags & FINAL)
-            self.push(line.worker, frame.table, frame.chunk, frame.step, gradient, final=final)
+            self.push(line.worker, frame, gradient)
         elif frame.kind is Kind.COMMIT:
             self.commit(line.worker, frame.table, frame.step, unpacked(payload))
         elif frame.kind is Kind.JOIN:
@@ -179,7 +182,9 @@ class Speaker:
             slot = self._slots[table][order.chunk]
             if isinstance(order, Send):
                 _average(order.updates, slot.gradient)
-                self._client.send_push(slot, order.step, final=order.final, weight=len(order.updates), mark=order.mark)
+                self._client.send_push(
+                    slot, order.step, final=order.final, weight=sum(u.weight for u in order.updates), mark=order.mark
+                )
             elif isinstance(order, Commit):
                 committed.setdefault(order.step, []).append(slot)
             else:
@@ -202,11 +207,11 @@ class Speaker:
 
 
 def _average(updates: Sequence[Update], target: torch.Tensor) -> None:
-    """The mean of gradients; of half precision it is calculated in single."""
-    total = updates[0].gradient
-    if len(updates) > 1:
-        total = total.to(torch.promote_types(total.dtype, torch.float32), copy=True)
-        for update in updates[1:]:
-            total.add_(update.gradient)
-        total.div_(len(updates))
-    target.copy_(total)
+    """The mean of the gradients of those that have one; of half precision it is calculated in single."""
+    first, *others = [update.gradient for update in updates if update.weight] or [updates[0].gradient]
+    if others:
+        first = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+        for gradient in others:
+            first.add_(gradient)
+        first.div_(1 + len(others))
+    target.copy_(first)

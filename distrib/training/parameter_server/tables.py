@@ -166,7 +166,7 @@ class Table:
             result = memory.view(target).copy_(result)
             self._pool.give(first.gradient)
         if len(updates) > 1:
-            total = sum(update.weight for update in updates)
+            total = sum(update.weight for update in updates) or 1
             result.mul_(first.weight / total)
             for update in updates[1:]:
                 result.add_(update.gradient.view(dtype), alpha=update.weight / total)

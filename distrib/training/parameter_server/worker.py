@@ -140,7 +140,8 @@ class Asynchronous(Backend):
         }
         self._meet()
         wire: Any = self.strategy.gradients.format
-        table = HeldTable(len(self.tables), optimizer, names, self.client, wire)
+        in_step = self.strategy.staleness == 0
+        table = HeldTable(len(self.tables), optimizer, names, self.client, wire, synchronous=in_step)
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
         table.begin()
         self.tables.append(table)
@@ -155,6 +156,8 @@ class Asynchronous(Backend):
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
             args, kwargs = _without_closure(args, kwargs)
+            if hasattr(optimizer, "found_inf"):
+                table.distrust()
             if _unscaled(optimizer):
                 self._take(table)
             hidden[:] = [(parameter, parameter.grad) for parameter in table.parameters]
@@ -181,11 +184,25 @@ class Asynchronous(Backend):
         host = host_identity()
         told = {who: unpacked(part) for who, part in self._gather(packed([host, door.getsockname().hex()]))}
         doors = {who: bytes.fromhex(name) for who, (where, name) in told.items() if where == host}
-        if len(doors) == 1 or all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses):
+        if (
+            len(doors) == 1
+            or self.world.rank not in doors
+            or all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses)
+        ):
             door.close()
             return
         number, in_step = self.world.size + min(doors), self.strategy.staleness == 0
         self.client.join_group(HostGroup(self.client, number, door, doors, in_step=in_step))
+
+    def left_out(self, optimizer: Optimizer) -> None:
+        for table in self.tables:
+            if table.optimizer is optimizer:
+                table.take(leave_out=True)
+
+    def rescaled(self, optimizer: Optimizer) -> None:
+        for table in self.tables:
+            if table.optimizer is optimizer:
+                table.distrust()
 
     def _take(self, table: HeldTable) -> None:
         if table not in self._late:
@@ -294,6 +311,8 @@ class Asynchronous(Backend):
             table.wait()
         there = [who for who, _ in self._gather(b"")]
         self._exact = False
+        if self.world.rank not in there:  # it was cut off, and comes too late for this one
+            return 0, 1
         return there.index(self.world.rank), len(there)
 
     def staleness(self) -> dict[str, float]:
