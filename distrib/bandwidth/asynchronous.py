@@ -19,6 +19,9 @@ CHUNKS = 32
 MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
 """Chunks of each server."""
 
+SMALLEST_SHARED_BYTES = 1 << 20
+"""The same where workers and servers share memory, which is faster than a wire."""
+
 
 GOODPUT = 0.9
 """What of the wire workers and servers together fill: 0.88 to 0.96 (benchmarks/parameter_server.py, virtual hosts)."""
@@ -27,8 +30,13 @@ TURNAROUND_SECONDS = 5e-3
 """From the last gradient to the parameters that it has changed, but for the wire; seen there, too."""
 
 
-def chunk_bytes(total_bytes: int, servers: int) -> int:
-    """How large a chunk of the parameters is at most: what travels and is updated at once."""
+def chunk_bytes(total_bytes: int, servers: int, *, shared: bool = False) -> int:
+    """How large a chunk of the parameters is at most: what travels and is updated at once.
+
+    `shared`: it does not travel, as workers and servers share memory.
+    """
+    if shared:  # a few: while one is copied another is updated
+        return min(LARGEST_CHUNK_BYTES, max(SMALLEST_SHARED_BYTES, total_bytes // (servers * LEAST_IN_FLIGHT)))
     each = min(MOST_IN_FLIGHT, max(LEAST_IN_FLIGHT, CHUNKS // servers))
     return min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total_bytes // (servers * each)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ class HeldTable:
                     name = names.get(parameter, f"number {len(specs)}")
                     specs.append(Parameter(name, tuple(parameter.shape), index, _kind(name, parameter)))
                     self.parameters.append(parameter)
+        on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+        shared = on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
         self.description = Description(
-            recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire
+            recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire, shared
         )
         self.chunks: Sequence[Chunk] = self.description.chunks()
         self._sizes = {chunk.number: chunk.elements * wire_dtype(wire, chunk.kind).itemsize for chunk in self.chunks}
@@ -52,7 +55,7 @@ class HeldTable:
             arena = Arena(self._sizes)
             arena.pin()
             self._arenas = dict.fromkeys(range(len(client.addresses)), arena)
-        elif all(parameter.device.type == "cpu" for parameter in self.parameters):
+        elif on_cpu:
             self._arenas = self._arenas_of_servers()
         self.slots = self._slots_in(self._arenas)
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}

@@ -67,10 +67,13 @@ def item_bytes(kind: str) -> int:
     return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[kind]
 
 
-def cut(parameters: Sequence[Parameter], servers: int, *, whole: bool = False) -> tuple[Chunk, ...]:
+def cut(
+    parameters: Sequence[Parameter], servers: int, *, whole: bool = False, shared: bool = False
+) -> tuple[Chunk, ...]:
     """The chunks of `parameters`, those of each group in their order, which is taken for that of the forward pass.
 
-    `whole` leaves every tensor in one piece and alone, for optimizers that look at a tensor as a whole.
+    `whole` leaves every tensor in one piece and alone, for optimizers that look at a tensor as a whole; `shared` says that
+    workers and servers share memory.
     Raises TrainingError when there is nothing to cut.
     """
     if not any(parameter.elements for parameter in parameters):
@@ -78,7 +81,7 @@ def cut(parameters: Sequence[Parameter], servers: int, *, whole: bool = False) -
     if whole:
         return _whole(parameters, servers)
     total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
-    aim = chunk_bytes(total, servers)
+    aim = chunk_bytes(total, servers, shared=shared)
     chunks: list[Chunk] = []
     loads = [0] * servers
     numbered = sorted(enumerate(parameters), key=lambda item: (item[1].group, item[1].kind))

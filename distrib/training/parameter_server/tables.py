@@ -33,10 +33,12 @@ class Description(msgspec.Struct, frozen=True):
     """The settings of each parameter group."""
     servers: int
     wire: Wire = "fp32"
+    shared: bool = False
+    """Whether all workers share the servers' memory."""
 
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all servers."""
-        return cut(self.parameters, self.servers, whole=self.recipe.whole)
+        return cut(self.parameters, self.servers, whole=self.recipe.whole, shared=self.shared)
 
     def differs(self, other: Description) -> str:
         """What is not the same in `other`, in words; empty where they agree. Settings may differ: learning rates do."""
