@@ -375,15 +375,18 @@ def _miscounted(folder: str, workers: int) -> str:
 
 def _process(cluster: Cluster, host: str, what: str) -> int:
     """The process number of a host's worker or server."""
-    for pid, command in cluster.processes(host).items():
-        words = command.split()
-        if (
-            len(words) > 2
-            and "python" in words[0]
-            and "distrib_launch" not in command
-            and "distrib-launch" not in command
-        ) and (words[2] == "distrib.training.parameter_server") == (what == "server"):
-            return pid
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:  # `ip netns pids` may miss some while others come and go
+        for pid, command in cluster.processes(host).items():
+            words = command.split()
+            if (
+                len(words) > 2
+                and "python" in words[0]
+                and "distrib_launch" not in command
+                and "distrib-launch" not in command
+            ) and (words[2] == "distrib.training.parameter_server") == (what == "server"):
+                return pid
+        time.sleep(0.05)
     raise RuntimeError(f"no {what} on {host}")
 
 
