@@ -110,12 +110,11 @@ def unlimited(
     parts = _pieces(fabric, workload, strategy)
     wired = fabric.with_wire(_FASTEST)
     step, free = (_step(each, workload, strategy, parts) for each in (wired, wired.with_inside(_FASTEST)))
-    latency = Loss(what="the latency of messages", seconds=min(free.exposed_seconds, step.exposed_seconds))
-    losses = [latency]
-    for loss in _losses(wired, workload, strategy, step):
-        exposed = loss.what.startswith("link ")
-        losses.append(Loss(what=loss.what, seconds=loss.seconds - latency.seconds if exposed else loss.seconds))
-    return Limit(efficiency=_efficiency(wired, workload, strategy, step), losses=_most_first(losses))
+    latency_seconds = min(free.exposed_seconds, step.exposed_seconds)
+    return Limit(
+        efficiency=_efficiency(wired, workload, strategy, step),
+        losses=_losses(wired, workload, strategy, step, latency_seconds=latency_seconds),
+    )
 
 
 def find_job(
@@ -297,27 +296,28 @@ def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: floa
     return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
 
 
-def _losses(fabric: Fabric, workload: Workload, strategy: Strategy, step: Step) -> tuple[Loss, ...]:
-    """What makes a step longer than one alone; copying, sending and handing on is what is left."""
+def _losses(
+    fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, *, latency_seconds: float = 0.0
+) -> tuple[Loss, ...]:
+    """What makes a step longer than one alone, most first; copying, sending and handing on is what is left.
+
+    `latency_seconds`: what of the communication is told apart from what the link carries.
+    """
     waited = strategy.accumulate * workload.loader_seconds
     computed = strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
     own, slowest = _slowness(fabric, strategy), _slowest(fabric, workload, strategy)
     link = _link(fabric)
     uneven = f"the slowest of {_together(fabric, strategy)} ranks, whose steps vary by {workload.variation:.1%}"
-    return _most_first(
-        [
-            Loss(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds),
-            Loss(what="slower GPUs", seconds=waited + own * computed - _alone(fabric, workload, strategy)),
-            Loss(what=uneven, seconds=(slowest - own) * computed),
-            Loss(
-                what=f"what averaging takes of the {'GPU' if fabric.gpus else 'processors'}",
-                seconds=step.seconds - step.exposed_seconds - waited - slowest * computed,
-            ),
-        ]
-    )
-
-
-def _most_first(losses: Iterable[Loss]) -> tuple[Loss, ...]:
+    losses = [
+        Loss(what="the latency of messages", seconds=latency_seconds),
+        Loss(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds - latency_seconds),
+        Loss(what="slower GPUs", seconds=waited + own * computed - _alone(fabric, workload, strategy)),
+        Loss(what=uneven, seconds=(slowest - own) * computed),
+        Loss(
+            what=f"what averaging takes of the {'GPU' if fabric.gpus else 'processors'}",
+            seconds=step.seconds - step.exposed_seconds - waited - slowest * computed,
+        ),
+    ]
     return tuple(sorted((loss for loss in losses if loss.seconds > 1e-9), key=lambda loss: -loss.seconds))
 
 

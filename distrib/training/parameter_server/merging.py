@@ -58,8 +58,8 @@ class Merger:
     """The chunks of one table, of whichever servers, and the workers of one host that train them."""
 
     def __init__(self, chunks: Iterable[int], members: Iterable[int]) -> None:
-        self.members = set(members)
-        self._rounds = {chunk: _Round(chunk, self.members) for chunk in chunks}
+        first = set(members)
+        self._rounds = {chunk: _Round(chunk, first) for chunk in chunks}
 
     def push(
         self, worker: int, chunk: int, step: int, base: int, gradient: object, *, final: bool, weight: int = 1
@@ -84,18 +84,15 @@ class Merger:
 
     def excuse(self, worker: int) -> list[Order]:
         """The others go on without this worker, which is busy elsewhere; what it has pushed may yet be committed."""
-        self.members.discard(worker)
         return [order for chunk, at in self._rounds.items() for order in self._on(chunk, at, at.shard.excuse(worker))]
 
     def drop(self, worker: int) -> list[Order]:
         """The worker is gone."""
-        self.members.discard(worker)
         return [order for chunk, at in self._rounds.items() for order in self._on(chunk, at, at.shard.drop(worker))]
 
     def join(self, worker: int) -> tuple[int, list[Order]]:
         """The worker takes part again, and is waited for in the step after the one that is returned."""
         newest = max((at.shard.newest() for at in self._rounds.values()), default=0)
-        self.members.add(worker)
         orders: list[Order] = []
         for chunk, at in self._rounds.items():
             orders += self._on(chunk, at, at.shard.join(worker, newest + 1))
@@ -105,10 +102,9 @@ class Merger:
         """The host was cut off, and goes on after `step` with this worker alone: of what was under way nobody knows
         what became, and the others have to join."""
         orders: list[Order] = []
-        self.members = {worker}
         for chunk, at in self._rounds.items():
             orders += [Answer(chunk, who, of, applied=False) for who, of in at.shard.unanswered(chunk)]
-            self._rounds[chunk] = fresh = _Round(chunk, self.members)
+            self._rounds[chunk] = fresh = _Round(chunk, {worker})
             fresh.shard.join(worker, step + 1)
         return orders
 
