@@ -1,6 +1,7 @@
 """How right the bandwidth model is: foretold from a probe and a one-rank profile, against what then was measured.
 
-    python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in half an hour
+    python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in two hours
+    python benchmarks/prediction.py again [SHAPE ...] [--results FILE]      once more in new jobs, beside what was measured before
     python benchmarks/prediction.py table [--half tune|held-out] [--each]   from what has been measured so far
 
 Real communication over the virtual cluster (root, iproute2, sshd); compute is emulated by sleeps (labelled `sleep`), or real
@@ -42,7 +43,7 @@ from tests.cluster.virtual import parse_rate
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
-SEED = 20261120
+SEED = 20261122
 THRESHOLD = 0.8
 FEW_RANKS = 4
 """More share this machine's two cores with each other than a model of separate hosts can know."""
@@ -75,21 +76,24 @@ KINDS: dict[str, list[str]] = {
 REAL_KINDS = ("default", "bf16")
 """Of these, with two ranks, there is a case that computes in earnest as well: there is one core for each here."""
 PASSES, STEPS_OF_A_PASS = 2, 5
-STEPS_TO_CUT, STEPS_TO_REBUILD = 24, 5
-"""After which distrib has found out how to cut the stream of gradients into pieces, and DDP has its buckets in order."""
+STEPS_TO_CUT, STEPS_TO_REBUILD, STEPS_TO_DRIFT = 24, 5, 10
+"""After which distrib has found out how to cut the stream of gradients into pieces, DDP has its buckets in order, and ranks that
+do not wait for each other no longer go in step because they began together."""
+ENDING_STEPS = 3
+"""While the last of such ranks are timed the first must not have ended."""
 
 
-def cases_of(shape: str, rate: str) -> list[dict[str, Any]]:
-    """One of each kind, drawn by the seed and the names: always the same."""
+def cases_of(shape: str, rate: str, seed: int) -> list[dict[str, Any]]:
+    """One of each kind, drawn by the seed and the names: with the same seed always the same."""
     hosts, slots = map(int, shape.split("x"))
     kinds = [(kind, False) for kind in KINDS] + [(kind, True) for kind in REAL_KINDS if hosts * slots == 2]
-    return [_draw(shape, rate, kind, real) for kind, real in kinds]
+    return [_draw(shape, rate, kind, real, seed) for kind, real in kinds]
 
 
-def _draw(shape: str, rate: str, kind: str, real: bool) -> dict[str, Any]:
+def _draw(shape: str, rate: str, kind: str, real: bool, seed: int) -> dict[str, Any]:
     hosts, slots = map(int, shape.split("x"))
     name = f"{shape}@{rate} {kind}" + (" cpu" if real else "")
-    draw = random.Random(f"{SEED} {name}")
+    draw = random.Random(f"{seed} {name}")
     streams = slots if kind == "async" else 1
     while True:
         megabytes = 10 ** draw.uniform(0, 2)
@@ -104,18 +108,20 @@ def _draw(shape: str, rate: str, kind: str, real: bool) -> dict[str, Any]:
     else:  # as in convolutional networks: a few large ones
         weights = [draw.expovariate(1.0) ** 2 + 0.01 for _ in range(tensors)]
         sizes = [megabytes * 1e6 / 4 * weight / sum(weights) for weight in weights]
+    settling = STEPS_TO_CUT if kind in ("flat", "bf16") or (kind == "default" and slots > 1) else STEPS_TO_REBUILD
+    alone = kind == "async"
     return {
-        "name": name, "kind": kind, "real": real, "steps": STEPS_OF_A_PASS,
-        "settling": STEPS_TO_CUT if kind in ("flat", "bf16") or (kind == "default" and slots > 1) else STEPS_TO_REBUILD,
+        "name": name, "kind": kind, "real": real, "steps": STEPS_OF_A_PASS * (2 if alone else 1),
+        "settling": STEPS_TO_DRIFT if alone else settling, "ending": ENDING_STEPS if alone else 0,
         "batch": max(1, round(1.5 * backward * REAL_FLOP_PER_SECOND / (6 * sum(sizes)))),
         "elements": [max(1, round(size)) for size in sizes],
         "forward_seconds": round(backward / 2, 4), "backward_seconds": round(backward, 4),
     }  # fmt: skip
 
 
-def half_of(name: str) -> str:
+def half_of(name: str, seed: int) -> str:
     """Which half a case belongs to: by a hash of its name, nothing else."""
-    return "tune" if hashlib.sha256(f"{SEED} {name}".encode()).digest()[0] % 2 else "held-out"
+    return "tune" if hashlib.sha256(f"{seed} {name}".encode()).digest()[0] % 2 else "held-out"
 
 
 # Carrying out
@@ -165,11 +171,11 @@ class Waiting:
         self._asked += bool(cases)
 
 
-def measure(shape: str) -> dict[str, Any]:
+def measure(shape: str, seed: int) -> dict[str, Any]:
     """Probes, profiles and times of every case of a shape."""
     hosts, slots = map(int, shape.split("x"))
-    cases = {rate: cases_of(shape, rate) for rate in SHAPES[shape]}
-    found: dict[str, Any] = {"topologies": {}, "profiles": {}, "measured": {}}
+    cases = {rate: cases_of(shape, rate, seed) for rate in SHAPES[shape]}
+    found: dict[str, Any] = {"seed": seed, "topologies": {}, "profiles": {}, "measured": {}}
     with Cluster(hosts, slots=slots) as cluster:
         for rate in cases:
             _shape_links(cluster, rate)
@@ -177,17 +183,30 @@ def measure(shape: str) -> dict[str, Any]:
             print(f"{shape}@{rate} probed", flush=True)
         found["profiles"] = _profiles(cluster, [case for several in cases.values() for case in several])
         print(f"{shape} profiled", flush=True)
-        for kind, options in KINDS.items():
-            with Waiting(cluster, *options) as job:
-                job.ask([{**cases[next(iter(cases))][0], "name": "warm", "kind": kind, "steps": 1}])
-                for rate, several in cases.items():
-                    _shape_links(cluster, rate)
-                    asked = [case for case in several if case["kind"] == kind]
-                    for answers in [job.ask(asked) for _ in range(PASSES)]:
-                        for name, seconds in answers.items():
-                            found["measured"].setdefault(name, []).append(seconds)
-            print(f"{shape} {kind} measured", flush=True)
+        for _ in range(PASSES):
+            _time(cluster, shape, found)
     return found
+
+
+def again(shape: str, found: dict[str, Any]) -> None:
+    """Another pass over a shape that was measured."""
+    hosts, slots = map(int, shape.split("x"))
+    with Cluster(hosts, slots=slots) as cluster:
+        _time(cluster, shape, found)
+
+
+def _time(cluster: Cluster, shape: str, found: dict[str, Any]) -> None:
+    """One pass: every case of a shape, those of a kind in a job of their own. Jobs differ more from each other than a job's own steps do."""
+    for kind, options in KINDS.items():
+        with Waiting(cluster, *options) as job:
+            for number, rate in enumerate(found["topologies"]):
+                _shape_links(cluster, rate)
+                asked = [case for case in cases_of(shape, rate, found["seed"]) if case["kind"] == kind]
+                if not number:
+                    job.ask([{**asked[0], "name": "warm", "steps": 1}])
+                for name, seconds in job.ask(asked).items():
+                    found["measured"].setdefault(name, []).append(seconds)
+        print(f"{shape} {kind} measured", flush=True)
 
 
 def _shape_links(cluster: Cluster, rate: str) -> None:
@@ -231,16 +250,17 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
     rows = []
     for shape, found in results.items():
         hosts, slots = map(int, shape.split("x"))
+        seed = found["seed"]
         topologies = {rate: parse_topology(text, f"{shape}@{rate}") for rate, text in found["topologies"].items()}
         for rate, topology in topologies.items():
-            for case in cases_of(shape, rate):
-                if half in (None, half_of(case["name"])):
+            for case in cases_of(shape, rate, seed):
+                if half in (None, half_of(case["name"], seed)):
                     workload = msgspec.convert(found["profiles"][case["name"]], Workload)
                     words = [*KINDS[case["kind"]], "x"]
                     strategy = training.strategy_of(cli.parser().parse_args(words))
                     told = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
                     row = _row(case, workload, told, found["measured"][case["name"]])
-                    rows.append({**row, "ranks": hosts * slots})
+                    rows.append({**row, "ranks": hosts * slots, "half": half_of(case["name"], seed)})
     return rows
 
 
@@ -249,7 +269,7 @@ def _row(case: dict[str, Any], workload: Workload, told: Prediction, passes: lis
     medians = [statistics.median(taken) for taken in passes]
     efficiency = min(1.0, told.compute_seconds / seconds)
     return {
-        "name": case["name"], "kind": case["kind"], "half": half_of(case["name"]),
+        "name": case["name"], "kind": case["kind"],
         "megabytes": workload.gradient_bytes / 1e6, "tensors": len(workload.gradients),
         "compute": "cpu" if case["real"] else "sleep",
         "backward": workload.backward_seconds, "foretold": told.step_seconds, "measured": seconds,
@@ -298,18 +318,27 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["measure", "table"])
+    parser.add_argument("part", choices=["measure", "again", "table"])
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)}; without: all")
     parser.add_argument("--half", choices=["tune", "held-out"])
     parser.add_argument("--each", action="store_true", help="print every case")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=SEED,
+        help="of what is measured; another one draws other cases (default: %(default)s)",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     if unknown := set(options.shapes) - set(SHAPES):
         parser.error(f"no such shape: {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     results = read(options.results) if options.results.exists() else {}
-    if options.part == "measure":
+    if options.part != "table":
         for shape in options.shapes or SHAPES:
-            results[shape] = measure(shape)
+            if options.part == "measure":
+                results[shape] = measure(shape, options.seed)
+            else:
+                again(shape, results[shape])
             options.results.parent.mkdir(parents=True, exist_ok=True)
             options.results.write_bytes(gzip.compress(json.dumps(results).encode(), mtime=0))
     else:

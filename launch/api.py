@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
 import sys
@@ -34,7 +35,7 @@ def run(
     """Run a script, or a function with `args`, on every rank, and wait for the end.
 
     `hosts` is a hostfile, a list such as `"a:2,b:2"`, or its items; `np` the number of ranks. `options` are those of
-    `distrib-launch` with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`. A function may be defined
+    `distrib-launch` with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
     anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
     them). What it returns on each rank is in `return_values`.
 
@@ -89,7 +90,10 @@ def _words(options: Mapping[str, Any]) -> list[str]:
                 f"distrib_launch.run has no option {name!r}", hint="its options are those of distrib-launch --help"
             )
         flag = "--" + name.replace("_", "-")
-        if action.nargs == 0:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            yes, no = action.option_strings
+            words += [] if value is None else [yes if bool(value) == (flag == yes) else no]
+        elif action.nargs == 0:
             words += [flag] if value else []
         elif isinstance(value, Mapping):
             words += [f"{flag}={key}={item}" for key, item in value.items()]

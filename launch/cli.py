@@ -207,10 +207,11 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
 
 
 def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
-    import msgspec
-
     if as_json:
-        print(msgspec.json.encode(plan).decode())
+        import msgspec
+        from distrib_launch.plan import without_secrets
+
+        print(msgspec.json.encode(without_secrets(plan)).decode())
         return
     servers = len(plan.ranks) - plan.world_size
     apart = f" and {servers} parameter server(s)" if servers else ""

@@ -171,14 +171,19 @@ def launch(
     *,
     streams: tuple[TextIO, TextIO] | None = None,
     script_input: bytes = b"",
+    input_ranks: Collection[int] | None = None,
 ) -> Result:
     """Run the plan to its end and write the run directory. Raises `DistribError` when the job could not be started.
 
-    `streams` take what would go to standard output and error; `script_input` is what every rank's script finds on its
-    standard input.
+    `streams` take what would go to standard output and error; `script_input` is what the scripts of `input_ranks`, or of
+    every rank, find on their standard input.
     """
+    from distrib_launch import results
     from distrib_launch.console import Console
 
+    if plan.engine == "kubernetes":
+        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
+    run_dir = Path(plan.run_dir)
     console = Console(
         [rank.host for rank in plan.ranks],
         quiet=options.quiet or options.json,
@@ -187,27 +192,24 @@ def launch(
         streams=streams,
     )
     try:
-        return _launch(plan, options, console, script_input)
+        with results.held(run_dir):
+            return _launch(run_dir, plan, options, console, script_input, input_ranks)
     finally:
         console.close()
 
 
-def _launch(plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes) -> Result:
-    from distrib_launch import results
-
-    if plan.engine == "kubernetes":
-        raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
-    run_dir = Path(plan.run_dir)
-    with results.held(run_dir):
-        return _launch_in(run_dir, plan, options, console, script_input)
-
-
-def _launch_in(
-    run_dir: Path, plan: LaunchPlan, options: argparse.Namespace, console: Console, script_input: bytes
+def _launch(
+    run_dir: Path,
+    plan: LaunchPlan,
+    options: argparse.Namespace,
+    console: Console,
+    script_input: bytes,
+    input_ranks: Collection[int] | None,
 ) -> Result:
     from distrib_launch import admission, failures, report, results
     from distrib_launch.connections import Connections
     from distrib_launch.engines import mpirun
+    from distrib_launch.plan import without_secrets
     from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
     from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
@@ -229,7 +231,7 @@ def _launch_in(
             if note not in said:
                 console.say(f"note: {note}")
         console.place([rank.host for rank in plan.ranks])
-        results.write_json(run_dir / "plan.json", plan)
+        results.write_json(run_dir / "plan.json", without_secrets(plan))
         supervisor = Supervisor(
             plan,
             console,
@@ -239,6 +241,7 @@ def _launch_in(
             or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
             grace_seconds=options.grace,
             script_input=script_input,
+            input_ranks=input_ranks,
             keep_value=bool(script_input or options.profile),
         )
         supervisor.warnings += warnings

@@ -14,20 +14,27 @@ from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib.probe.records import Record
-    from distrib.probe.settings import Mode
+    from distrib.probe.settings import Mode, Way
 
 FRESH_SECONDS = 3600.0
 """An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
 
 
 class Journal:
-    """The file `path`, held by this probe alone; what an interrupted one has left in it is taken over if it fits."""
+    """The file `path`, held by this probe alone; what an interrupted one has left in it is taken over if it fits.
 
-    def __init__(self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None) -> None:
-        from distrib.probe.records import Ended, Started, StepDone, decode
+    Hosts, mode and way must be the same. Whether the network is, too, shows when the hosts are there: see `write`.
+    """
+
+    def __init__(
+        self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, way: Way | None = None
+    ) -> None:
+        from distrib.probe.records import Ended
+        from distrib.probe.resume import current, done_steps, starts
 
         self.path = path
         self.done_steps: tuple[str, ...] = ()
+        self._started = False
         try:
             fresh = path.exists() and time.time() - path.stat().st_mtime < FRESH_SECONDS
             self._file = path.open("a+b", buffering=0)
@@ -44,11 +51,12 @@ class Journal:
         except OSError:
             pass  # a file system without locks
         old = path.read_bytes().splitlines() if resume is not False else []
-        records = [record for line in old if (record := decode(line))]
-        start = next((record for record in records if isinstance(record, Started)), None)
+        records = current(_decoded(old))
+        start = next(iter(starts(records)), None)
         ended = any(isinstance(record, Ended) for record in records)
-        if start and (start.hosts, start.mode) == (hosts, mode) and not ended and (fresh or resume):
-            self.done_steps = tuple(dict.fromkeys(r.step for r in records if isinstance(r, StepDone) and r.whole))
+        fits = start and (start.hosts, start.mode) == (hosts, mode) and way in (None, start.primary)
+        if fits and not ended and (fresh or resume):
+            self.done_steps = done_steps(records)
         elif resume:
             if not old:
                 path.unlink()
@@ -58,30 +66,56 @@ class Journal:
         elif not path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")
 
-    def write(self, line: str) -> None:
+    def write(self, line: str) -> str | None:
+        """Keep the line of a record. Returns what people must be told: that an interrupted probe is gone on with, or why not."""
+        from distrib.probe.records import Started, decode
+        from distrib.probe.resume import other_network, starts
+
+        said = None
+        if line.startswith('{"type":"started"') and isinstance(now := decode(line), Started):
+            before = starts(self.read())
+            if why := next(filter(None, (other_network(start, now) for start in before)), None):
+                said = f"distrib-topo: what {self.path} has of {before[0].when} does not count: {why}; beginning anew"
+            elif before and not self._started:
+                said = (
+                    f"distrib-topo: going on with the probe of {before[0].when} from {self.path} "
+                    f"({len(self.done_steps)} steps are done); --no-resume begins anew"
+                )
+            self._started = True
         self._file.write(line.encode() + b"\n")
+        return said
 
     def read(self) -> list[Record]:
         """All records so far, those of the interrupted probe first."""
-        from distrib.probe.records import decode
+        from distrib.probe.resume import current
 
-        return [record for line in self.path.read_bytes().splitlines() if (record := decode(line))]
+        return current(_decoded(self.path.read_bytes().splitlines()))
 
     def take_over(self) -> None:
         """Go on from what is written so far."""
-        from distrib.probe.records import StepDone
+        from distrib.probe.resume import done_steps
 
-        self.done_steps = tuple(dict.fromkeys(r.step for r in self.read() if isinstance(r, StepDone) and r.whole))
+        self.done_steps = done_steps(self.read())
 
     def seen(self, present: Sequence[str]) -> bytes:
-        """The links between those hosts that are measured already, a line each, without their curves."""
-        from distrib.probe.records import PairSeen, encode
+        """What rank 0 must know of what is done: how the probe began, and the links between those hosts, without their curves."""
+        from distrib.probe.records import PairSeen, Started, encode
 
-        pairs = [record for record in self.read() if isinstance(record, PairSeen) and not record.failed]
-        kept = [msgspec.structs.replace(r, curve=()) for r in pairs if r.source in present and r.target in present]
+        kept: list[Record] = []
+        for record in self.read():
+            if isinstance(record, Started):
+                kept.append(record)
+            elif isinstance(record, PairSeen) and not record.failed and {record.source, record.target} <= set(present):
+                kept.append(msgspec.structs.replace(record, curve=()))
         return "".join(encode(record) + "\n" for record in kept).encode()
 
     def done(self) -> None:
         """Nothing in it is needed any more: it is kept elsewhere, or there is nothing."""
         self._file.close()
         self.path.unlink(missing_ok=True)
+
+
+def _decoded(lines: Sequence[bytes]) -> list[Record]:
+    from distrib.probe.records import decode
+
+    return [record for line in lines if (record := decode(line))]

@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from distrib_launch.ranges import ranges
 
+from distrib.cluster.processors import Core, cores_of, cpu_list, read_quota
+
 HOW = ("auto", "none", "core", "numa")
 """`--bind`: cores where that is sure to help, not at all, cores always, or whole NUMA nodes."""
-
-Core = tuple[int, ...]
-"""The processor numbers of one physical core: two where it has hyperthreads."""
 
 
 class Gpu(NamedTuple):
@@ -192,33 +191,13 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machin
     nodes: dict[int, tuple[Core, ...]] = {}
     left = set(allowed)
     for folder in sorted(root.glob("sys/devices/system/node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-        here = left & _cpu_list(folder / "cpulist")
+        here = left & cpu_list(folder / "cpulist")
         left -= here
         if here:
-            nodes[int(folder.name[4:])] = _cores(root, here)
+            nodes[int(folder.name[4:])] = cores_of(root, here)
     if left:
-        nodes[max(nodes, default=-1) + 1] = _cores(root, left)
-    return Machine(nodes, _read_gpus(root), _read_quota(root))
-
-
-def _cores(root: Path, cpus: set[int]) -> tuple[Core, ...]:
-    found: dict[Core, None] = {}
-    for cpu in sorted(cpus):
-        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings = _cpu_list(topology / "thread_siblings_list") or {cpu}
-        found[tuple(sorted((siblings | {cpu}) & cpus))] = None
-    return tuple(found)
-
-
-def _cpu_list(path: Path) -> set[int]:
-    """The processors of a file such as `0-3,8`; none where there is no such file."""
-    found: set[int] = set()
-    with contextlib.suppress(OSError, ValueError):
-        for part in path.read_text().strip().split(","):
-            if part:
-                first, _, last = part.partition("-")
-                found.update(range(int(first), int(last or first) + 1))
-    return found
+        nodes[max(nodes, default=-1) + 1] = cores_of(root, left)
+    return Machine(nodes, _read_gpus(root), read_quota(root))
 
 
 def _read_gpus(root: Path) -> tuple[Gpu, ...]:
@@ -232,24 +211,3 @@ def _read_gpus(root: Path) -> tuple[Gpu, ...]:
             node = int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())
         gpus.append(Gpu(uuid, node if node is not None and node >= 0 else None))
     return tuple(gpus)
-
-
-def _read_quota(root: Path) -> float | None:
-    """The tightest `cpu.max` from this process's control group up to the root; version 1 has its own two files."""
-    quotas = []
-    own = ""
-    with contextlib.suppress(OSError):
-        told = re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
-        own = told[1] if told else ""
-    top = root / "sys/fs/cgroup"
-    for folder in (top / own, *(top / own).parents):
-        with contextlib.suppress(OSError, ValueError):
-            quota, period = (folder / "cpu.max").read_text().split()
-            quotas.append(int(quota) / int(period))
-        if folder == top:
-            break
-    with contextlib.suppress(OSError, ValueError):
-        quota, period = ((top / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if int(quota) > 0:
-            quotas.append(int(quota) / int(period))
-    return min(quotas, default=None)

@@ -5,12 +5,13 @@ Every decision about a launch is made here, once; the engines only carry it out.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import choose, engines, placement, roles
+from distrib_launch import choose, engines, placement, roles, training
 from distrib_launch.outlook.record import Outlook
 from distrib_launch.ranges import ranges
 
@@ -166,6 +167,22 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     def script_on(self, host: HostPlan, role: str = "worker") -> tuple[str, ...]:
         """The command of each rank on a host: the script, run by the host's own interpreter where it has one."""
         return (host.python or self.script[0], *(roles.COMMAND if role == "server" else self.script[1:]))
+
+
+_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
+"""Names of variables, such as WANDB_API_KEY and HF_TOKEN, whose values are for the ranks alone."""
+
+
+def without_secrets(plan: LaunchPlan) -> LaunchPlan:
+    """The plan for the eyes of others."""
+    ranks = tuple(
+        msgspec.structs.replace(
+            rank,
+            environment={name: "***" if _SECRET.search(name) else value for name, value in rank.environment.items()},
+        )
+        for rank in plan.ranks
+    )
+    return msgspec.structs.replace(plan, ranks=ranks)
 
 
 def plan_hosts(
@@ -339,6 +356,7 @@ def make_plan(
                 )
             )
     ranks += _servers(hosts, common, len(ranks), "OMP_NUM_THREADS" in options.environment)
+    notes += training.notes_on(options.strategy, (rank.device for rank in ranks))
     plan = LaunchPlan(
         job=job,
         world_size=world_size,

@@ -36,10 +36,11 @@ class _Lines(io.TextIOBase):
 class View:
     """Takes the place of standard output and error of the probe's job.
 
-    `keep` is given each record's line; what else ranks and launcher say goes to standard error.
+    `keep` is given each record's line, and may return words that people should read; those, and what else ranks and
+    launcher say, go to standard error.
     """
 
-    def __init__(self, keep: Callable[[str], None], *, bar: bool = True) -> None:
+    def __init__(self, keep: Callable[[str], str | None], *, bar: bool = True) -> None:
         self._keep = keep
         self._progress: Any = None
         self._task: Any = None
@@ -71,7 +72,8 @@ class View:
         if record is None:
             self._err(line)
             return
-        self._keep(line)
+        if words := self._keep(line):
+            self._err(words)
         self._show(record)
 
     def _show(self, record: Record) -> None:

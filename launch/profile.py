@@ -78,10 +78,12 @@ def summary(workload: Workload, steps: int) -> str:
         return units.format_duration(seconds, digits=3)
 
     whole = workload.compute_seconds + workload.loader_seconds
+    loading = workload.loading_processor_seconds
+    loaded = f" (which takes {time(loading)} of processors)" if loading else ""
     return (
         f"{workload.name} on {workload.device}, {steps} steps of {workload.batch} samples: {time(whole)} a step (forward "
         f"{time(workload.forward_seconds)}, backward {time(workload.backward_seconds)}, optimizer "
-        f"{time(workload.optimizer_seconds)}, waiting for data {time(workload.loader_seconds)}; variation "
+        f"{time(workload.optimizer_seconds)}, waiting for data {time(workload.loader_seconds)}{loaded}; variation "
         f"{workload.variation:.1%}), {len(workload.gradients)} gradients of "
         f"{units.format_size(workload.gradient_bytes, digits=3, binary=False)}"
     )

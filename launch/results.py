@@ -64,6 +64,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     seconds: float
     restarts: int
+    """How often a rank was started again (mode async)."""
     ranks: tuple[RankResult, ...]
     first_failure: Failure | None
     warnings: tuple[str, ...]

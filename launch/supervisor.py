@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,7 @@ class Supervisor:
         host_timeout_seconds: float = HOST_SILENCE_SECONDS,
         grace_seconds: float = STOP_GRACE_SECONDS,
         script_input: bytes = b"",
+        input_ranks: Collection[int] | None = None,
         keep_value: bool = False,
     ) -> None:
         self.plan = plan
@@ -69,6 +70,7 @@ class Supervisor:
         self.hang_timeout_seconds = hang_timeout_seconds
         self.grace_seconds = grace_seconds
         self.script_input = script_input
+        self.input_ranks = range(len(plan.ranks)) if input_ranks is None else input_ranks
         self.keep_value = keep_value  # of what each rank's script writes to DISTRIB_VALUE_FD
         self.liveness = Liveness(host_timeout_seconds)
         self.token = new_token()
@@ -77,6 +79,7 @@ class Supervisor:
         self.selector = selectors.DefaultSelector()
         self.missing = len(self.ranks)  # that have not called back
         self.engine: EngineProcess | None = None
+        self.tried_again = False
         self.assigned = False
         self.first_bad = 0.0  # when the first bad ending came in, monotonic
         self.stopping = False
@@ -132,9 +135,7 @@ class Supervisor:
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         entrance = self._listen()
         try:
-            self.engine = EngineProcess(
-                self.plan, self.run_dir / "engine.log", token=self.token, addresses=entrance.addresses
-            )
+            self.engine = self._start_engine(entrance)
             self._watch(self.engine, entrance)
         finally:
             self._say_goodbye()
@@ -159,6 +160,24 @@ class Supervisor:
             addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
         return door.Door(self.selector, self.token, addresses, self._welcome)
 
+    def _start_engine(self, entrance: door.Door) -> EngineProcess:
+        log = self.run_dir / "engine.log"
+        return EngineProcess(self.plan, log, token=self.token, addresses=entrance.addresses)
+
+    def _may_try_again(self) -> bool:
+        """Whether the engine failed before any rank called back, for no reason that would be there again, and for the first time."""
+        if self.tried_again or any(state.channel for state in self.ranks):
+            return False
+        return self.runtime.may_succeed((self.run_dir / "engine.log").read_text(errors="replace"))
+
+    def _try_again(self, failed: EngineProcess, entrance: door.Door) -> EngineProcess:
+        self.tried_again = True
+        failed.end(self._turn_once)
+        host = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
+        where = f" on {host}" if host else ""
+        self._warn(f"{self.plan.engine} could not start its daemon{where} and did not say why; trying once more")
+        return self._start_engine(entrance)
+
     def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:
         next_ping = 0.0
         for host in self.hosts.values():
@@ -178,6 +197,10 @@ class Supervisor:
             entrance.turn_out(now)
             engine_code = engine.exit_code()
             if engine_code is not None and not self.stopping:
+                if not self.assigned and self._may_try_again():
+                    self.engine = engine = self._try_again(engine, entrance)
+                    start = now
+                    continue
                 if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
                 self._engine_lost(engine_code)
@@ -296,8 +319,9 @@ class Supervisor:
                 if not host.interface:  # nobody asked the hosts; but this one leads here
                     environment = {**network.variables(state.hello.get("interface")), **environment}
                 environment["DISTRIB_ADDRESS"] = host.address or state.address
-            for start in range(0, len(self.script_input), INPUT_PIECE_BYTES):
-                self._send(state, Kind.INPUT, self.script_input[start : start + INPUT_PIECE_BYTES])
+            given = self.script_input if state.plan.rank in self.input_ranks else b""
+            for start in range(0, len(given), INPUT_PIECE_BYTES):
+                self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
             state.order = {
                     "command": self.plan.script_on(host, state.plan.role), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
@@ -632,7 +656,7 @@ class Supervisor:
             world_size=self.plan.world_size,
             hosts=tuple(host.name for host in self.plan.hosts),
             seconds=time.time() - self.started,
-            restarts=0,
+            restarts=sum(state.restarts for state in self.ranks),
             ranks=tuple(
                 results.RankResult(
                     rank=state.plan.rank, host=state.plan.host, local_rank=state.plan.local_rank, role=state.plan.role,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 import msgspec
 
@@ -22,8 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="among all ranks at "
                      "once, or inside each host first (default: what suits the hosts)")  # fmt: skip
     how.add_argument("--bucket", metavar="SIZE", help="how much travels at once, such as 25MiB (default: chosen)")
-    how.add_argument("--accumulate", type=_count, default=1, metavar="N", help="sum the gradients of N batches before "
-                     "they are averaged")  # fmt: skip
+    how.add_argument("--accumulate", type=_count, default=1, metavar="N", help="one step of N batches: their mean gradient "
+                     "is averaged over the ranks once")  # fmt: skip
     how.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
     how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages "
                      "(default: 500)")  # fmt: skip
@@ -33,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                      "averaged at different steps")  # fmt: skip
     how.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: steps that ranks go on for "
                      "while an average is on its way")  # fmt: skip
-    how.add_argument("--servers", type=_count, metavar="K", help="mode async: dedicated servers (default: a share of the "
-                     "parameters on every host)")  # fmt: skip
+    how.add_argument("--servers", type=_count, metavar="K", help="mode async: so many servers, on idle hosts where there are any "
+                     "(default: one on every worker's host, or on those with role=server)")  # fmt: skip
     how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
                      "unbounded (default)")  # fmt: skip
     how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
@@ -70,6 +71,13 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             host_reduction=options.host_reduction,
         )
     )
+
+
+def notes_on(chosen: Strategy, devices: Iterable[str]) -> tuple[str, ...]:
+    """What was asked for and means nothing to ranks on these devices."""
+    if chosen.all_reduce != "auto" and any(device.startswith("cuda") for device in devices):
+        return (f"--all-reduce {chosen.all_reduce} is for CPU hosts: between GPUs NCCL chooses the way",)
+    return ()
 
 
 def _outer(options: argparse.Namespace) -> Outer:

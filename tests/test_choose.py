@@ -172,6 +172,17 @@ def test_a_synchronous_plan_that_mixes_gpus_names_the_pools(tmp_path, lab):
         assert not any("different GPUs" in note for note in plan(tmp_path, *lab, *fine)["notes"])
 
 
+def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
+    words = "--all-reduce flat is for CPU hosts: between GPUs NCCL chooses the way"
+    assert words in plan(tmp_path, *lab, "--all-reduce", "flat")["notes"]
+    for fine in (
+        [],
+        ["--all-reduce", "flat", "-x", "CUDA_VISIBLE_DEVICES="],
+        ["--all-reduce", "flat", "--include", "plain"],
+    ):
+        assert words not in plan(tmp_path, *lab, *fine)["notes"]
+
+
 def test_indices_are_those_of_gpus_where_the_topology_knows_them(tmp_path, lab):
     told = plan(tmp_path, *lab, "--include", "new1:0,7")
     assert [(rank["device"], rank["host"]) for rank in told["ranks"]] == [("cuda:0", "new1"), ("cuda:1", "new1")]

@@ -92,9 +92,15 @@ def test_with_fewer_bytes_models_learn_as_well(launch):
 
 
 def test_models_of_all_kinds(launch):
-    for lesson in ("numbers", "mixed", "ends"):
+    for lesson in ("mixed", "ends"):
         run = launch("-np", "3", AVERAGES, lesson, "0,0,1")
         assert run.code == 0 and "done" in run.out, run
+
+
+@pytest.mark.parametrize("lesson", ["numbers", "begins", "seldom", "scales"])
+def test_what_compression_keeps_from_step_to_step(launch, lesson):
+    run = launch("-np", "4", AVERAGES, lesson, "0,1,2,3", "0,0,1,1")
+    assert run.code == 0 and run.out.count("done") == 2, run
 
 
 def test_a_killed_rank_leaves_no_memory_behind(launch):

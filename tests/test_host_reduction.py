@@ -293,6 +293,16 @@ def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several
         assert {shard.version(chunk) for chunk in shard._chunks} == {2 * 8}
 
 
+def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_hosts, monkeypatch):
+    assert parameter_servers(workers=3).worker(0).ranks_in_step == 3
+    monkeypatch.setenv("DISTRIB_ADDRESS", "127.0.0.1")  # where the servers are
+    assert parameter_servers(workers=3).worker(0).ranks_in_step == 1
+    cluster = parameter_servers(workers=3)
+    cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
+    shard = cluster.servers[0].parts[0].tables[0].shard
+    assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
+
+
 def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, several_hosts):
     cluster = parameter_servers(workers=3, host_reduction=False)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")

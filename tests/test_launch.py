@@ -44,6 +44,16 @@ def test_the_environment_is_the_one_that_torchrun_sets(launch):
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
 
 
+def test_secrets_reach_the_ranks_and_no_file(launch):
+    secrets = {"WANDB_API_KEY": "s3cret", "HF_TOKEN": "s3cret"}
+    run = launch("-np", "2", "-x", "MY_PASSWORD=s3cret", JOB, "*:environment", env={**secrets, "HF_HOME": "/here"})
+    assert run.code == 0 and run.out.count("s3cret") in (3, 6), run  # two lines alike are shown as one
+    for path in run.run_dir.rglob("*"):
+        assert path.suffix == ".out" or not path.is_file() or b"s3cret" not in path.read_bytes(), path
+    told = json.loads((run.run_dir / "plan.json").read_text())["ranks"][1]["environment"]
+    assert told["HF_HOME"] == "/here" and told["HF_TOKEN"] == told["MY_PASSWORD"] == "***"
+
+
 def test_threads_share_the_cores_when_nobody_set_them(launch, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     run = launch("-np", "1", JOB, "*:environment", env={})

@@ -160,6 +160,25 @@ def test_a_daemon_of_the_engine_that_dies_is_blamed_on_its_host(make_cluster, tm
     assert cluster.left_over(within_seconds=10) == {}
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_daemon_of_the_engine_that_fails_without_a_word_is_started_once_more(make_cluster, launch, tmp_path, times):
+    cluster = make_cluster(2)
+    ssh, counted = tmp_path / "ssh", tmp_path / "counted"
+    fails = f'*prted*) echo >> {counted}; [ "$(wc -l < {counted})" -gt {times} ] || exit 213;;'
+    ssh.write_text(f'#!/bin/sh\ncase "$*" in {fails} esac\nexec ssh "$@"\n')
+    ssh.chmod(0o755)
+    run = launch("-H", cluster.hostfile, "--ssh-command", ssh, JOB, cluster=cluster)
+    assert (
+        run.err.count("warning: mpirun could not start its daemon on n2 and did not say why; trying once more") == 1
+    ), run
+    assert run.code == (0 if times == 1 else 1), run
+    if times == 2:
+        assert (
+            "the job did not start: it ended before every rank had called back (2 of 2 missing, on n1, n2)" in run.err
+        )
+    assert cluster.left_over(within_seconds=10) == {}
+
+
 def test_unknown_host(make_cluster, launch):
     cluster = make_cluster(2)
     run = launch("-H", "n1:1,n7:1", JOB, cluster=cluster)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from itertools import pairwise
 
 import pytest
@@ -40,20 +41,25 @@ def no_variable_of_torch(monkeypatch, tmp_path):
     ("strategy", "ranks", "lessons"),
     [
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
+        pytest.param({}, 3, "targets averaged normalized ported unfrozen frozen", id="sync, other models"),
         pytest.param({"accumulate": 3}, 2, "exact scaled", id="accumulate"),
         pytest.param({"balance": True}, 3, "exact", id="balance"),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled", id="horovod, fp16",
             marks=horovod,
         ),
-        pytest.param({**AVERAGE, "inner_steps": 4}, 2, "wrapped several scaled nan streamed", id="local"),
-        pytest.param({"mode": "local", "inner_steps": 3}, 2, "outer", id="diloco"),
+        pytest.param({**AVERAGE, "inner_steps": 4}, 2,
+                     "wrapped several scaled nan streamed targets averaged ported unfrozen", id="local"),
+        pytest.param({"mode": "local", "inner_steps": 3}, 2, "outer unfrozen momentum", id="diloco"),
         pytest.param(
             {"mode": "local", "inner_steps": 8, "gradients": {"format": "bf16"},
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
+        pytest.param({}, 2, "in_evaluation fused late", id="sync, steps"),
+        pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted", id="accumulate, steps"),
+        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted", id="local, steps"),
     ],
 )  # fmt: skip
 def test_lessons(strategy, ranks, lessons, tmp_path):
@@ -61,6 +67,39 @@ def test_lessons(strategy, ranks, lessons, tmp_path):
     result = run_ranks(ranks, SCRIPTS / "modes.py", tmp_path, *lessons.split(), DISTRIB_STRATEGY=words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.split("\n")[:-1] == [f"{lesson}: learnt" for lesson in lessons.split()]
+
+
+@pytest.mark.parametrize("strategy", [{}, {"accumulate": 2}], ids=["each batch", "accumulated"])
+def test_scripts_are_told_of_steps(strategy, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "stepped", DISTRIB_STRATEGY=json.dumps(strategy))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.splitlines() == [
+        f"distrib: {n} of {n + 1} steps of SGD were left out, as gradients were nan or infinite" for n in (10, 11)
+    ]
+
+
+@pytest.mark.parametrize(("lesson", "says"), [
+    ("parted_in_the_middle", r"step\(\) of SGD was called by rank 0 5 times in 5 backward passes, by rank 1 5 times in 6 "),
+    ("parted_at_the_end", r"step\(\) of SGD was called by rank 0 11 times in 11 backward passes, by rank 1 10 times in 12 "),
+])  # fmt: skip
+def test_ranks_that_come_to_different_batches_are_named(lesson, says, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, seconds=60, DISTRIB_STRATEGY='{"accumulate": 3}')
+    assert result.returncode != 0
+    assert re.search(says, result.stderr), result.stderr
+
+
+def test_outer_momentum_in_other_fragments(tmp_path):
+    for fragments in (2, 1):
+        words = json.dumps({"mode": "local", "inner_steps": 4, "outer": {"fragments": fragments}})
+        result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "momentum", DISTRIB_STRATEGY=words)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_what_cannot_be_compressed_is_named_once(tmp_path):
+    words = json.dumps({"gradients": {"format": "bf16"}})
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "sparse", DISTRIB_STRATEGY=words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("has sparse or complex gradients") == 1 and "not as bf16" in result.stderr
 
 
 @pytest.mark.parametrize(

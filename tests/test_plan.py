@@ -94,7 +94,7 @@ def test_json_has_all_of_it_and_the_numbers_agree():
 
 def test_what_if():
     base = planned("--workload", "vgg16", "--gpu", "A100", "--network", "25GbE", "--nodes", "8")
-    for words in (["--network", "HDR"], ["--network", "8 x 25GbE"], ["--batch", "256"]):
+    for words in (["--network", "HDR"], ["--network", "8 x RoCE 25Gb/s"], ["--batch", "256"]):
         changed = planned("--workload", "vgg16", "--gpu", "A100", "--network", "25GbE", "--nodes", "8", *words)
         assert changed["predictions"][0]["efficiency"] > base["predictions"][0]["efficiency"], words
     dgx = ["--workload", "vgg16", "-H", EXAMPLES / "dgx1-v100-edr.txt", "--nodes", "2"]
@@ -119,6 +119,34 @@ def measured_hosts(tmp_path):
         tmp_path / "p.json", msgspec.structs.replace(workload("ViT-B", "V100"), origin="measured", device="cpu")
     )
     return ["--topology", tmp_path / "t.yaml", "--workload", tmp_path / "p.json"]
+
+
+def test_of_several_ethernet_cards_a_job_uses_one():
+    one, eight = (
+        planned("--workload", "vgg16", "--gpu", "A100", "--network", cards, "--nodes", "8")["predictions"][0]
+        for cards in ("25GbE", "8 x 25GbE")
+    )
+    assert eight["efficiency"] == one["efficiency"]
+    assert eight["cap"]["link"].endswith("one of 8 x 25GbE")
+
+
+def test_another_network_is_as_oversubscribed_as_the_one_there_is(tmp_path):
+    text = "nodes:\n  - {hosts: 'n[1-8]', gpus: {kind: A100, count: 1}, nics: [{name: ib0, rate: EDR}]}\nswitches:\n"
+    text += "  - {name: a, hosts: 'n[1-4]', uplink: 25Gb/s}\n  - {name: b, hosts: 'n[5-8]', oversubscription: 16:1}\n"
+    (tmp_path / "racks.yaml").write_text(text)
+    racks = ("--topology", tmp_path / "racks.yaml", "--workload", "vgg16", "--nodes", "8")
+    own, same, other = (
+        planned(*racks, *words)["predictions"][0] for words in ([], ["--network", "EDR"], ["--network", "NDR"])
+    )
+    assert "uplink of" in own["cap"]["link"] and "uplink of" in other["cap"]["link"]
+    assert same["step_seconds"] == pytest.approx(own["step_seconds"])
+    needs = [each["cap"]["bandwidth_bytes_per_second"] for each in (same, other)]
+    assert needs[1] == pytest.approx(4 * needs[0], rel=0.05)
+
+
+def test_one_host_that_its_own_links_hold_is_not_said_to_need_nothing():
+    said = plan("--workload", "vgg16", "--gpu", "T4", "--network", "HDR", "--nodes", "1", "--efficiency", "99%").stdout
+    assert "99% on 1 host: no wire between hosts is needed, but it reaches " in said and "held back by " in said
 
 
 def test_gpudirect_leaves_alone_what_it_is_not_about(measured_hosts):
@@ -312,6 +340,106 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
         "on which GPU?; describe the hosts' GPUs in a topology file (--topology), or profile" in said
         and "--gpu" not in said
     )
+
+
+def test_what_else_is_known_comes_with_the_warning():
+    said = dry("--workload", "ResNet-50").stdout
+    assert "node1-node2, 10 GbE was not measured: its rate is the catalogue's" in said
+    assert "was not measured" not in dry("--workload", "ResNet-50", "--warn-below", "0").stdout
+    assert "may need more memory than" in dry("--workload", "GPT-2-XL").stdout
+
+
+def cpu_profile(tmp_path: Path, variation: float = 0.0) -> Path:
+    """Of a step of 0.3 s on one processor, with 20 MB of gradients."""
+    gradients = tuple(
+        Gradient(name=f"w{n}", elements=250_000, size_bytes=1_000_000, ready_seconds=0.01 * (n + 1)) for n in range(20)
+    )
+    found = msgspec.structs.replace(
+        workload("VGG-16", "RTX A6000"), origin="measured", device="cpu", gradients=gradients, forward_seconds=0.1,
+        backward_seconds=0.2, processors=1, processor_share=1.0, variation=variation,
+    )  # fmt: skip
+    write_workload(tmp_path / "cpu.profile.json", found)
+    return tmp_path / "cpu.profile.json"
+
+
+def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
+    topology = tmp_path / "two.yaml"
+    topology.write_text("nodes:\n  - {hosts: 'n[1-3]', cores: 2, nics: [{name: eth0, rate: 1 GbE}]}\n")
+
+    def foretold(hosts: str, *words: str) -> dict:
+        command = [
+            LAUNCH,
+            "-H",
+            hosts,
+            "--topology",
+            topology,
+            "--workload",
+            cpu_profile(tmp_path),
+            "--warn-below",
+            "100%",
+        ]
+        command += [*words, "--dry-run", "--json", SCRIPTS / "where.py"]
+        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["outlook"]
+
+    beside = foretold("n1:2,n2:2", "--mode", "async")
+    assert (beside["foretold"]["hosts"], beside["foretold"]["ranks"]) == (2, 4)
+    assert "2 hosts x 2 ranks" in beside["warning"]
+    as_many = foretold("n1:2,n2:2", "--mode", "async", "--servers", "2")
+    assert as_many["foretold"]["step_seconds"] == beside["foretold"]["step_seconds"]
+    hostfile = tmp_path / "apart.txt"
+    hostfile.write_text("n1 slots=2\nn2 slots=2\nn3 role=server\n")
+    apart = foretold(str(hostfile), "--mode", "async")
+    assert (apart["foretold"]["hosts"], apart["foretold"]["ranks"]) == (2, 4)
+    # One server takes both hosts' gradients: twice what crosses where each host serves half.
+    assert apart["foretold"]["communication_seconds"] == pytest.approx(
+        2 * beside["foretold"]["communication_seconds"], rel=0.1
+    )
+
+
+def test_the_warning_names_what_costs_most(tmp_path):
+    topology = tmp_path / "fast.yaml"
+    topology.write_text("nodes:\n  - {hosts: 'n[1-4]', cores: 1, nics: [{name: eth0, rate: 10 GbE}]}\n")
+    command = [LAUNCH, "-H", "n1,n2,n3,n4", "--topology", topology, "--workload", cpu_profile(tmp_path, variation=0.5)]
+    done = subprocess.run([*map(str, command), "--dry-run", str(SCRIPTS / "where.py")], capture_output=True, text=True)
+    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
+    assert "(the slowest of 4 ranks, whose steps vary by 50.0%)" in warning
+
+
+def test_a_slow_loader_is_told_of(tmp_path):
+    topology = tmp_path / "one.yaml"
+    topology.write_text(
+        "nodes:\n  - {hosts: 'n[1-2]', cores: 16, gpus: {kind: A100, count: 8}, nics: [{name: ib0, rate: HDR}]}\n"
+    )
+    found = msgspec.structs.replace(workload("ResNet-50", "A100"), origin="measured")
+    starved = msgspec.structs.replace(found, loading_processor_seconds=4 * found.compute_seconds)
+    write_workload(tmp_path / "starved.json", starved)
+    write_workload(tmp_path / "waits.json", msgspec.structs.replace(found, loader_seconds=found.compute_seconds))
+    for name in ("starved", "waits"):
+        table = plan("--workload", tmp_path / f"{name}.json", "--topology", topology, "--nodes", "2").stdout
+        (row,) = [line for line in table.splitlines() if line.split()[:2] == ["2", "16"]]
+        assert "  loading data" in row
+    command = [LAUNCH, "-H", "n1,n2", "--topology", topology, "--dry-run", "--workload"]
+
+    def said(name: str) -> str:
+        words = [*command, tmp_path / f"{name}.json", SCRIPTS / "where.py"]
+        return subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60).stdout
+
+    assert "ranks will reach 50% (loading data, for which the ranks of a host share its processors)" in said("starved")
+    assert "warning" not in said("waits") and "each step waits 50% of its time alone for data" in said("waits")
+
+
+def test_what_is_advised_comes_on_top_of_what_was_chosen():
+    def advised(*words: str) -> str:
+        said = dry("--workload", "VGG-16", "--warn-below", "99%", *words).stdout
+        (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+        return warning.rpartition(": ")[2]
+
+    assert "--accumulate" not in advised()
+    assert "--accumulate 3" in advised("--accumulate", "3") and "--gradients" in advised("--accumulate", "3")
+    shorter = advised("--gradients", "fp16")
+    assert "--gradients" in shorter and "fp16" not in shorter and "--accumulate" not in shorter
 
 
 def test_a_profile_beside_the_script_is_found(tmp_path):

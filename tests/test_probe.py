@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
+from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
-from distrib.probe import baseline, findings, samples, schedule, sharing, steps, suspects
+from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
+from distrib.probe.facts import fastest_ports
+from distrib.probe.leader import ATTEMPTS
 from distrib.probe.networks import other_networks
 from distrib.probe.records import (
+    CollectiveSeen,
     Ended,
     Facts,
     Gpu,
@@ -29,7 +33,7 @@ from distrib.probe.records import (
     encode,
     measured,
 )
-from distrib.probe.report import bus_bandwidth, heat_map, ranks_text
+from distrib.probe.report import bus_bandwidth, curve_table, heat_map, ranks_text
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
 MB = 1e6
@@ -122,14 +126,21 @@ def test_a_stream_that_is_too_short_has_no_rate():
 class Network:
     """Hosts with links of a rate, in racks that share uplinks; measures as the leader does."""
 
-    def __init__(self, hosts, *, noise=0.0, slow=None, racks=None, uplink=float("inf"), one_way=None, seed=0):
+    def __init__(
+        self, hosts, *, noise=0.0, slow=None, racks=None, uplink=float("inf"), one_way=None, seed=0, rate=119.5 * MB
+    ):
         self.names = [f"n{number + 1}" for number in range(hosts)]
+        self.rate = rate
+        self.streams = 1
         self.slow = slow or {}
         self.racks = racks or [0] * hosts
         self.uplink = uplink
         self.one_way = one_way or {}
         self.random = random.Random(seed)
         self.noise = noise
+
+    def uplink_of(self, rack):
+        return self.uplink.get(rack, float("inf")) if isinstance(self.uplink, dict) else self.uplink
 
     def rates(self, phase):
         """Each pair's rate when all of the phase send at once: the uplinks' rates are shared evenly."""
@@ -140,13 +151,14 @@ class Network:
                 crossing.setdefault((self.racks[b], "down"), []).append((a, b))
         found = {}
         for a, b in phase:
-            own = 119.5 * MB * min(self.slow.get(a, 1.0), self.slow.get(b, 1.0)) * self.one_way.get((a, b), 1.0)
-            shares = [self.uplink / len(pairs) for pairs in crossing.values() if (a, b) in pairs]
+            own = self.rate * min(self.slow.get(a, 1.0), self.slow.get(b, 1.0)) * self.one_way.get((a, b), 1.0)
+            shares = [self.uplink_of(rack) / len(pairs) for (rack, _), pairs in crossing.items() if (a, b) in pairs]
             # Whatever else runs can only slow a stream down; a little is noise either way.
             found[a, b] = min([own, *shares]) * (1 - abs(self.random.gauss(0, self.noise)))
         return found
 
     def records(self, mode=QUICK, facts=()):
+        self.streams = mode.streams
         seen = [
             Started(
                 when="2026-01-01T00:00:00+00:00", mode=mode.mode, hosts=tuple(self.names), primary="tcp", facts=facts
@@ -157,7 +169,8 @@ class Network:
                 for number, phase in enumerate(step.phases):
                     seen += self.measure(step.key, step.load, phase, number)
         pairs = [record for record in seen if isinstance(record, PairSeen)]
-        for a, b in suspects.directions(pairs, self.names, "tcp", mode.suspects):
+        speeds = cards.card_speeds({each.host: each for each in facts}, "tcp")
+        for a, b in suspects.directions(pairs, self.names, "tcp", mode.suspects, speeds):
             seen += self.measure("again", "alone", [(self.names.index(a), self.names.index(b))])
         pairs = [record for record in seen if isinstance(record, PairSeen)]
         base = suspects.Baseline(pairs, "tcp")
@@ -172,17 +185,24 @@ class Network:
                     for pair, r in zip(phase, made, strict=True)
                 }
 
-            used = {host for pair in load for host in pair}
-            others = tuple(host for host in range(len(self.names)) if host not in used)
-            if found := sharing.find_sides(load, run, others):
-                sides = tuple(self.names[host] for host in found.left), tuple(self.names[host] for host in found.right)
-                seen.append(GroupsSeen(sides=sides))
+            for _ in range(ATTEMPTS):
+                full = tuple(sharing.slowed(run("once more", load)))
+                used = {host for pair in full for host in pair}
+                others = tuple(host for host in range(len(self.names)) if host not in used)
+                if found := sharing.find_sides(full, run, others):
+                    sides = (
+                        tuple(self.names[host] for host in found.left),
+                        tuple(self.names[host] for host in found.right),
+                    )
+                    seen.append(GroupsSeen(sides=sides))
+                    break
         return seen
 
     def measure(self, key, load, phase, number=0):
         return [
             PairSeen(step=key, phase=number, source=self.names[a], target=self.names[b], way="tcp", load=load,
-                     bandwidth_bytes_per_second=rate, variation=0.01, repetitions=10, seconds=0.1)
+                     bandwidth_bytes_per_second=rate, variation=0.01, repetitions=10, seconds=0.1,
+                     streams=self.streams)
             for (a, b), rate in self.rates(phase).items()
         ]  # fmt: skip
 
@@ -221,6 +241,7 @@ def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, s
         assert all(finding.kind == "oversubscribed_uplink" for finding in found)
         return
     assert [finding.kind for finding in found] == ["oversubscribed_uplink"]
+    assert f"n[1-{half}]" in found[0].what and f"n[{half + 1}-{2 * half}]" in found[0].what
     assert found[0].ratio == pytest.approx(ratio, rel=0.05)
     groups = next(record for record in records if isinstance(record, GroupsSeen))
     assert {frozenset(side) for side in groups.sides} == {
@@ -251,6 +272,84 @@ def test_a_host_that_is_slow_one_way_is_told_of_once(hosts):
 def test_a_slow_way_between_two_good_hosts_is_a_slow_link():
     found = findings.find(Network(6, noise=0.002, one_way={(1, 4): 0.8, (4, 1): 0.8}).records(DEFAULT))
     assert [(f.kind, f.hosts) for f in found] == [("slow_link", ("n2", "n5"))]
+
+
+@pytest.mark.parametrize(("hosts", "mode"), [(8, QUICK), (8, DEFAULT), (9, FULL), (32, QUICK)])
+@pytest.mark.parametrize("part", [0.8, 0.1])
+@pytest.mark.parametrize("ways", [1, 2])
+def test_a_bad_link_is_found_in_whichever_round_its_pair_meets(hosts, mode, part, ways):
+    rounds = schedule.rounds(hosts)
+    for round_ in (rounds[0], rounds[len(rounds) // 2], rounds[-1]):
+        a, b = round_[-1]
+        bad = {(a, b): part, (b, a): part} if ways == 2 else {(b, a): part}
+        found = findings.find(Network(hosts, noise=0.005, one_way=bad).records(mode))
+        told = [(f.kind, {f.source, f.target}) for f in found]
+        assert told == [("slow_link" if ways == 2 else "asymmetric_link", {f"n{a + 1}", f"n{b + 1}"})]
+        assert found[0].ratio == pytest.approx(part, abs=0.02)
+
+
+def test_many_bad_links_do_not_pass_for_what_is_usual():
+    bad = [(0, 2), (2, 4), (4, 6), (1, 3), (3, 5)]  # none of the first round: only these are looked at again
+    network = Network(8, noise=0.005, one_way={way: 0.3 for a, b in bad for way in ((a, b), (b, a))})
+    found = findings.find(network.records(QUICK))
+    assert {(f.kind, frozenset(f.hosts)) for f in found} == {
+        ("slow_link", frozenset({f"n{a + 1}", f"n{b + 1}"})) for a, b in bad
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(2, 8), min_size=2, max_size=4),
+    st.sampled_from([1.5, 2.0, 4.0]),
+    st.booleans(),
+    st.sampled_from([QUICK, DEFAULT]),
+    st.integers(0, 10_000),
+)
+def test_no_host_or_link_is_blamed_for_what_it_shares(sizes, ratio, all_narrow, mode, seed):
+    racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
+    random.Random(seed).shuffle(racks)
+    uplinks = {rack: 119.5 * MB * size / ratio for rack, size in enumerate(sizes) if all_narrow or not rack}
+    # One pair alone is not slowed by it.
+    uplinks = {rack: max(rate, 119.5 * MB) for rack, rate in uplinks.items()}
+    found = findings.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks, seed=seed).records(mode))
+    assert {f.kind for f in found} <= {"oversubscribed_uplink"}
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 4, 4, 4), (8, 8, 8), (4, 8, 4)])
+@pytest.mark.parametrize("mode", [QUICK, DEFAULT])
+def test_the_narrow_uplinks_of_several_racks_are_found_with_their_hosts(sizes, mode):
+    racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
+    uplinks = {rack: 119.5 * MB * size / 2 for rack, size in enumerate(sizes)}
+    (found,) = findings.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks).records(mode))
+    assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
+    assert found.ratio == pytest.approx(2.0, abs=0.1)
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    names = [f"n[{end - size + 1}-{end}]" for end, size in zip(ends, sizes, strict=True)]
+    assert found.what.startswith(f"the uplinks of {', '.join(names[:-1])} and {names[-1]} are oversubscribed")
+
+
+def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shares():
+    racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
+    records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()
+    assert not any(isinstance(record, GroupsSeen) for record in records)
+    (found,) = findings.find(records)
+    assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
+    assert "share seem to be oversubscribed" in found.what
+    busy = [structs.replace(r, busy=0.95) if isinstance(r, PairSeen) else r for r in records]
+    assert findings.find(busy) == ()  # the processors may be what the pairs share
+    assert "pairs across at once" in found.evidence and " to " in found.evidence and "%" in found.evidence
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rate", "mode"), [((4, 8, 8, 8), 2, QUICK), ((6, 8, 8, 8), 1, DEFAULT), ((8, 8), 2, QUICK)]
+)
+def test_hosts_behind_a_narrow_uplink_are_not_slow_themselves(sizes, rate, mode):
+    racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
+    network = Network(len(racks), noise=0.005, racks=racks, uplink={0: 119.5 * MB * rate})
+    assert {f.kind for f in findings.find(network.records(mode))} == {"oversubscribed_uplink"}
+    network.slow[1] = 0.5
+    found = findings.find(network.records(mode))
+    assert [f.hosts for f in found if f.kind == "slow_host"] == [("n2",)]
 
 
 def both_ways(names, part, load="alone"):
@@ -330,9 +429,25 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
         )
 
     few = [curve(True, 1.0), curve(False, 1.0)]  # not what jobs run on
-    found = findings.gpudirect_idle([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
+    found = cards.gpudirect_idle([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
     assert [(f.kind, f.ratio) for f in found] == ([("gpudirect_off", gain)] if told else [])
-    assert findings.gpudirect_idle([curve(None, 1.0)]) == findings.gpudirect_idle([]) == []
+    assert cards.gpudirect_idle([curve(None, 1.0)]) == cards.gpudirect_idle([]) == []
+
+
+def test_gpudirect_is_doubted_only_where_nothing_was_measured():
+    gpu = Gpu(index=0, name="H100")
+    said = tuple(facts(f"n{n}", gpus=(gpu,), rdma_bytes_per_second=25e9) for n in (1, 2, 3))
+    records = Network(3).records(facts=said)
+    (found,) = findings.find(records)  # for all hosts at once: drivers with DMA-BUF need no module
+    assert (found.kind, found.severity, found.hosts) == ("gpudirect_off", "note", ("n1", "n2", "n3"))
+    assert found.what.startswith("n[1-3]: GPUDirect RDMA may be off")
+    measured = [
+        CollectiveSeen(step="all-reduce", collective=Collective(
+            name="all_reduce", backend="nccl", hosts=("n1", "n2", "n3"), ranks=3, gpudirect=gpudirect,
+            curve=(Point(64 << 20, seconds),)))
+        for gpudirect, seconds in ((True, 1.0), (False, 1.9))
+    ]  # fmt: skip
+    assert findings.find([*records, *measured]) == ()
 
 
 def address(n, net):
@@ -367,10 +482,72 @@ def test_other_networks_are_found_by_their_subnets():
     assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
+def card(gbits):
+    interface = Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=gbits * 125 * MB)
+    return (interface,)
+
+
 def test_a_card_that_does_not_reach_its_rate():
-    card = Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=1250 * MB)
-    found = findings.find(Network(3).records(facts=(facts("n1", interfaces=(card,)), facts("n2"), facts("n3"))))
-    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1",))]
+    said = tuple(facts(f"n{n}", interfaces=card(10)) for n in (1, 2, 3))
+    found = findings.find(Network(3).records(facts=said))
+    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", (f"n{n}",)) for n in (1, 2, 3)]
+    assert "of 10 Gb/s" in found[0].evidence
+    said = (said[0], *(facts(f"n{n}", interfaces=card(1)) for n in (2, 3)))  # the others' cards allow no more
+    assert findings.find(Network(3).records(facts=said)) == ()
+
+
+@pytest.mark.parametrize(
+    ("gbits", "part", "told"), [(25, 0.85, False), (50, 0.55, False), (100, 0.4, False), (100, 0.2, True)]
+)
+def test_a_card_is_compared_with_what_tcp_gets_out_of_its_kind(gbits, part, told):
+    said = tuple(facts(f"n{n}", interfaces=card(gbits)) for n in (1, 2, 3, 4))
+    network = Network(4, rate=part * gbits * 125 * MB)
+    assert {f.kind for f in findings.find(network.records(DEFAULT, facts=said))} == (
+        {"below_nominal"} if told else set()
+    )
+    # One stream does not fill such a card.
+    assert findings.find(Network(4, rate=3e9 / 8).records(QUICK, facts=said)) == ()
+
+
+def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
+    def port(gbits, layer, active=True):
+        return RdmaPort(device="mlx5", port=1, link_layer=layer, active=active, rate_bytes_per_second=gbits * 125 * MB)
+
+    hdr, login = [port(200, "InfiniBand")] * 8, [port(100, "Ethernet"), port(25, "Ethernet")]
+    assert fastest_ports([*login, *hdr, port(400, "InfiniBand", active=False)]) == tuple(hdr)
+    assert fastest_ports(login) == (login[0],)
+    said = tuple(
+        facts(f"n{n}", rdma_bytes_per_second=8 * 25e9, rdma_ports=8, rdma_kind="infiniband") for n in range(1, 5)
+    )
+    for rate, kinds in ((23e9, set()), (46e9, set()), (12e9, {"below_nominal"})):
+        records = Network(4, rate=rate).records(DEFAULT, facts=said)
+        over_mpi = [structs.replace(r, primary="mpi") if isinstance(r, Started) else structs.replace(r, way="mpi") if
+                    isinstance(r, PairSeen) else r for r in records]  # fmt: skip
+        assert {f.kind for f in findings.find(over_mpi)} == kinds
+
+
+@pytest.mark.parametrize("mode", [QUICK, DEFAULT])
+def test_slower_cards_are_no_faults_but_a_slow_one_among_them_is(mode):
+    slow = dict.fromkeys((0, 2, 7), 0.25)
+    said = tuple(facts(f"n{n + 1}", interfaces=card(0.25 if n in slow else 1)) for n in range(8))
+    (found,) = findings.find(Network(8, noise=0.005, slow=slow).records(mode, facts=said))
+    assert (found.kind, found.severity, found.hosts) == ("mixed_cards", "note", ("n1", "n3", "n8"))
+    for worse, ratio in ((2, 0.5), (1, 0.6)):  # of the slow cards and of the fast ones
+        found = findings.find(
+            Network(8, noise=0.005, slow={**slow, worse: slow.get(worse, 1.0) * ratio}).records(mode, facts=said)
+        )
+        (host,) = [f for f in found if f.kind == "slow_host"]
+        assert (host.hosts, host.severity) == ((f"n{worse + 1}",), "error")
+        assert host.ratio == pytest.approx(ratio, abs=0.03)
+    unknown = (*said[:1], facts("n2", interfaces=()), *said[2:])  # then all are of one class
+    found = findings.find(Network(8, noise=0.005, slow=slow).records(mode, facts=unknown))
+    assert {f.hosts for f in found if f.kind == "slow_host"} == {("n1",), ("n3",), ("n8",)}
+
+
+def test_one_card_that_agreed_on_a_lower_rate_is_a_warning():
+    said = tuple(facts(f"n{n}", interfaces=card(0.1 if n == 3 else 1)) for n in range(1, 6))
+    found = findings.find(Network(5, slow={2: 0.1}).records(facts=said))
+    assert [(f.kind, f.severity, f.hosts) for f in found] == [("mixed_cards", "warning", ("n3",))]
 
 
 def test_a_noisy_link_is_noted():
@@ -396,6 +573,47 @@ def test_the_baseline_shows_what_became_worse():
     found = baseline.worse(before, measured(Network(6, one_way={(0, 1): 0.8}).records(DEFAULT)))
     assert [(f.source, f.target, f.severity) for f in found] == [("n1", "n2", "warning")]
     assert baseline.worse(measured(Network(6, slow={2: 0.6}).records(DEFAULT)), before) == ()
+
+
+@pytest.mark.parametrize(("gbits", "worse"), [(1, True), (25, False)])
+def test_a_fast_link_by_one_stream_is_not_compared_with_four(gbits, worse):
+    """One stream reaches a third of a fast link; of a slow one it reaches all."""
+
+    def probe(mode, part=1.0):
+        rate = gbits * 125 * MB / (3 if mode is QUICK and gbits > 10 else 1)
+        return measured(Network(6, rate=rate * part).records(mode))
+
+    found = baseline.worse(probe(DEFAULT), probe(QUICK))
+    assert [f.kind for f in found] == ([] if worse else ["not_compared"])
+    if not worse:
+        assert found[0].what.startswith("only 0 of 30 directions could be compared")
+    kinds = {f.kind for f in baseline.worse(probe(DEFAULT), probe(QUICK, 0.6))}
+    assert kinds == ({"worse_than_baseline"} if worse else {"not_compared"})
+    assert {f.kind for f in baseline.worse(probe(QUICK), probe(QUICK, 0.6))} == {"worse_than_baseline"}
+
+
+def test_links_that_were_measured_beside_others_are_compared_where_the_others_are_the_same():
+    a, b = schedule.rounds(32)[-1][3]
+    before = measured(Network(32, noise=0.005).records(QUICK))
+    now = measured(Network(32, noise=0.005, seed=1, one_way={(a, b): 0.5}).records(QUICK))
+    assert [(f.source, f.target) for f in baseline.worse(before, now)] == [(f"n{a + 1}", f"n{b + 1}")]
+    others = measured(Network(31, noise=0.005).records(QUICK))  # other rounds
+    assert [(f.kind, f.severity) for f in baseline.worse(others, now)] == [("not_compared", "note")]
+
+
+def test_shares_of_a_narrow_uplink_are_not_compared():
+    before = measured(Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 2).records(QUICK))
+    shares = iter([1.3, 0.7] * 100)  # who gets how much of it is chance
+    other = structs.replace(
+        before,
+        pairs=tuple(
+            structs.replace(p, bandwidth_bytes_per_second=p.bandwidth_bytes_per_second * next(shares))
+            if p.bandwidth_bytes_per_second < 100 * MB
+            else p
+            for p in before.pairs
+        ),
+    )
+    assert all(f.kind == "not_compared" for f in baseline.worse(before, other))
 
 
 # -- records --------------------------------------------------------------------------------------------------------------
@@ -434,6 +652,21 @@ def test_what_is_measured_is_what_the_topology_keeps():
     assert measured([]) is None
 
 
+def test_hosts_that_are_one_machine_are_kept_as_one():
+    said = (
+        facts("n1", machine="a", processors=(0, 1, 2)),
+        facts("n2", machine="b", processors=(0, 1)),
+        facts("n3", machine="a", processors=(2, 3)),
+        facts("n4"),  # does not know
+        facts("n5", machine="c", processors=(0, 1, 2, 3), quota=1.5),
+        facts("n6", machine="c", processors=(0, 1, 2, 3), quota=1.5),
+    )
+    kept = measured(Network(6).records(facts=said))
+    assert [(one.hosts, one.processors) for one in kept.machines] == [
+        (("n1", "n3"), 4), (("n2",), 2), (("n4",), 8), (("n5", "n6"), 3),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("hosts", "width"), [(20, 100), (8, 40), (8, 100)])
 def test_the_heat_map_can_be_read_without_colours(hosts, width):
     kept = measured(Network(hosts, slow={1: 0.5}).records())
@@ -444,6 +677,46 @@ def test_the_heat_map_can_be_read_without_colours(hosts, width):
     slow, fast = ("478", "956") if (hosts, width) == (8, 100) else ("5", "9")
     assert cells["n3"] == [fast, slow, "-"] + [fast] * (hosts - 3)
     assert cells["n2"] == [slow, "-"] + [slow] * (hosts - 2)
+
+
+@pytest.mark.parametrize("ending", ["", ".cluster.local"])
+def test_columns_of_the_heat_map_are_told_apart(ending):
+    names = [f"gpu{n}{ending}" for n in range(1, 5)]
+    pairs = tuple(
+        PairLink(source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
+        for a in names
+        for b in names
+        if a != b
+    )
+    kept = Measured(when="", software={}, hosts=tuple(names), pairs=pairs)
+    head = heat_map(kept, "tcp", 120).plain.splitlines()[1]
+    assert head.split() == ["gpu1", "gpu2", "gpu3", "gpu4"]
+
+
+def test_a_heat_map_whose_columns_cannot_be_told_apart_says_their_order():
+    names = ("n1-storage", "n2-storage")
+    pair = PairLink(
+        source=names[0], target=names[1], way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0
+    )
+    text = heat_map(Measured(when="", software={}, hosts=names, pairs=(pair,)), "tcp", 120).plain
+    assert "same order" in text.splitlines()[0] and text.splitlines()[1].startswith("n1-storage")
+
+
+def test_large_messages_that_were_measured_beside_others_only_are_shown():
+    def pair(load, *points, **more):
+        return PairLink(source="a", target="b", way="mpi", load=load, bandwidth_bytes_per_second=1e8, variation=0.0,
+                        curve=points, **more)  # fmt: skip
+
+    pairs = (
+        pair("alone", Point(8, 1e-5), Point(4 << 20, 0.01)),
+        pair("together", Point(4 << 20, 0.5), Point(64 << 20, 0.2)),
+        pair("together", Point(4 << 20, 0.9), both_ways=True),
+    )
+    table = curve_table(Measured(when="", software={}, hosts=("a", "b"), pairs=pairs))
+    sizes, loads, medians, *_ = ([*column.cells] for column in table.columns)
+    assert list(zip(sizes, loads, medians, strict=True)) == [
+        ("8 B", "alone", "10 us"), ("4 MiB", "alone", "10 ms"), ("64 MiB", "together", "200 ms"),
+    ]  # fmt: skip
 
 
 def test_columns_of_all_reduce_say_how_many_hosts_and_ranks():

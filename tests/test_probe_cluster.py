@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import signal
+import subprocess
 import time
 import warnings
 
@@ -92,7 +93,7 @@ def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp
     done = probe(cluster, "-o", topology, "--plot", tmp_path / "links.png")
     assert done.returncode == 0, done
     assert "no findings" in done.stdout, done
-    assert "all-reduce over gloo" in done.stdout
+    assert "all-reduce over gloo" in done.stdout, done.stdout[-300:]
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
     assert not topology.with_name("topology.yaml.partial.jsonl").exists()
     text = topology.read_text()
@@ -110,6 +111,8 @@ def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp
     }  # fmt: skip
     assert {collective.ranks for collective in measured.collectives} == {2, 3}
     assert {link.host for link in measured.inside} == {"n1", "n2", "n3"}
+    [machine] = measured.machines  # virtual hosts are
+    assert (set(machine.hosts), machine.processors) == ({"n1", "n2", "n3"}, len(os.sched_getaffinity(0)))
 
     cluster.shape("n2", "200mbit")
     done = probe(cluster, "--quick", "--baseline", topology, "--json")
@@ -150,6 +153,34 @@ def test_every_card_is_measured_and_every_rank_takes_part_in_all_reduce(make_clu
     assert way.bandwidth_bytes_per_second * 8 == pytest.approx(191e6, rel=0.05)  # the job's own card
 
 
+def test_a_further_network_that_passes_nothing_costs_seconds_and_is_told_of(make_cluster, probe):
+    cluster = make_cluster(4, rate="400mbit", second_rates={f"n{n}": "400mbit" for n in range(1, 5)})
+    subprocess.run(["ip", "-n", cluster._net, "link", "set", "second", "down"], check=True)
+    done = probe(cluster, "--quick", "--json")
+    assert done.returncode == 0, done
+    output = json.loads(done.stdout)
+    assert [note for note in output["notes"] if note.startswith("198.19.0.0/16 was given up")], output["notes"]
+    assert len({(p["source"], p["target"]) for p in output["measured"]["pairs"]}) == 12
+    assert output["seconds"] < 40
+
+
+def test_servers_are_probed_and_a_host_by_itself(make_cluster, probe, tmp_path):
+    cluster = make_cluster(2, slots=2, rate="400mbit")
+    cluster.hostfile.write_text("n1 slots=2\nn2 role=server\n")
+    done = probe(cluster, "--quick", "--json")
+    assert done.returncode == 0, done
+    assert {(p["source"], p["target"]) for p in json.loads(done.stdout)["measured"]["pairs"]} == {
+        ("n1", "n2"),
+        ("n2", "n1"),
+    }
+    done = probe(cluster, "--exclude", "n2", "-o", tmp_path / "one.yaml")
+    assert done.returncode == 0, done
+    measured = read_topology(tmp_path / "one.yaml").measured
+    assert [(each.hosts, each.ranks) for each in measured.collectives] == [(("n1",), 2)]
+    assert [link.host for link in measured.inside] == ["n1"]
+    assert measured.pairs == ()
+
+
 def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_path):
     cluster = make_cluster(5, rate="400mbit")
     command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
@@ -186,6 +217,7 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     assert cluster.left_over(within_seconds=3) == {}
     done = cluster.run("n1", command, env=ENV, timeout=90, cwd=tmp_path)
     assert done.returncode == 0, done
+    assert "going on with the probe of" in done.stderr and str(partial) in done.stderr
     assert not partial.exists()
     again = (tmp_path / "run/ranks/0.out").read_text()
     finished = [json.loads(line)["step"] for line in before if '"type":"done"' in line]

@@ -8,6 +8,8 @@ import os
 import socket
 import threading
 import time
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from distrib_launch import topo
@@ -15,16 +17,18 @@ from distrib_launch.journal import Journal
 from distrib_launch.probeview import View
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from distrib.cluster.measured import Measured
 from distrib.cluster.measured_part import check_writable, write_measured
 from distrib.errors import ConfigError
-from distrib.probe import inside, tcp
+from distrib.probe import collective, inside, tcp
 from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import Load, own_facts
 from distrib.probe.plot import check_name
-from distrib.probe.records import Ended, Started, StepDone, encode
+from distrib.probe.records import Ended, Facts, Started, StepDone, encode
+from distrib.probe.settings import MODES
 
 TOKEN = b"0123456789abcdef"
 
@@ -86,6 +90,14 @@ def test_garbage_does_not_stop_the_one_who_is_waited_for(listener):
     assert seen.latency_seconds > 0
 
 
+def test_a_receiver_whose_sender_cannot_connect_gives_up_soon(monkeypatch, listener):
+    monkeypatch.setattr(tcp, "ACCEPT_SECONDS", 0.2)
+    begun = time.monotonic()
+    with pytest.raises(ProbeTimeout, match="no connection came"):
+        listener.accept(TOKEN, 7, 1, begun + 10.0)
+    assert time.monotonic() - begun < 2
+
+
 def test_a_sender_that_is_silent_costs_its_own_time_only(listener):
     with socket.create_connection(("127.0.0.1", listener.port)) as sock:
         sock.sendall(tcp._HELLO.pack(TOKEN, 7, 0))
@@ -114,15 +126,19 @@ def test_this_host_has_facts_and_a_load():
 
 
 def test_memory_copies_have_a_rate():
-    memory = inside.measure("here")[0]
+    (memory, *_), problems = inside.measure("here", 0.05)
+    assert problems == ()
     assert (memory.host, memory.source, memory.target) == ("here", "memory", "memory")
     assert memory.bandwidth_bytes_per_second > 100e6
 
 
 class FakeTorch:
-    """Two GPUs whose copies take as long as a link of so many bytes per second would."""
+    """GPUs whose copies take as long as a link of so many bytes per second would; of some the memory is full."""
 
     uint8 = "uint8"
+    gpus = 2
+    full = ""
+    rates: ClassVar = {"between": 400e9, "memory": 50e9}
 
     class cuda:
         clock = 0.0
@@ -142,7 +158,7 @@ class FakeTorch:
 
         @staticmethod
         def device_count():
-            return 2
+            return FakeTorch.gpus
 
         @staticmethod
         def current_stream():
@@ -159,21 +175,54 @@ class FakeTorch:
             self.size, self.where = size, where
 
         def copy_(self, source, non_blocking):
-            rate = 400e9 if self.where.startswith("cuda") and source.where.startswith("cuda") else 50e9
-            FakeTorch.cuda.clock += self.size / rate
+            between = self.where.startswith("cuda") and source.where.startswith("cuda")
+            FakeTorch.cuda.clock += self.size / FakeTorch.rates["between" if between else "memory"]
 
     @staticmethod
     def empty(size, *, dtype, device="pinned", pin_memory=False):
+        if device == FakeTorch.full:
+            raise RuntimeError("CUDA out of memory\nTry this and that.")
         return FakeTorch.Buffer(size, device)
 
 
 def test_copies_on_gpus_are_timed_with_events():
-    links = {(link.source, link.target): link for link in inside.gpu_links("here", FakeTorch)}
-    assert len(links) == 6
+    found, problems = inside.gpu_links("here", FakeTorch, 0.1)
+    links = {(link.source, link.target): link for link in found}
+    assert (len(links), problems) == (6, ())
     assert links["memory", "gpu0"].bandwidth_bytes_per_second == pytest.approx(50e9)
     assert links["gpu1", "memory"].path == "PCIe"
     assert links["gpu0", "gpu1"].bandwidth_bytes_per_second == pytest.approx(400e9)
     assert links["gpu0", "gpu1"].path == "through memory"
+
+
+@pytest.mark.parametrize(("mode", "most"), [("default", 30.0), ("quick", 10.0)])
+def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, most):
+    monkeypatch.setattr(FakeTorch, "gpus", 8)
+    monkeypatch.setattr(FakeTorch, "rates", {"between": 3e9, "memory": 6e9})
+    begun = FakeTorch.cuda.clock
+    found, _ = inside.gpu_links("here", FakeTorch, MODES[mode].inside_seconds, backwards=mode != "quick")
+    assert FakeTorch.cuda.clock - begun < most
+    pairs = {frozenset((link.source, link.target)) for link in found}
+    assert len(pairs) == 8 + 28
+    assert len(found) == 16 + (28 if mode == "quick" else 56)
+    for link in found:
+        rate = 6e9 if "memory" in (link.source, link.target) else 3e9
+        assert link.bandwidth_bytes_per_second == pytest.approx(rate)
+
+
+def test_a_gpu_whose_memory_is_full_costs_its_own_ways(monkeypatch):
+    monkeypatch.setattr(FakeTorch, "gpus", 3)
+    monkeypatch.setattr(FakeTorch, "full", "cuda:1")
+    found, problems = inside.gpu_links("here", FakeTorch, 0.1)
+    assert {end for link in found for end in (link.source, link.target)} == {"memory", "gpu0", "gpu2"}
+    assert len(found) == 6
+    assert problems == ("gpu1: CUDA out of memory",)
+
+
+def test_what_was_measured_in_time_is_kept():
+    found, problems = inside.gpu_links("here", FakeTorch, 0.1, deadline=time.monotonic() - 1)
+    assert found == []
+    assert problems == ("GPUs: for time, 6 of 6 ways were left out",)
 
 
 # -- how much of an all-reduce there is time for ----------------------------------------------------------------------------
@@ -193,6 +242,23 @@ def test_larger_sizes_are_measured_before_smaller_ones_are_repeated(expected, le
     for size in sizes:
         once, still = once - expected * size, still - expected * size
         assert (once >= -1e-9) == (still >= -1e-9) or times == 1
+
+
+def test_a_rank_without_room_keeps_nobody_waiting(monkeypatch):
+    def full(*args, **kwargs):
+        raise RuntimeError("CUDA out of memory\nTry this and that.")
+
+    def gather(into, own):
+        into[:] = ["", own or "n2, rank 1: CUDA out of memory"]
+
+    monkeypatch.setattr(collective.dist, "all_gather_object", gather)
+    for rank in (0, 1):
+        ranks = object.__new__(collective.Ranks)
+        ranks.hosts, ranks.device, ranks.world = ["n1", "n2"], "cpu", SimpleNamespace(rank=rank, size=2)
+        with monkeypatch.context() as there, pytest.raises(RuntimeError, match="n2, rank 1: CUDA out of memory"):
+            if rank == 1:
+                there.setattr(collective.torch, "zeros", full)
+            ranks._memory(1024)
 
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------
@@ -234,21 +300,41 @@ def test_a_file_that_may_not_be_changed_is_not(tmp_path):
         check_writable(path)
 
 
-@pytest.mark.parametrize("change", ["hosts", "mode", "ended", "asked"])
+@pytest.mark.parametrize("change", ["hosts", "mode", "way", "ended", "asked"])
 def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     path = tmp_path / "t.yaml.partial.jsonl"
     lines = [encode(START), encode(DONE), *([encode(Ended(seconds=1.0))] if change == "ended" else [])]
     path.write_text("\n".join(lines) + "\n")
     hosts = ("a", "c") if change == "hosts" else ("a", "b")
     mode = "full" if change == "mode" else "quick"
-    journal = Journal(path, hosts, mode, False if change == "asked" else None)
+    way = "mpi" if change == "way" else None
+    journal = Journal(path, hosts, mode, False if change == "asked" else None, way)
     assert journal.done_steps == ()
     assert journal.read() == []
     journal.done()
     if change != "asked":
         path.write_text("\n".join(lines) + "\n")
         with pytest.raises(ConfigError, match="no probe of these hosts"):
-            Journal(path, hosts, mode, True)
+            Journal(path, hosts, mode, True, way)
+
+
+def test_a_probe_of_another_network_is_begun_anew_and_says_so(tmp_path):
+    path = tmp_path / "t.yaml.partial.jsonl"
+
+    def at(address, interface):
+        return structs.replace(START, facts=(Facts(host="a", address=address, interface=interface, cpus=1),))
+
+    path.write_text(f"{encode(at('10.0.0.1', 'eth0'))}\n{encode(DONE)}\n")
+    journal = Journal(path, ("a", "b"), "quick", None)
+    assert "going on with the probe of 2026-01-01" in journal.write(encode(at("10.0.0.1", "eth0")))
+    assert journal.done_steps == ("together/tcp/0",)
+    said = journal.write(encode(at("10.1.0.1", "ib0")))
+    assert "a was reached at 10.0.0.1 (eth0), and is at 10.1.0.1 (ib0) now; beginning anew" in said
+    assert journal.read() == [at("10.1.0.1", "ib0")]
+    journal.take_over()
+    assert journal.done_steps == ()
+    assert journal.write(encode(at("10.1.0.1", "ib0"))) is None
+    journal.done()
 
 
 def test_the_view_keeps_records_and_shows_everything_else(capsys):
@@ -266,7 +352,6 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["-H", "a"], "one host has no links"),
         (["-H", "a,b", "--plot", "x.gif"], "not a kind of picture"),
         (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
         (["-H", "a,b", "--plot", "/nowhere/x.png"], "no folder /nowhere"),

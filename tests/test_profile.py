@@ -31,6 +31,17 @@ def test_a_script_is_measured_and_ended(launch, tmp_path):
     assert 0 < found.processor_share < 0.9  # it sleeps most of the time
 
 
+def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
+    run = launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.03, 1600, "loads")
+    assert run.code == 0, run
+    found = read_workload(tmp_path / "p.json")
+    # Each of a batch's four samples spins for 3 ms of its process's processor time; the kernel counts in ticks of 10 ms.
+    assert 0.006 < found.loading_processor_seconds < 0.05
+    assert f"(which takes {1e3 * found.loading_processor_seconds:.3g} ms of processors)" in run.err
+    launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.003, 1600)
+    assert read_workload(tmp_path / "p.json").loading_processor_seconds == 0
+
+
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
     words = [sys.executable, str(STEPS), "30", "0", "1600"]
     plain = subprocess.run(words, capture_output=True, text=True, timeout=60)

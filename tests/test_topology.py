@@ -17,10 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from distrib import units
+from distrib.cluster import ways
 from distrib.cluster.catalog import catalog, find_gpu, near_gpus
 from distrib.cluster.hostfile import parse_host_list, parse_hostfile, read_hostfile
 from distrib.cluster.links import parse_bus, parse_network, parse_uplink
-from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.cluster.measured_part import decode_measured, encode_measured, split_measured, write_measured
 from distrib.cluster.rules import rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts, parse_topology, read_topology
@@ -187,6 +188,9 @@ BAD = [
     (NODE + MEASURED + "  pairs:\n    - " + PAIR % "1e-300", "pairs[0].bandwidth_bytes_per_second: 1e-300 bytes per second; no link"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("width_bytes", "with_bytes"), "did you mean bandwidth_bytes_per_second?"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("var", "latency_seconds: 1e9, var"), "latency_seconds: 1e+09 seconds; no link"),
+    (NODE + MEASURED + "  machines:\n    - {hosts: [a, x], processors: 2}", "machines[0].hosts: x is not among the hosts"),
+    (NODE + MEASURED + "  machines:\n    - {hosts: [a], processors: 0}", "machines[0].processors: 0 processors; no"),
+    (NODE + MEASURED + "  machines:\n    - {hosts: [a], processors: 2}\n    - {hosts: [A], processors: 2}", "A is machines[0] already"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("0}", "0, curve: [[8, 1e-300]]}"), "curve[0]: 8 bytes in 1e-300 s cannot be"),
     (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a", 0), "t.yaml:8: $.measured.collectives[0].ranks: 0 ranks on 1 hosts"),
     (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a, A", 2), "t.yaml:8: $.measured.collectives[0].hosts: each of its hosts is named once"),
@@ -353,6 +357,19 @@ def test_an_uplink_gives_its_oversubscription():
     assert found == {"new rack": pytest.approx(1.2), "old rack": 2.0, "core": 1.0}
 
 
+def test_ways_between_many_hosts_do_not_take_long(monkeypatch):
+    """Hosts of one kind have the same NICs: what they carry is found once, not for each pair."""
+    asked = []
+    own = ways.data_nics
+    monkeypatch.setattr(ways, "data_nics", lambda nics: asked.append(1) or own(nics))
+    text = "nodes: [{hosts: 'n[1-40]', nics: [{name: 'm[0-7]', rate: HDR}]}]\nswitches:\n"
+    text += "  - {name: a, hosts: 'n[1-20]', uplink: 2 x HDR}\n  - {name: b, hosts: 'n[21-40]', uplink: 4 x HDR}\n"
+    topology = parse_topology(text, "t")
+    found = {(a, b): link_between(topology, a, b) for a in topology.hosts for b in topology.hosts if a != b}
+    assert found["n1", "n2"].oversubscription == 1 and found["n1", "n40"].oversubscription == 80
+    assert len(asked) < 100
+
+
 def test_a_narrow_slot_holds_its_nic_back():
     text = "nodes: [{hosts: 'n[1-2]', nics: [{name: e, rate: HDR, pcie: PCIe3 x4}]}]"
     way = link_between(parse_topology(text, "t"), "n1", "n2")
@@ -443,6 +460,7 @@ switches:
 FOUND = measured(
     pair("n1", "n2", 1e8, curve=CURVE),
     hosts=("n1", "n2", "n3"),
+    machines=(Machine(hosts=("n1", "n3"), processors=8), Machine(hosts=("n2",), processors=2)),
     inside=(InsideLink(host="n1", source="memory", target="memory", bandwidth_bytes_per_second=1e10, variation=1e-7),),
     collectives=(Collective(name="all_reduce", backend="gloo", hosts=("n1", "n2"), ranks=2, curve=CURVE),),
 )
@@ -509,7 +527,7 @@ def test_writing_into_a_link_keeps_the_link(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("{nodes: [{hosts: 'n[1-3]'}]}\n", "is no YAML"),
+        ("{nodes: [{hosts: 'n[1-3]'}]}\n", "cannot take a measured part; write `nodes:` in block style"),
         ("nodes:\n  - hosts: other\n", "measured on other hosts: n1, n2, n3"),
         ("nodes: [\n", "is no YAML"),
         ("hello", "is text, not a topology"),

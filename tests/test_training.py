@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -189,8 +190,9 @@ def test_a_distributed_sampler_stays_and_has_its_epochs_set():
 
 
 def test_rounds_of_a_stream():
-    assert [list(every_nth(iter("abcde"), rank, 2, whole_rounds=True)) for rank in range(2)] == [["a", "c"], ["b", "d"]]
-    assert list(every_nth(iter("abcde"), 0, 2, whole_rounds=False)) == ["a", "c", "e"]
+    whole = [list(every_nth(iter("abcde"), rank, 2, whole_rounds=lambda: True)) for rank in range(2)]
+    assert whole == [["a", "c"], ["b", "d"]]
+    assert list(every_nth(iter("abcde"), 0, 2, whole_rounds=lambda: False)) == ["a", "c", "e"]
 
 
 def test_the_loader_keeps_its_options():
@@ -323,6 +325,34 @@ def test_checkpoints_that_are_none(job, tmp_path):
         job.restore(path, optimizer=torch.optim.SGD([torch.ones(1, requires_grad=True)]))
     with pytest.raises(TrainingError, match="does not fit"):
         job.restore(path, model=nn.Linear(2, 1))
+
+
+def test_checkpoints_hold_python_numbers(job, tmp_path):
+    """A schedule in numpy leaves numbers of its own in the optimizer, which torch.load would refuse."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = 0.05 * (1 + np.cos(np.float64(1.0)))
+    job.save(
+        tmp_path / "last.pt", optimizer=optimizer, model=model, best=np.float32(0.5), seen={np.int64(3): [np.True_]}
+    )
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64
+    other = torch.optim.SGD(model.parameters(), lr=1.0)
+    back = job.restore(tmp_path / "last.pt", optimizer=other, model=nn.Linear(1, 1))
+    assert back == {"best": 0.5, "seen": {3: [True]}}
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_states_that_could_not_be_restored_leave_the_old_checkpoint(job, tmp_path):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    job.save(tmp_path / "last.pt", optimizer=optimizer)
+    before = (tmp_path / "last.pt").read_bytes()
+    optimizer.param_groups[0]["history"] = np.ones(2)
+    with pytest.raises(
+        TrainingError, match=r"cannot save optimizer\['param_groups'\]\[0\]\['history'\]: a ndarray could"
+    ):
+        job.save(tmp_path / "last.pt", optimizer=optimizer)
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.is_dir()] == ["last.pt"]
 
 
 def test_status_lines(monkeypatch):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import time
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from distrib_launch import cli, job, report
 from distrib_launch.outlook.during import Watch
 from distrib_launch.outlook.record import Outlook
@@ -15,6 +17,7 @@ from msgspec.structs import replace
 from distrib.bandwidth.prediction import Cap, Prediction
 from distrib.strategy import Strategy
 from distrib.training import wires
+from distrib.training.meter import WARMUP_STEPS, WINDOW_STEPS, Meter
 from tests.conftest import SCRIPTS
 
 HOSTS = ("n1", "n2", "n3")
@@ -51,6 +54,16 @@ def hear(plan, step=0.1, compute=0.09, links=None, computes=()):
             },
         )
     return said, watch.measured
+
+
+def test_a_lost_rank_does_not_silence_the_others(plan):
+    said: list[str] = []
+    watch = Watch(plan, said.append, lambda _: None)
+    for _ in range(3):
+        for rank in range(len(HOSTS) - 1):
+            watch.hear(rank, {"steps": 20, "step_seconds": 0.3, "compute_seconds": 0.09, "exposed_seconds": 0.21})
+    assert watch.measured and watch.measured.step_seconds == 0.3
+    assert any("wire" in line for line in said)
 
 
 RING = {("n1", "n2"): 1.1e9, ("n2", "n3"): 1.1e9, ("n3", "n1"): 1.1e9}
@@ -91,7 +104,7 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
 def test_a_rank_that_computes_slowly_is_named(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
     assert said == [
-        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes for 190 ms, 90 ms was profiled; is its processor "
+        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes for 190 ms, 90 ms was foretold; is its processor "
         "shared, or hot?"
     ]
 
@@ -206,3 +219,26 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
         "n1-n2, 10 GbE", "loss: 2 to 1, 2 values", "SIGKILL",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatch, tmp_path):
+    """As in modes local and async, where it waits for an exchange, or for parameters, and not between backward and optimizer."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which the first optimizer sets
+    told: list[dict[str, float]] = []
+    waited = 0.0
+    meter = Meter(torch.device("cpu"), told.append, lambda: waited)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter.watch(model)
+    meter.watch(optimizer)
+    for step in range(WARMUP_STEPS + WINDOW_STEPS + 1):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        if step % 5 == 4:
+            begun = time.monotonic()
+            time.sleep(0.05)
+            waited += time.monotonic() - begun
+    (seen,) = told
+    assert seen["exposed_seconds"] == pytest.approx(0.05 / 5, rel=0.3)
+    assert seen["step_seconds"] == pytest.approx(seen["compute_seconds"] + seen["exposed_seconds"])
+    assert seen["compute_seconds"] < 0.03

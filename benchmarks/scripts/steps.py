@@ -8,6 +8,7 @@ multiplies matrices on the CPU. Alone it measures the profile of each case, with
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -113,19 +114,30 @@ class Timed:
 
     def steps(self, case: dict[str, Any]) -> list[float]:
         """Seconds of each step; those before it is settled are left out."""
-        settling = WARM_STEPS
+        settling = case["settling"] if case["kind"] == "async" else WARM_STEPS
         if case["name"] not in self._kept:
             model, optimizer, x = build(case, alone=False)
             self._kept[case["name"]] = (*self._job.prepare(model, optimizer), x)
             settling = case["settling"]
         self._job.barrier()
         taken = []
-        for _ in range(case["steps"] + settling):
+        for _ in range(settling + case["steps"] + case["ending"]):
             begun = time.perf_counter()
             step(*self._kept[case["name"]])
             taken.append(time.perf_counter() - begun)
         self._job.barrier()
-        return taken[settling:]
+        return taken[settling : settling + case["steps"]]
+
+
+def of_all(job: distrib.Job, own: dict[str, list[float]], answer: Path) -> dict[str, list[float]]:
+    """Of each step what it took per step of a rank, all ranks together: with servers each goes at its own pace."""
+    answer.with_suffix(f".{job.rank}").write_text(json.dumps(own))
+    job.barrier()
+    ranks = [json.loads(answer.with_suffix(f".{rank}").read_text()) for rank in range(job.world_size)]
+    return {
+        name: [statistics.harmonic_mean(taken) for taken in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in own
+    }
 
 
 def orders(folder: Path) -> Any:
@@ -146,7 +158,10 @@ def main() -> None:
     with distrib.init() as job:
         timed = Timed(job)
         for cases, answer in orders(Path(sys.argv[1])):
-            found = {case["name"]: profile(case) if job.world_size == 1 else timed.steps(case) for case in cases}
+            if job.world_size == 1:
+                found = {case["name"]: profile(case) for case in cases}
+            else:
+                found = of_all(job, {case["name"]: timed.steps(case) for case in cases}, answer)
             if job.is_main:
                 part = answer.with_suffix(".part")
                 part.write_text(json.dumps(found))

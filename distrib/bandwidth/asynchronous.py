@@ -22,11 +22,16 @@ MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
 SMALLEST_SHARED_BYTES = 1 << 20
 """The same where workers and servers share memory, which is faster than a wire."""
 
+GOODPUT_LOST, LEAST_GOODPUT = 0.05, 0.7
+"""What of the wire each further host leaves unused, as all send to all in their own time, where a host's workers push as one, and what is
+left of it with many: 0.95 with 2 and 0.7 with 7 virtual hosts (benchmarks/prediction.py). Several that push for themselves fill each
+other's pauses."""
 
-GOODPUT = 0.9
-"""What of the wire workers and servers together fill: 0.88 to 0.96 (benchmarks/parameter_server.py, virtual hosts)."""
+TOGETHER = 2.5
+"""Computing and the wire hide each other but for what one waits for the other now and then, most where they take equally long: the
+step is the norm of this order of the two; seen there, too."""
 
-TURNAROUND_SECONDS = 5e-3
+TURNAROUND_SECONDS = 10e-3
 """From the last gradient to the parameters that it has changed, but for the wire; seen there, too."""
 
 
@@ -47,7 +52,7 @@ def pushed_by(fabric: Fabric, strategy: Strategy) -> int:
 
 
 def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
-    """A worker's own time, or that for which the wires are busy with a step of every worker, whichever is longer.
+    """A worker's own time, or that for which the wires are busy with a step of every worker, whichever is longer, and a little more.
 
     Gradients are pushed while backward goes on, and the answer brings the new parameters, for which the next
     forward pass waits layer by layer; so only what is pushed last is on the way while nothing is computed. With `staleness`
@@ -58,10 +63,14 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     if wire is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
     pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
-    busy = _busy_seconds(fabric, strategy, pushed) / GOODPUT
+    pushing = fabric.ranks_per_host / pushed_by(fabric, strategy)
+    goodput = max(LEAST_GOODPUT, 1 - GOODPUT_LOST * (fabric.hosts - 1) / pushing)
+    busy = _busy_seconds(fabric, strategy, pushed) / goodput
     servers = strategy.servers or fabric.hosts
     chunk = min(chunk_bytes(int(pushed), servers), pushed)
-    seconds = max(alone + TURNAROUND_SECONDS + 2 * wire.curve.seconds(chunk), busy)
+    own = alone + TURNAROUND_SECONDS + 2 * wire.curve.seconds(chunk)
+    longer, shorter = max(own, busy), min(own, busy)
+    seconds = longer * (1 + (shorter / longer) ** TOGETHER) ** (1 / TOGETHER)
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 

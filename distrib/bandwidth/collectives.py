@@ -129,6 +129,21 @@ def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_byt
 
 
 def _nccl(fabric: Fabric, size_bytes: float) -> float:
+    """As the tuner's model has it, made longer or shorter by as much as what was measured over most nearly as many ranks."""
+    seconds = _nccl_tuned(fabric, size_bytes)
+    nearest = min(fabric.collectives, key=lambda one: abs(math.log(one.ranks / fabric.ranks)), default=None)
+    seen = dict(_by_count(fabric.collectives)).get(nearest.ranks) if nearest else None
+    if nearest is None or seen is None:
+        return seconds
+    hosts = len(nearest.hosts)
+    each = nearest.ranks // hosts
+    there = msgspec.structs.replace(
+        fabric, hosts=hosts, ranks=nearest.ranks, ranks_per_host=each, inside=fabric.inside if each > 1 else None
+    )
+    return seconds * seen.seconds(size_bytes) / _nccl_tuned(there, size_bytes)
+
+
+def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
     """The fastest of NCCL's algorithms and protocols by its own tuner's model (src/graph/tuning.cc)."""
     inside = fabric.inside
     way = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
@@ -166,4 +181,4 @@ def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
     host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, wire=None)
     others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, inside=None)
     # All local ranks' parts cross the host's wires at once, so together they take as long as the whole would.
-    return _nccl(host, size_bytes) + _nccl(others, size_bytes)
+    return _nccl_tuned(host, size_bytes) + _nccl_tuned(others, size_bytes)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 
 from distrib.bandwidth.wires import Wire, between, inside_of, places_of
 from distrib.bandwidth.workload import Workload
-from distrib.cluster.catalog import DataType, GpuSpec, find_gpu
+from distrib.bandwidth.workloads import scaled_error, times_as_long
+from distrib.cluster.catalog import GpuSpec, find_gpu
 from distrib.cluster.measured import Collective
 from distrib.cluster.topology import Topology
 from distrib.cluster.ways import inside_link
@@ -31,6 +33,9 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     gpus: bool
     processors: int | None
     """What each rank has of a CPU host's, at least; None where nobody says."""
+    ranks_per_processor: float
+    """On the machine where they are most, counting all of the job's hosts that it is; 0 where nobody says. Of a host's own
+    processors, also where ranks compute on GPUs."""
     wire: Wire | None
     inside: Wire | None
     collectives: tuple[Collective, ...] = ()
@@ -43,6 +48,11 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """Kinds of ranks where they differ: what they take for what takes the workload's own device 1, and how many there are."""
     expected_error: float = MEASURED_ERROR
     notes: tuple[str, ...] = ()
+
+    @property
+    def crowding(self) -> float:
+        """How many ranks that compute on them want the same processor at once; 1 where each has its own."""
+        return 1.0 if self.gpus else max(1.0, self.ranks_per_processor)
 
     def with_wire(self, bytes_per_second: float) -> Fabric:
         """The same job where all links between hosts carry so much."""
@@ -91,10 +101,19 @@ def find_fabric(
         and not group.links
     ):
         notes += (f"nobody described the `links` in {inside.host}: {inside.text} is taken, as the catalogue has it",)
-    for link in (wire, inside):
-        if link and not link.measured:
+    links = [link for link in (wire, inside) if link]
+    if wire and not gpus:  # ranks of a CPU host share memory
+        links = [wire]
+    for link in links:
+        if not link.measured and (gpus or link is wire):
             notes += (f"{link.name} was not measured: its rate is the catalogue's; distrib-topo probe measures it",)
-    known = [link.measured for link in (wire, inside) if link]
+    shares = _shares(topology, names, each, count)
+    most_shared = max((ranks / processors for ranks, processors in shares), default=0.0)
+    if most_shared > 1 and not gpus:
+        notes += (
+            f"{most_shared:.2g} ranks share each processor{_machine_of(topology, names)}: more processors would help",
+        )
+    known = [link.measured for link in links]
     spec = find_gpu(workload.device) if gpus else None
     if gpus and spec is None:
         notes += (f"{workload.device} is no GPU of the catalogue: nothing is known of its memory and links",)
@@ -103,14 +122,15 @@ def find_fabric(
         ranks=ranks,
         ranks_per_host=most,
         gpus=gpus,
-        processors=None if gpus else _processors(topology, names, each),
+        processors=None if gpus else min((max(1, count // ranks) for ranks, count in shares), default=None),
+        ranks_per_processor=most_shared,
         wire=wire,
         inside=inside,
         collectives=_collectives(topology, wire, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
         slowness=slowness,
-        expected_error=MEASURED_ERROR if all(known) else CATALOGUED_ERROR,
+        expected_error=max(MEASURED_ERROR if all(known) else CATALOGUED_ERROR, scaled_error() if slowness else 0.0),
         notes=notes,
     )
 
@@ -184,20 +204,14 @@ def _slowness(
         gpus = topology.nodes[number].gpus
         spec = gpus.spec if gpus else None
         if own and spec:
-            factor = _times_as_long(own, spec)
+            factor = times_as_long(own, spec)
             found[spec.name] = factor, found.get(spec.name, (1.0, 0))[1] + count * ranks // named
     if all(factor == 1.0 for factor, _ in found.values()):
         return (), ()
     kinds = ", ".join(f"{name} takes {factor:.2g} times as long" for name, (factor, _) in found.items() if factor != 1)
-    return tuple(found.values()), (f"computed for {workload.device}; by the catalogue's operations a second, {kinds}",)
-
-
-def _times_as_long(own: GpuSpec, other: GpuSpec) -> float:
-    if own.name == other.name:
-        return 1.0
-    kinds: tuple[DataType, ...] = ("fp16", "fp32")
-    shared = [kind for kind in kinds if kind in own.tflops and kind in other.tflops]
-    return own.tflops[shared[0]].value / other.tflops[shared[0]].value if shared else 1.0
+    return tuple(found.values()), (
+        f"computed for {workload.device}; by the catalogue's peak throughput and memory bandwidth, {kinds}",
+    )
 
 
 def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each: int) -> tuple[Collective, ...]:
@@ -210,6 +224,8 @@ def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each:
         return ()
     backend = "nccl" if gpus else "gloo"
     found = [one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1]
+    direct = wire.gpudirect is not False
+    found = [one for one in found if one.gpudirect in (None, direct)] or found
     for wanted in (each, 1):
         alike = [one for one in found if one.ranks == wanted * len(one.hosts)]
         if alike:
@@ -240,14 +256,38 @@ def _faster(collective: Collective, wire: Wire, factor: float) -> Collective:
     return msgspec.structs.replace(collective, curve=tuple(points))
 
 
-def _processors(topology: Topology | None, names: tuple[str, ...], each: tuple[int, ...]) -> int | None:
-    """What a host's cores are to each of its ranks, where they are fewest, as the launcher shares them out."""
-    found = [
-        max(1, group.cores // each[place % len(each)])
-        for place, host in enumerate(names)
-        if topology and (group := topology.group_of(host)) and group.cores
-    ]
-    return min(found, default=None)
+def _shares(
+    topology: Topology | None, names: tuple[str, ...], each: tuple[int, ...], count: int
+) -> list[tuple[int, int]]:
+    """The ranks of each machine and its processors, as far as anybody says: probe, else the file of each host.
+
+    Hosts that probe found to be one machine share its processors.
+    """
+    if topology is None:
+        return []
+    machines = topology.measured.machines if topology.measured else ()
+    on = {host.lower(): number for number, machine in enumerate(machines) for host in machine.hosts}
+    ranks: dict[int, int] = {}
+    found = []
+    for place, host in enumerate(names):
+        own = each[place % len(each)]
+        if host.lower() in on:
+            ranks[on[host.lower()]] = ranks.get(on[host.lower()], 0) + own
+        elif (group := topology.group_of(host)) and group.cores:
+            found.append((own, group.cores))
+    if len(machines) == 1 and len(machines[0].hosts) > 1:  # what is extrapolated is more of the same
+        ranks = {number: math.ceil(total * count / len(names)) for number, total in ranks.items()}
+    return found + [(total, machines[number].processors) for number, total in ranks.items()]
+
+
+def _machine_of(topology: Topology | None, names: tuple[str, ...]) -> str:
+    """Which of the hosts are one machine, in words; empty where none are."""
+    chosen = {name.lower() for name in names}
+    for machine in topology.measured.machines if topology and topology.measured else ():
+        same = [host for host in machine.hosts if host.lower() in chosen]
+        if len(same) > 1:
+            return f" ({same[0]} and {same[-1]}, for one, are the same machine)"
+    return ""
 
 
 def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None, gpus: bool) -> float | None:

@@ -62,6 +62,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """How long the wire is busy."""
     exposed_seconds: float
     """How much of that nothing hides."""
+    loader_seconds: float = 0.0
+    """How much of the step is waiting for data."""
     samples_per_second: float
     efficiency: float
     """Samples per second and rank against those of one rank alone, 0 to 1."""

@@ -19,7 +19,7 @@ from distrib.bandwidth.workload import Workload, checked
 from distrib.bandwidth.workloads import on_processors
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
-from distrib.strategy import Strategy
+from distrib.strategy import INNER_STEPS, Strategy
 
 WANTED_EFFICIENCY = 0.9
 NEGLIGIBLE = 0.02
@@ -31,8 +31,12 @@ GPU_OVERLAP_SLOWDOWN = 0.08
 CPU_SECONDS_PER_BYTE = 7e-9
 """What a byte over TCP, averaged, costs one processor that would compute: seen on virtual hosts (benchmarks/prediction.py)."""
 
-CONVERSION_COPIES = 7.0
-"""As many copies in memory cost processors as much as turning numbers into another format once; seen there, too."""
+CONVERSION_COPIES, BUSY_CONVERSION_COPIES = 2.5, 7.0
+"""As many copies in memory cost as much as turning numbers into another format once, on a processor that idles and on one that computes;
+seen there, too."""
+
+NOT_HIDDEN = 0.25
+"""Of what processors copy and convert while a wire is busy: the part that the wire, or ranks on the same processor, wait for. Seen there, too."""
 
 HOOK_SECONDS = 2.5e-3
 """From the last piece's end to the optimizer where threads of distrib hand pieces on: seen there, too."""
@@ -41,9 +45,6 @@ TRIAL_BYTES = 2 << 20
 
 GPU_PASSES, CPU_PASSES = (1.0, 1.0), (2.0, 1.0)
 """How often a gradient is copied before it travels and after: into DDP's bucket and back; on CPUs into shared memory too."""
-
-INNER_STEPS = 100
-"""Steps alone in mode local where nobody says."""
 
 _FASTEST = 1e15
 """Bytes per second; a wire that carries more caps nothing."""
@@ -151,7 +152,9 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
     notes = fabric.notes
     if workload.loader_seconds > NEGLIGIBLE * alone:
         part = workload.loader_seconds * strategy.accumulate / alone
-        notes += (f"each step waits {part:.0%} of its time alone for data: a faster loader would shorten it",)
+        notes += (
+            f"each step waits {part:.0%} of its time alone for data: more num_workers, or faster storage, would shorten it",
+        )
     return Prediction(
         hosts=fabric.hosts,
         ranks_per_host=fabric.ranks_per_host,
@@ -161,6 +164,7 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
         compute_seconds=alone,
         communication_seconds=step.communication_seconds,
         exposed_seconds=step.exposed_seconds,
+        loader_seconds=strategy.accumulate * workload.loader_seconds + step.starved_seconds,
         samples_per_second=efficiency * fabric.ranks * workload.batch * strategy.accumulate / alone,
         efficiency=efficiency,
         cap=cap,
@@ -189,6 +193,24 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
 def _step(
     fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
 ) -> Step:
+    step = _fed_step(fabric, workload, strategy, parts, spans=spans)
+    return steps.starved(step, max(0.0, _loading_seconds(fabric, workload, strategy) - step.seconds))
+
+
+def _loading_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
+    """For how long a step of all its ranks keeps the processors of a host busy where other processes load their data."""
+    if not workload.loading_processor_seconds:
+        return 0.0
+    wanted = strategy.accumulate * workload.loading_processor_seconds
+    if not fabric.gpus:
+        passes = workload.loader_seconds + workload.forward_seconds + workload.backward_seconds
+        computed = strategy.accumulate * passes + workload.optimizer_seconds
+        wanted += workload.processor_share * workload.processors * computed
+    return fabric.ranks_per_processor * wanted
+
+
+def _fed_step(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool) -> Step:
+    """A step for which data is there as soon as it is on one rank alone."""
     slowest = _slowest(fabric, workload, strategy)
     if strategy.mode == "async":
         return asynchronous(fabric, workload, strategy, slowest)
@@ -218,15 +240,17 @@ def _hook_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> flo
     own = fabric.gpus or strategy.backend == "horovod"
     if own or pieces.left_to_ddp(workload.gradient_bytes, strategy, alone=fabric.ranks_per_host == 1):
         return 0.0
-    return HOOK_SECONDS
+    return HOOK_SECONDS * fabric.crowding
 
 
 def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
     """What averaging each piece of the gradients costs, in the order in which they travel."""
     copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
+    crowded = 1 + NOT_HIDDEN * (fabric.crowding - 1)
+    packing, unpacking = packing * crowded, unpacking * crowded
     # Formats are changed by the processors that would compute.
-    busy = 0.0 if fabric.gpus else CONVERSION_COPIES / copying * workload.processor_share / workload.processors
+    busy = 0.0 if fabric.gpus else BUSY_CONVERSION_COPIES / copying * workload.processor_share / workload.processors
     return [
         Transfer(
             ready_seconds=piece.ready_seconds,
@@ -247,29 +271,44 @@ def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Pie
     if fabric.wire is None:
         return pieces.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
-    grouped = strategy.all_reduce != "flat"
+    grouped = _is_grouped(fabric, strategy)
     small, large = (collectives.all_reduce(fabric, size, hierarchical=grouped) for size in (64, TRIAL_BYTES))
     wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
     return pieces.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
 
+def _is_grouped(fabric: Fabric, strategy: Strategy) -> bool:
+    """Whether gradients are averaged inside each host first."""
+    if strategy.backend == "horovod":
+        return False
+    return strategy.all_reduce == "hierarchical" or (strategy.all_reduce == "auto" and not fabric.gpus)
+
+
 def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: float) -> float:
     payload = payload_of(piece, strategy.gradients)
-    grouped = strategy.all_reduce == "hierarchical" or (strategy.all_reduce == "auto" and not fabric.gpus)
+    grouped = _is_grouped(fabric, strategy)
     size = payload.size_bytes
     if payload.collective == "all_gather":  # everybody's to everybody: half of an all-reduce of n times as much
-        wire = collectives.all_reduce(fabric, size * fabric.ranks, hierarchical=grouped) / 2
+        senders = fabric.hosts if grouped and not fabric.gpus else fabric.ranks
+        wire = collectives.all_reduce(fabric, size * senders, hierarchical=grouped) / 2
     else:
         wire = collectives.all_reduce(fabric, size, hierarchical=grouped)
     # One piece is packed while another travels.
-    return max(wire, payload.passes * piece.size_bytes * (1.0 if fabric.gpus else CONVERSION_COPIES) / copying)
+    packing = payload.passes * piece.size_bytes / copying
+    if fabric.gpus:
+        return max(wire, packing)
+    packing *= CONVERSION_COPIES * fabric.crowding
+    return max(wire + NOT_HIDDEN * packing, packing)
 
 
-def _slowness(fabric: Fabric, strategy: Strategy) -> float:
+def _slowness(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
     """What the slowest rank takes; with balanced batches, what all take; where nobody waits for anybody, what they take together.
 
     A bound on staleness evens out what varies from step to step, but for a rank that always is slower all wait in the end.
+    On CPU hosts, all take longer where together they want more processors than there are.
     """
+    if not fabric.gpus:
+        return max(1.0, workload.processor_share * workload.processors * fabric.ranks_per_processor)
     if not fabric.slowness:
         return 1.0
     if strategy.balance or (strategy.mode == "async" and strategy.staleness is None):
@@ -280,7 +319,10 @@ def _slowness(fabric: Fabric, strategy: Strategy) -> float:
 
 def _slowest(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
     """What the slowest rank takes in each step, of equals too, where others wait for it in each."""
-    return _slowness(fabric, strategy) * steps.slowest_of(_together(fabric, strategy), workload.variation)
+    variation = workload.variation
+    if strategy.mode == "local":  # ranks meet after many steps, of which the long ones and the short ones even out
+        variation /= (strategy.inner_steps or INNER_STEPS) ** 0.5
+    return _slowness(fabric, workload, strategy) * steps.slowest_of(_together(fabric, strategy), variation)
 
 
 def _together(fabric: Fabric, strategy: Strategy) -> int:
@@ -289,11 +331,24 @@ def _together(fabric: Fabric, strategy: Strategy) -> int:
 
 
 def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: float) -> Step:
-    """Steps alone, and after `inner_steps` of them the mean of all parameters, which nothing hides; of one step its share."""
+    """Steps alone, and after `inner_steps` of them the mean of all parameters; of one step its share.
+
+    What is exchanged while steps go on (`overlap_steps`) is hidden as far as they last.
+    """
     alone = steps.synchronous(workload, (), batches=strategy.accumulate, slowness=slowest)
+    if fabric.ranks == 1:
+        return alone
     inner = strategy.inner_steps or INNER_STEPS
-    averaging = collectives.all_reduce(fabric, workload.parameter_bytes) / inner if fabric.ranks > 1 else 0.0
-    return Step(seconds=alone.seconds + averaging, communication_seconds=averaging, exposed_seconds=averaging)
+    size = workload.parameter_bytes
+    if not strategy.gradients.exact:  # fp16 or bf16
+        size = min(size, 2 * sum(gradient.elements for gradient in workload.gradients))
+    averaging = collectives.all_reduce(fabric, size)
+    exposed = max(0.0, averaging - strategy.outer.overlap_steps * alone.seconds)
+    return Step(
+        seconds=alone.seconds + exposed / inner,
+        communication_seconds=averaging / inner,
+        exposed_seconds=exposed / inner,
+    )
 
 
 def _losses(
@@ -305,25 +360,31 @@ def _losses(
     """
     waited = strategy.accumulate * workload.loader_seconds
     computed = strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
-    own, slowest = _slowness(fabric, strategy), _slowest(fabric, workload, strategy)
+    own, slowest = _slowness(fabric, workload, strategy), _slowest(fabric, workload, strategy)
     link = _link(fabric)
     uneven = f"the slowest of {_together(fabric, strategy)} ranks, whose steps vary by {workload.variation:.1%}"
     losses = [
         Loss(what="the latency of messages", seconds=latency_seconds),
         Loss(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds - latency_seconds),
-        Loss(what="slower GPUs", seconds=waited + own * computed - _alone(fabric, workload, strategy)),
+        Loss(
+            what="slower GPUs" if fabric.gpus else "more ranks than processors",
+            seconds=waited + own * computed - _alone(fabric, workload, strategy),
+        ),
         Loss(what=uneven, seconds=(slowest - own) * computed),
+        Loss(what="loading data, for which the ranks of a host share its processors", seconds=step.starved_seconds),
         Loss(
             what=f"what averaging takes of the {'GPU' if fabric.gpus else 'processors'}",
-            seconds=step.seconds - step.exposed_seconds - waited - slowest * computed,
+            seconds=step.seconds - step.exposed_seconds - step.starved_seconds - waited - slowest * computed,
         ),
     ]
     return tuple(sorted((loss for loss in losses if loss.seconds > 1e-9), key=lambda loss: -loss.seconds))
 
 
 def _link(fabric: Fabric) -> Wire | None:
-    """The narrowest."""
+    """The narrowest; on CPU hosts, whose ranks share memory, that between them."""
     links = [link for link in (fabric.wire, fabric.inside) if link]
+    if fabric.wire and not fabric.gpus:
+        links = [fabric.wire]
     return min(links, key=lambda link: link.bytes_per_second, default=None)
 
 

@@ -30,6 +30,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     communication_seconds: float
     exposed_seconds: float
+    starved_seconds: float = 0.0
+    """That it waits for data, beyond what it waits alone."""
     spans: tuple[Span, ...] = ()
 
 
@@ -94,6 +96,20 @@ def synchronous(
     clock.draw("compute", "wait", "wait for the wire", waited, clock.now)
     clock.compute("optimizer", "optimizer", workload.optimizer_seconds * slowness)
     return Step(seconds=clock.now, communication_seconds=busy, exposed_seconds=exposed, spans=tuple(clock.spans))
+
+
+def starved(step: Step, seconds: float) -> Step:
+    """The step where its data comes so much later."""
+    late = Span(stream="compute", phase="loader", label="loader", start_seconds=0.0, end_seconds=seconds)
+    moved = (
+        msgspec.structs.replace(
+            span, start_seconds=span.start_seconds + seconds, end_seconds=span.end_seconds + seconds
+        )
+        for span in step.spans
+    )
+    return msgspec.structs.replace(
+        step, seconds=step.seconds + seconds, starved_seconds=seconds, spans=(late, *moved) if step.spans else ()
+    )
 
 
 class _Clock:

@@ -40,6 +40,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
     kind: LinkKind | None
     curve: Curve
     measured: bool
+    gpudirect: bool | None = None
+    """Whether cards read GPUs' memory themselves; None where nobody said."""
 
     @property
     def name(self) -> str:
@@ -120,15 +122,19 @@ def places_of(topology: Topology) -> dict[str, tuple[int, tuple[str, ...]]]:
 
 
 def _wire(topology: Topology, way: Way, streams: float) -> Wire:
+    whole = way.bandwidth_bytes_per_second
+    cards = len(way.nics)
+    if way.kind == "ethernet" and cards > 1:  # to one of which the launcher keeps Gloo and NCCL
+        whole = max((pair.bandwidth_bytes_per_second for pair in way.measured), default=whole / cards)
     bandwidth, text = min(
-        (way.bandwidth_bytes_per_second, way.text),
+        (whole, way.text if whole == way.bandwidth_bytes_per_second else f"one of {way.text}"),
         (_staged(topology, way), f"{way.text} through host memory"),
         *_uplinks(topology, way, streams),
         key=lambda narrow: narrow[0],
     )
     latency = way.latency_seconds or 0.0
     curve = None
-    if bandwidth == way.bandwidth_bytes_per_second and len(way.measured) == 1:
+    if bandwidth == whole and len(way.measured) == 1:
         curve = curves.measured(way.measured[0].curve, latency_seconds=latency, bandwidth=bandwidth)
     return Wire(
         source=way.source,
@@ -137,6 +143,7 @@ def _wire(topology: Topology, way: Way, streams: float) -> Wire:
         kind=way.kind,
         curve=curve or curves.line(latency, bandwidth),
         measured=way.origin == "measured",
+        gpudirect=way.gpudirect,
     )
 
 
@@ -144,10 +151,10 @@ def _staged(topology: Topology, way: Way) -> float:
     """What a GPU's memory gets through host memory where cards do not read it themselves.
 
     The way from the GPU to host memory and that from there to the card share the PCIe link above both, so each gets
-    half of it: 6 of 12 GB/s, as NVIDIA/nccl#465 saw over 100 Gb/s InfiniBand.
+    half of it: 6 of 12 GB/s, as NVIDIA/nccl#465 saw over 100 Gb/s InfiniBand. What probe measured went from host memory.
     """
     group = topology.group_of(way.source)
-    if way.gpudirect is not False or way.origin == "measured" or not group or not group.gpus or not group.gpus.count:
+    if way.gpudirect is not False or not group or not group.gpus or not group.gpus.count:
         return float("inf")
     pcie = (group.links.pcie if group.links else None) or (group.gpus.spec.pcie if group.gpus.spec else None)
     return max(1, len(way.nics)) * parse_bus(pcie).usable_bytes_per_second / 2 if pcie else float("inf")

@@ -50,6 +50,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     optimizer_seconds: float
     loader_seconds: float = 0.0
     """That the step waited for its data."""
+    loading_processor_seconds: float = 0.0
+    """What the processes that load a step's data take of the host's processors meanwhile, all of them together."""
     gradients: tuple[Gradient, ...]
     parameter_bytes: int
     memory_bytes: int | None = None
@@ -78,6 +80,7 @@ _MOST = {
     **dict.fromkeys(
         ("forward_seconds", "backward_seconds", "optimizer_seconds", "loader_seconds"), LONGEST_STEP_SECONDS
     ),
+    "loading_processor_seconds": LONGEST_STEP_SECONDS,
     "variation": 10.0,
     "processor_share": 1.0,
     "processors": 1e6,

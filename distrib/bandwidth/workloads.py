@@ -201,9 +201,8 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
                 hint="profile the script on a GPU of the catalogue, or leave out --gpu",
             )
         if before is not after:
-            precision: Precision = "amp" if "fp16" in before.tflops and "fp16" in after.tflops else "fp32"
-            factor = _strength(before.name, precision) / _strength(after.name, precision)
-            device, error = after.name, max(error, _file().errors.scaled)
+            factor = times_as_long(before, after)
+            device, error = after.name, max(error, scaled_error())
     optimizer = workload.optimizer_seconds * factor
     samples = workload.batch if batch is None else batch
     if samples < 1:
@@ -220,9 +219,21 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
         device=device,
         optimizer_seconds=optimizer,
         loader_seconds=workload.loader_seconds * samples / workload.batch,
+        loading_processor_seconds=workload.loading_processor_seconds * samples / workload.batch,
         memory_bytes=memory,
         expected_error=error,
     )
+
+
+def times_as_long(before: GpuSpec, after: GpuSpec) -> float:
+    """What a step takes on another GPU for what it took: by the geometric mean of peak throughput and memory bandwidth."""
+    precision: Precision = "amp" if "fp16" in before.tflops and "fp16" in after.tflops else "fp32"
+    return 1.0 if before is after else _strength(before.name, precision) / _strength(after.name, precision)
+
+
+def scaled_error() -> float:
+    """The relative error to expect of a step that was measured on one GPU and foretold for another."""
+    return _file().errors.scaled
 
 
 def on_processors(workload: Workload, processors: int) -> Workload:

@@ -25,7 +25,8 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     `way` is how the bytes went. `load` is what else went on meanwhile: nothing (`alone`), every other pair of its round
     (`together`), or the other half of the cluster (`bisection`). `both_ways`: both hosts sent at the same time, and the curve is one
     direction's share. `interface` is the source's card; `network` its subnet, where that is not the job's. `latency_seconds`
-    is half a round trip of 8 bytes; `bandwidth_bytes_per_second` the best that large messages reached.
+    is half a round trip of 8 bytes; `bandwidth_bytes_per_second` the best that large messages reached. `streams`: how many
+    connections TCP had, where that is known.
     """
 
     source: str
@@ -38,6 +39,7 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     latency_seconds: float | None = None
     bandwidth_bytes_per_second: float
     variation: float
+    streams: int | None = None
     curve: tuple[Point, ...] = ()
 
 
@@ -67,12 +69,20 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     curve: tuple[Point, ...]
 
 
+class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The hosts that are one machine, as containers and namespaces are, and how many processors they may use together."""
+
+    hosts: tuple[str, ...]
+    processors: int
+
+
 class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One probe: when (ISO 8601, UTC), with what software, of which hosts, and what it found."""
 
     when: str
     software: dict[str, str]
     hosts: tuple[str, ...]
+    machines: tuple[Machine, ...] = ()
     pairs: tuple[PairLink, ...] = ()
     inside: tuple[InsideLink, ...] = ()
     collectives: tuple[Collective, ...] = ()

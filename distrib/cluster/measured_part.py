@@ -24,7 +24,7 @@ from distrib.errors import TopologyError
 MARK = "measured:  # by distrib-topo probe, which replaces this part as a whole"
 
 _KEY = re.compile(r"^(measured|'measured'|\"measured\")[ \t]*:(?=[ \t\r\n]|\Z)", re.MULTILINE)
-_LISTS = ("pairs", "inside", "collectives")
+_LISTS = ("machines", "pairs", "inside", "collectives")
 
 
 def split_measured(text: str) -> tuple[str, str, str]:
@@ -92,12 +92,21 @@ def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
     Without a file, one is made that describes the hosts and nothing more. The file changes in one step or not at all.
     Raises TopologyError: the file is no topology, knows other hosts, or cannot be written.
     """
+    check_writable(path)
+    target = Path(os.path.realpath(path))  # a link stays a link
+    _replace(target, _with_measured(target, measured, os.fspath(path)), os.fspath(path))
+
+
+def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
+    """Raises TopologyError where the file is such that `write_measured` could not put in what is measured of these hosts."""
+    _with_measured(Path(path), Measured(when="", software={}, hosts=tuple(hosts)), os.fspath(path))
+
+
+def _with_measured(target: Path, measured: Measured, source: str) -> str:
+    """The file's text with the measured part in it."""
     from distrib.cluster.topology import parse_topology
     from distrib.cluster.yamlfile import read_text
 
-    check_writable(path)
-    target = Path(os.path.realpath(path))  # a link stays a link
-    source = os.fspath(path)
     old = read_text(target) if target.exists() else _minimal(measured.hosts)
     before, _, after = split_measured(old)
     if not _has_content(before + after):
@@ -107,12 +116,18 @@ def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
         before += newline
     new = before + encode_measured(measured, newline) + after
     plain = parse_topology(before + after, source)
-    read_back = parse_topology(new, source)
-    if read_back.measured != measured or msgspec.structs.replace(read_back, measured=None) != plain:
+    try:
+        read_back = parse_topology(new, source)
+        fits = read_back.measured == measured and msgspec.structs.replace(read_back, measured=None) == plain
+    except TopologyError:
+        if _is_yaml(new, source):
+            raise
+        fits = False
+    if not fits:
         raise TopologyError(
             "cannot take a measured part", source=source, hint="write `nodes:` in block style, at the left margin"
         )
-    _replace(target, new, source)
+    return new
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -129,6 +144,16 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         why = "cannot write it: no permission"
     if why:
         raise TopologyError(why, source=source, hint="name another file with -o")
+
+
+def _is_yaml(text: str, source: str) -> bool:
+    from distrib.cluster.yamlfile import parse
+
+    try:
+        parse(text, source)
+    except TopologyError:
+        return False
+    return True
 
 
 def _has_content(text: str) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -259,6 +261,18 @@ def _expand_hosts(text: str) -> tuple[str, ...]:
         # Its place is a column of this text, which a person sees anyway.
         raise ValueError(re.sub(r"^[:0-9]*: ", "", str(error))) from None
     return tuple(found.values())
+
+
+def fold_hosts(names: Sequence[str]) -> str:
+    """`gpu[01-16]`, or the names with commas where they have no numbers."""
+    from ClusterShell.NodeSet import NodeSet, NodeSetException
+
+    if len(names) > 1:
+        with contextlib.suppress(NodeSetException, ValueError):
+            folded = str(NodeSet.fromlist(list(names)))
+            if sorted(expand_hosts(folded)) == sorted(names):
+                return folded
+    return ",".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def indices(value: Indices) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 MOST_BYTES_PER_SECOND = 1e15
+MOST_PROCESSORS = 1 << 16
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-12, 1e5
 """What cannot have been measured is a slip of a unit or of a finger."""
 
@@ -287,6 +288,15 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
             ),
         )
     known = {host.lower() for host in measured.hosts}
+    owners: dict[str, int] = {}
+    for number, machine in enumerate(measured.machines):
+        for host in machine.hosts:
+            if host.lower() not in known:
+                yield f".machines[{number}].hosts", f"{host} is not among the hosts that were measured"
+            if owners.setdefault(host.lower(), number) != number:
+                yield f".machines[{number}].hosts", f"{host} is machines[{owners[host.lower()]}] already"
+        if not 1 <= machine.processors <= MOST_PROCESSORS:
+            yield f".machines[{number}].processors", f"{machine.processors} processors; no machine has that many"
     for number, pair in enumerate(measured.pairs):
         for field, host in (("source", pair.source), ("target", pair.target)):
             if host.lower() not in known:

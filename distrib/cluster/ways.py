@@ -7,8 +7,8 @@ has been, else what the catalogue expects of such a link.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from distrib.cluster.measured import InsideLink, PairLink
 from distrib.cluster.node import Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
 
+T = TypeVar("T")
 Origin = Literal["measured", "catalogued"]
 
 _FABRIC: dict[LinkKind, str] = {"infiniband": "InfiniBand", "roce": "Ethernet", "ethernet": "Ethernet"}
@@ -70,29 +71,36 @@ class InsideWay(msgspec.Struct, frozen=True, kw_only=True):
     measured: InsideLink | None
 
 
+class _Catalogued(msgspec.Struct, frozen=True, kw_only=True):
+    """What the file and the catalogue say of the way from a host of one kind to one of another."""
+
+    kind: LinkKind
+    text: str
+    nics: tuple[str, ...]
+    gpudirect: bool | None
+    rate_bytes_per_second: float
+    usable_bytes_per_second: float
+    latency_seconds: float
+
+
 def link_between(topology: Topology, source: str, target: str) -> Way | None:
     """The way from one host to another; None where neither probe nor the file says anything of it."""
-    nics, other = common_nics(topology, source, target)
     measured = _measured_between(topology, source, target)
-    if not nics and not measured:
+    known = _catalogued_between(topology, source, target)
+    if known is None and not measured:
         return None
-    rate = min(_total(nics), _total(other)) if nics else None
-    usable = min(_usable(nics), _usable(other)) if nics else 0.0
-    # RoCE talks to plain Ethernet as plain Ethernet does.
-    plain = [end for end in (nics, other) if end and end[0].link.kind == "ethernet"]
-    slower = min(plain or [nics, other], key=_total)
     latencies = [pair.latency_seconds for pair in measured if pair.latency_seconds is not None]
-    said = [nic.gpudirect for nic in (*nics, *other)]
+    bandwidth = sum(pair.bandwidth_bytes_per_second for pair in measured)
     return Way(
         source=source,
         target=target,
-        kind=slower[0].link.kind if slower else None,
-        text=nics_text(slower),
-        nics=tuple(nic.name for nic in nics),
-        gpudirect=None if not said or None in said else all(said),
-        rate_bytes_per_second=rate,
-        bandwidth_bytes_per_second=sum(pair.bandwidth_bytes_per_second for pair in measured) if measured else usable,
-        latency_seconds=min(latencies) if latencies else slower[0].link.latency_seconds if slower else None,
+        kind=known.kind if known else None,
+        text=known.text if known else "",
+        nics=known.nics if known else (),
+        gpudirect=known.gpudirect if known else None,
+        rate_bytes_per_second=known.rate_bytes_per_second if known else None,
+        bandwidth_bytes_per_second=bandwidth if measured or known is None else known.usable_bytes_per_second,
+        latency_seconds=min(latencies) if latencies else known.latency_seconds if known else None,
         oversubscription=_oversubscription(topology, source, target),
         switches=tuple(switch.name for switch in switches_between(topology, source, target)),
         origin="measured" if measured else "catalogued",
@@ -142,6 +150,10 @@ def switches_between(topology: Topology, source: str, target: str) -> tuple[Swit
 
 def switch_oversubscription(topology: Topology, switch: Switch) -> float:
     """What hosts and switches below can send up against what leads up; 1 where nobody says."""
+    return _kept(topology, ("oversubscription", switch.name), lambda: _oversubscription_of(topology, switch))
+
+
+def _oversubscription_of(topology: Topology, switch: Switch) -> float:
     if switch.oversubscription is not None:
         return units.parse_ratio(switch.oversubscription)
     if switch.uplink is None:
@@ -200,12 +212,46 @@ def _catalogued_inside(
     return link.text, link.rate_bytes_per_second, link.usable_bytes_per_second, link.latency_seconds
 
 
+def _kept(topology: Topology, key: object, make: Callable[[], T]) -> T:
+    """What `make` gives, made once and kept with the topology: the same is asked for each pair of hosts."""
+    kept: dict[object, object] = topology.__dict__.setdefault("_ways", {})
+    if key not in kept:
+        kept[key] = make()
+    return cast(T, kept[key])
+
+
+def _catalogued_between(topology: Topology, source: str, target: str) -> _Catalogued | None:
+    """None where the file names no NICs that meet."""
+
+    def make() -> _Catalogued | None:
+        nics, other = common_nics(topology, source, target)
+        if not nics:
+            return None
+        # RoCE talks to plain Ethernet as plain Ethernet does.
+        plain = [end for end in (nics, other) if end[0].link.kind == "ethernet"]
+        slower = min(plain or [nics, other], key=_total)
+        said = [nic.gpudirect for nic in (*nics, *other)]
+        return _Catalogued(
+            kind=slower[0].link.kind,
+            text=nics_text(slower),
+            nics=tuple(nic.name for nic in nics),
+            gpudirect=None if None in said else all(said),
+            rate_bytes_per_second=min(_total(nics), _total(other)),
+            usable_bytes_per_second=min(_usable(nics), _usable(other)),
+            latency_seconds=slower[0].link.latency_seconds,
+        )
+
+    return _kept(topology, ("catalogued", *(id(topology.group_of(host)) for host in (source, target))), make)
+
+
 def _measured_inside(topology: Topology, host: str, source: str, target: str) -> InsideLink | None:
-    for first, second in ((source, target), (target, source)):  # the other direction is better than a data sheet
-        for link in topology.measured.inside if topology.measured else ():
-            if link.host.lower() == host.lower() and (link.source, link.target) == (first, second):
-                return link
-    return None
+    def make() -> dict[tuple[str, str, str], InsideLink]:
+        links = topology.measured.inside if topology.measured else ()
+        return {(link.host.lower(), link.source, link.target): link for link in reversed(links)}
+
+    links = _kept(topology, "inside", make)
+    # The other direction is better than a data sheet.
+    return links.get((host.lower(), source, target)) or links.get((host.lower(), target, source))
 
 
 def _measured_between(topology: Topology, source: str, target: str) -> tuple[PairLink, ...]:
@@ -225,15 +271,16 @@ def _measured_between(topology: Topology, source: str, target: str) -> tuple[Pai
 
 
 def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
-    """What was measured alone and one way on the job's own network, by the two hosts. Kept with the topology, as it is asked for each pair."""
-    kept: dict[tuple[str, str], list[PairLink]] | None = topology.__dict__.get("_pairs_alone")
-    if kept is None:
-        kept = {}
+    """What was measured alone and one way on the job's own network, by the two hosts."""
+
+    def make() -> dict[tuple[str, str], list[PairLink]]:
+        found: dict[tuple[str, str], list[PairLink]] = {}
         for pair in topology.measured.pairs if topology.measured else ():
             if pair.load == "alone" and not pair.both_ways and pair.network is None:
-                kept.setdefault((pair.source.lower(), pair.target.lower()), []).append(pair)
-        topology.__dict__["_pairs_alone"] = kept
-    return kept
+                found.setdefault((pair.source.lower(), pair.target.lower()), []).append(pair)
+        return found
+
+    return _kept(topology, "pairs", make)
 
 
 def _oversubscription(topology: Topology, source: str, target: str) -> float:

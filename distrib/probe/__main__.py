@@ -17,7 +17,7 @@ from distrib.probe import facts, networks, tcp
 from distrib.probe.deadline import wait
 from distrib.probe.leader import Leader
 from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
-from distrib.probe.records import PairSeen, Record, decode, encode
+from distrib.probe.records import Record, decode, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
@@ -45,9 +45,9 @@ def main() -> int:
         for rank in range(1, comm.size):
             comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
         worker.setup = setup
-        lines = [decode(line) for line in sys.stdin.buffer] if spec.resumed else []
-        seen = [record for record in lines if isinstance(record, PairSeen)]
-        Leader(comm, worker, spec, hellos, _print, seen).run()
+        lines = sys.stdin.buffer if spec.resumed else ()
+        before = [record for line in lines if (record := decode(line))]
+        Leader(comm, worker, spec, hellos, _print, before).run()
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
         _await(comm, SETUP, START_SECONDS)

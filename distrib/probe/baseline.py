@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from distrib.cluster.measured import Measured, PairLink
+from distrib.probe.cards import ONE_STREAM_BYTES_PER_SECOND
 from distrib.probe.finding import Finding, ranked, rate_text
+from distrib.probe.sharing import SLOWED
 
 WORSE = 0.9
 """Of what a link had; below it the link has become worse."""
@@ -13,27 +16,27 @@ WORSE = 0.9
 LATENCY_WORSE, LATENCY_SECONDS = 2.0, 50e-6
 """A latency is worse when it is so many times what it was, and so many seconds more."""
 
+LITTLE = 0.5
+"""Where a smaller part of the directions can be compared, that is said."""
+
 SPARE = 3
 """A host with at least so many worse links, and most of them, is told of once."""
 
 
 def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
-    """Findings for links, ways and loads that both probes measured and that lost a tenth or more."""
-    earlier = {_key(pair): pair for pair in before.pairs}
+    """Findings for links that both probes measured in the same manner and that lost a tenth or more."""
+    links = _compared(before, now)
     lost: dict[tuple[str, str], tuple[float, PairLink, PairLink]] = {}
     both: dict[str, set[str]] = {}
-    found: list[Finding] = []
-    for pair in now.pairs:
-        old = earlier.get(_key(pair))
-        if old is None or pair.load != "alone":
-            continue
+    found = _little(links, before, now)
+    for old, pair in links:
         both.setdefault(pair.source, set()).add(pair.target)
         both.setdefault(pair.target, set()).add(pair.source)
         ratio = pair.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
         known = lost.get((pair.source, pair.target))
         if ratio < WORSE and (known is None or ratio < known[0]):
             lost[pair.source, pair.target] = ratio, old, pair
-        if old.latency_seconds and pair.latency_seconds:
+        if pair.load == "alone" and old.latency_seconds and pair.latency_seconds:
             more = pair.latency_seconds - old.latency_seconds
             if more > LATENCY_SECONDS and pair.latency_seconds > LATENCY_WORSE * old.latency_seconds:
                 found.append(_latency(old, pair))
@@ -51,8 +54,56 @@ def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
     return ranked(found)
 
 
+def _compared(before: Measured, now: Measured) -> list[tuple[PairLink, PairLink]]:
+    """Each link as it was and as it is: alone where both probes have that, else beside the same others."""
+    fastest: dict[tuple[str, str, str | None], float] = {}
+    for pair in before.pairs:
+        for host in (pair.source, pair.target):
+            key = host, pair.way, pair.network
+            fastest[key] = max(fastest.get(key, 0.0), pair.bandwidth_bytes_per_second)
+
+    def unslowed(pair: PairLink) -> bool:
+        """Whether the others left it what it could do: who gets how much of a shared link is chance."""
+        own = min(fastest[host, pair.way, pair.network] for host in (pair.source, pair.target))
+        return pair.bandwidth_bytes_per_second >= SLOWED * own
+
+    earlier = {_key(pair): pair for pair in before.pairs}
+    found: dict[tuple[str, str, str, str | None], tuple[PairLink, PairLink]] = {}
+    for load in ("alone", "together") if before.hosts == now.hosts else ("alone",):
+        for pair in now.pairs:
+            old = earlier.get(_key(pair))
+            if pair.load != load or pair.both_ways or old is None or not _same_streams(old, pair):
+                continue
+            if load == "alone" or unslowed(old):
+                found.setdefault((pair.source, pair.target, pair.way, pair.network), (old, pair))
+    return list(found.values())
+
+
 def _key(pair: PairLink) -> tuple[str, str, str, str, bool, str | None]:
     return pair.source, pair.target, pair.way, pair.load, pair.both_ways, pair.network
+
+
+def _same_streams(old: PairLink, new: PairLink) -> bool:
+    """Whether as many connections were used, or the link is one that a single one fills."""
+    faster = max(old.bandwidth_bytes_per_second, new.bandwidth_bytes_per_second)
+    return new.way == "mpi" or old.streams == new.streams or faster <= ONE_STREAM_BYTES_PER_SECOND
+
+
+def _little(links: Sequence[tuple[PairLink, PairLink]], before: Measured, now: Measured) -> list[Finding]:
+    """A note where most of what was measured has nothing to be compared with: silence would pass for good news."""
+    compared = {(pair.source, pair.target) for _, pair in links}
+    every = {(pair.source, pair.target) for pair in now.pairs}
+    if len(compared) >= LITTLE * len(every):
+        return []
+    return [
+        Finding(
+            kind="not_compared", severity="note",
+            what=f"only {len(compared)} of {len(every)} directions could be compared with the probe of {before.when}",
+            evidence="the others were not measured then, or with other hosts beside them, or by another number of TCP streams",
+            advice="probe the same hosts in the same mode (--quick, --full) as then", hosts=now.hosts,
+            ratio=len(compared) / len(every),
+        )
+    ]  # fmt: skip
 
 
 def _host(host: str, ratios: list[float], when: str) -> Finding:
@@ -68,7 +119,8 @@ def _host(host: str, ratios: list[float], when: str) -> Finding:
 def _link(ratio: float, old: PairLink, new: PairLink, when: str) -> Finding:
     return Finding(
         kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-        what=f"{new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had ({new.way})",
+        what=f"{new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had "
+        f"({new.way}{', beside others' if new.load == 'together' else ''})",
         evidence=f"{rate_text(new.bandwidth_bytes_per_second)} now, {rate_text(old.bandwidth_bytes_per_second)} on {when}",
         advice="look at what was changed on this way since then", hosts=(new.source, new.target),
         source=new.source, target=new.target, ratio=ratio, loss=(1 - ratio) / 2,

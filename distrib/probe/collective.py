@@ -46,8 +46,8 @@ class Ranks:
         dist.all_gather_object(self.hosts, host)
 
     def measure(self, task: AllReduce) -> tuple[Collective, ...]:
-        """All-reduces over each count of hosts; rank 0 knows the results, the others return nothing."""
-        data = torch.zeros(max(task.sizes), dtype=torch.uint8, device=self.device).view(torch.float32)
+        """All-reduces over the first hosts, for each count of them; rank 0 knows the results, the others return nothing."""
+        data = self._memory(max(task.sizes))
         found: list[Collective] = []
         names = list(dict.fromkeys(self.hosts))
         left = task.seconds
@@ -69,6 +69,19 @@ class Ranks:
                     )  # fmt: skip
             dist.barrier()
         return tuple(reversed(found))
+
+    def _memory(self, size_bytes: int) -> Any:
+        """What is added up. Where one rank has no room for it, all say so: they would wait for that one in vain."""
+        data, problem = None, ""
+        try:
+            data = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device).view(torch.float32)
+        except RuntimeError as error:
+            problem = f"{self.hosts[self.world.rank]}, rank {self.world.rank}: {str(error).splitlines()[0]}"
+        problems: list[str] = [""] * self.world.size
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            raise RuntimeError(next(filter(None, problems)))
+        return data
 
     def _points(self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float) -> list[tuple[Point, float]]:
         """A point for each size, and how long it took to get it, until `seconds` will not do for the next."""

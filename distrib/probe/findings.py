@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from distrib.cluster.measured import Collective
+from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.finding import Finding, ranked, rate_text
 from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
 from distrib.probe.settings import Way
 from distrib.probe.slow import slow_hosts, slow_links
 from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, one_way
-from distrib.units import format_size
-
-OF_NOMINAL = 0.7
-"""TCP reaches 90 to 95 % of a card's rate; below this something is wrong."""
+from distrib.probe.uplinks import oversubscribed
 
 LOSS_FACTOR = 0.002
 """Segments sent again, as a part of all, from which a way loses packets."""
@@ -25,9 +22,6 @@ FASTER = 1.25
 """A network that carries so many times what the used one does is worth changing to."""
 
 SEGMENT_BYTES = 1448
-
-GPUDIRECT_GAIN = 1.05
-"""Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
 
 
 def find(records: Sequence[Record]) -> tuple[Finding, ...]:
@@ -38,14 +32,15 @@ def find(records: Sequence[Record]) -> tuple[Finding, ...]:
     seen = [record for record in records if isinstance(record, PairSeen)]
     facts = {each.host: each for record in records if isinstance(record, Started) for each in record.facts}
     groups = [record for record in records if isinstance(record, GroupsSeen)]
-    slow = slow_hosts(seen, start.primary)
-    found = [*slow, *_failed([record for record in seen if record.network is None], start.hosts)]
-    found += slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts})
-    found += other_cards(seen, start.primary)
-    found += oversubscribed(seen, groups, start.primary)
+    speeds = card_speeds(facts, start.primary)
+    slow = slow_hosts(seen, start.primary, speeds)
+    found = [*slow, *mixed_cards(speeds), *_failed([record for record in seen if record.network is None], start.hosts)]
+    found += slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts}, speeds)
+    found += other_cards(seen, start.primary, facts)
+    found += oversubscribed(seen, groups, start.primary, start.hosts)
     found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
-    found += of_facts(facts, seen, start.primary)
-    found += gpudirect_idle([record.collective for record in records if isinstance(record, CollectiveSeen)])
+    collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
+    found += [*of_facts(facts, seen, start.primary, collectives), *gpudirect_idle(collectives)]
     return ranked(found)
 
 
@@ -58,14 +53,15 @@ def lost_host(host: str, why: str) -> Finding:
     )  # fmt: skip
 
 
-def other_cards(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) -> list[Finding]:
     """What is slow on the networks that the job does not use; and that one of them is faster than the one that it uses."""
     found: list[Finding] = []
     own = [record.bandwidth_bytes_per_second for record in one_way(seen, way, "alone")]
     for network in sorted({record.network for record in seen if record.network}):
         here = [msgspec.structs.replace(record, network=None) for record in seen if record.network == network]
-        slow = slow_hosts(here, "tcp")
-        slow += slow_links(here, "tcp", {host for finding in slow for host in finding.hosts})
+        speeds = card_speeds(facts, "tcp", {record.source: record.interface for record in here})
+        slow = slow_hosts(here, "tcp", speeds)
+        slow += slow_links(here, "tcp", {host for finding in slow for host in finding.hosts}, speeds)
         slow += _failed(here, tuple({host for record in here for host in (record.source, record.target)}))
         for finding in slow:
             cards = {f"{r.source}'s {r.interface}" for r in here if r.source in finding.hosts and r.interface}
@@ -88,39 +84,6 @@ def other_cards(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
 
 
 # -- sharing, duplex, noise -------------------------------------------------------------------------------------------------
-
-
-def oversubscribed(seen: Sequence[PairSeen], groups: Sequence[GroupsSeen], way: Way) -> list[Finding]:
-    """A link that two sides share and that is too narrow for them."""
-    baseline = Baseline(seen, way)
-    found = []
-    for group in groups[-1:]:
-        left, right = (set(side) for side in group.sides)
-        crossing = {
-            (r.source, r.target): r
-            for r in seen
-            if r.step == "sharing/crossing" and not r.failed and r.source in left and r.target in right
-        }
-        if not crossing:
-            continue
-        wanted = sum(baseline.of(*pair) for pair in crossing)
-        had = sum(record.bandwidth_bytes_per_second for record in crossing.values())
-        ratio = wanted / had
-        sides = [", ".join(side) for side in group.sides]
-        found.append(
-            Finding(
-                kind="oversubscribed_uplink",
-                severity="warning",
-                what=f"the uplink between {sides[0]} and {sides[1]} is oversubscribed {ratio:.1f}:1",
-                evidence=f"{len(crossing)} pairs across it at once reach {rate_text(had)} together, of {rate_text(wanted)} alone",
-                advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
-                "neighbouring ranks on the same side; or widen the uplink",
-                hosts=(*group.sides[0], *group.sides[1]),
-                ratio=ratio,
-                loss=1 - 1 / ratio,
-            )
-        )
-    return found
 
 
 def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
@@ -292,98 +255,3 @@ def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:
         for host, mtu in mtus.items()
         if mtu != usual
     ]
-
-
-def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
-    """An all-reduce of the whole cluster that is no faster with GPUDirect RDMA than without."""
-    times: dict[bool, dict[int, float]] = {}
-    most = max((each.ranks for each in collectives), default=0)
-    for each in collectives:
-        if each.ranks == most and each.gpudirect is not None:
-            times[each.gpudirect] = {point.size_bytes: point.seconds for point in each.curve}
-    shared = set(times.get(True, ())) & set(times.get(False, ()))
-    if not shared:
-        return []
-    size = max(shared)
-    ratio = times[False][size] / times[True][size]
-    if ratio > GPUDIRECT_GAIN:
-        return []
-    return [
-        Finding(
-            kind="gpudirect_off", severity="warning",
-            what="GPUDirect RDMA makes all-reduce no faster: gradients pass through host memory",
-            evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
-            advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
-            hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,
-        )
-    ]  # fmt: skip
-
-
-def of_facts(facts: dict[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:
-    """What the hosts' own descriptions show: wrong interface, rate below the card's, GPUDirect off, narrow PCIe."""
-    found: list[Finding] = []
-    reached: dict[str, float] = {}
-    tried = {(record.source, record.interface) for record in seen if record.interface}
-    for record in one_way(seen, way, "alone"):
-        for host in (record.source, record.target):
-            reached[host] = max(reached.get(host, 0.0), record.bandwidth_bytes_per_second)
-    for host, each in facts.items():
-        own = next((i for i in each.interfaces if i.name == each.interface), None)
-        nominal = own.speed_bytes_per_second if own and own.physical and way == "tcp" else None
-        nominal = each.rdma_bytes_per_second if way == "mpi" else nominal
-        rate = reached.get(host)
-        if nominal and rate and rate < OF_NOMINAL * nominal:
-            found.append(
-                Finding(
-                    kind="below_nominal", severity="warning",
-                    what=f"{host}: reaches {rate / nominal:.0%} of what its card is rated for",
-                    evidence=f"{rate_text(rate)} at best, of {rate_text(nominal)}",
-                    advice="see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
-                    "or the switch is slower than the card", hosts=(host,), ratio=rate / nominal, loss=0.3 * (1 - rate / nominal),
-                )
-            )  # fmt: skip
-        faster = max(
-            (
-                i
-                for i in each.interfaces
-                if i.physical and i.up and own and i is not own and (host, i.name) not in tried
-            ),
-            key=lambda i: i.speed_bytes_per_second or 0.0,
-            default=None,
-        )
-        if (
-            own
-            and faster
-            and (faster.speed_bytes_per_second or 0.0) > 1.5 * (own.speed_bytes_per_second or float("inf"))
-        ):
-            found.append(
-                Finding(
-                    kind="wrong_interface", severity="warning",
-                    what=f"{host}: {own.name} is used, but {faster.name} is faster",
-                    evidence=f"{own.name} is rated {rate_text(own.speed_bytes_per_second or 0)}, {faster.name} "
-                    f"{rate_text(faster.speed_bytes_per_second or 0)}",
-                    advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(host,), loss=0.4,
-                )
-            )  # fmt: skip
-        if each.gpus and each.rdma_bytes_per_second and not each.peermem:
-            found.append(
-                Finding(
-                    kind="gpudirect_off", severity="warning",
-                    what=f"{host}: GPUDirect RDMA is off: gradients pass through host memory on their way to the card",
-                    evidence="GPUs and an RDMA port are there, the kernel module nvidia_peermem is not",
-                    advice="modprobe nvidia_peermem (or use a driver with dma-buf), and see NCCL_DEBUG=INFO for GDRDMA",
-                    hosts=(host,), loss=0.3,
-                )
-            )  # fmt: skip
-        for gpu in each.gpus:
-            width, possible = gpu.pcie_width, gpu.pcie_width_possible
-            if width and possible and width < possible:
-                found.append(
-                    Finding(
-                        kind="narrow_pcie", severity="warning",
-                        what=f"{host}: GPU {gpu.index} has a PCIe x{width} link where x{possible} is possible",
-                        evidence=f"NVML, {gpu.name}", advice="reseat the card, or put it into a wider slot",
-                        hosts=(host,), ratio=width / possible, loss=0.3 * (1 - width / possible),
-                    )
-                )  # fmt: skip
-    return found

@@ -15,21 +15,32 @@ from distrib.cluster.measured import InsideLink
 from distrib.probe import samples
 
 MEMORY_BYTES = 64 << 20
-GPU_BYTES = 256 << 20
+GPU_BYTES = 64 << 20
 REPETITIONS = 8
 COPIES = 4
 """Copies that are timed as one on a GPU: starting one costs microseconds."""
 
+WARM = 2
+"""Repetitions that wake the GPU and map the memory, and do not count."""
 
-def measure(host: str) -> tuple[InsideLink, ...]:
-    """The ways inside this host."""
+
+def measure(
+    host: str, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
+) -> tuple[tuple[InsideLink, ...], tuple[str, ...]]:
+    """The ways inside this host, and what could not be measured of them.
+
+    Each way from, to and between GPUs takes about `seconds`; none is begun after `deadline` (monotonic seconds). Without
+    `backwards` a way between two GPUs is measured in one direction.
+    """
     found = [_memory(host)]
+    problems: tuple[str, ...] = ()
     if os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 (torch is imported only where there are GPUs)
         import torch
 
         if torch.cuda.is_available():
-            found += gpu_links(host, torch)
-    return tuple(found)
+            links, problems = gpu_links(host, torch, seconds, backwards=backwards, deadline=deadline)
+            found += links
+    return tuple(found), problems
 
 
 def _memory(host: str) -> InsideLink:
@@ -44,38 +55,62 @@ def _memory(host: str) -> InsideLink:
     return _link(host, "memory", "memory", "memory", rates)
 
 
-def gpu_links(host: str, torch: Any) -> list[InsideLink]:
-    """Copies between pinned memory and each GPU, and between each two GPUs, by torch, timed with CUDA events."""
-    count = torch.cuda.device_count()
-    pinned = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
-    buffers = [torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for index in range(count)]
-    found = []
-    for index, buffer in enumerate(buffers):
-        name = f"gpu{index}"
-        found.append(_link(host, "memory", name, "PCIe", _copies(torch, index, buffer, pinned)))
-        found.append(_link(host, name, "memory", "PCIe", _copies(torch, index, pinned, buffer)))
-        for other, target in enumerate(buffers):
-            if other != index:
-                path = _path(torch, index, other)
-                found.append(_link(host, name, f"gpu{other}", path, _copies(torch, index, target, buffer)))
-    return found
+def gpu_links(
+    host: str, torch: Any, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
+) -> tuple[list[InsideLink], tuple[str, ...]]:
+    """Copies between pinned memory and each GPU, and between each two GPUs, by torch, timed with CUDA events.
+
+    What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
+    """
+    gpus = {f"gpu{index}": index for index in range(torch.cuda.device_count())}
+    buffers: dict[str, Any] = {}
+    why: dict[str, str] = {}  # each reason once, and where it was met first
+    for name in ("memory", *gpus):
+        place = {"pin_memory": True} if name == "memory" else {"device": f"cuda:{gpus[name]}"}
+        try:
+            buffers[name] = torch.empty(GPU_BYTES, dtype=torch.uint8, **place)
+        except RuntimeError as error:
+            why.setdefault(_first_line(error), name)
+    ways = [way for name in gpus for way in (("memory", name), (name, "memory"))]
+    ways += [(one, other) for one in gpus for other in gpus if one < other or (backwards and one != other)]
+    found: list[InsideLink] = []
+    for number, (source, target) in enumerate(ways):
+        if time.monotonic() > deadline:
+            why[f"for time, {len(ways) - number} of {len(ways)} ways were left out"] = "GPUs"
+            break
+        if source not in buffers or target not in buffers:
+            continue
+        try:
+            path = _path(torch, gpus[source], gpus[target]) if source in gpus and target in gpus else "PCIe"
+            device = gpus[source] if source in gpus else gpus[target]
+            rates = _copies(torch, device, buffers[target], buffers[source], seconds)
+            found.append(_link(host, source, target, path, rates))
+        except RuntimeError as error:
+            why.setdefault(_first_line(error), f"{source} to {target}")
+    return found, tuple(f"{where}: {what}" for what, where in why.items())
 
 
-def _copies(torch: Any, device: int, target: Any, source: Any) -> list[float]:
-    """Bytes per second of repeated copies."""
-    rates = []
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -> list[float]:
+    """Bytes per second of repeated copies: at most `REPETITIONS`, and on a slow way those of `seconds`."""
+    rates: list[float] = []
+    spent = 0.0
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()
-        for repetition in range(REPETITIONS + 2):
+        while len(rates) < WARM or (len(rates) < REPETITIONS + WARM and spent < seconds):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
             for _ in range(COPIES):
                 target.copy_(source, non_blocking=True)
             end.record(stream)
             end.synchronize()
-            if repetition > 1:  # the first ones wake the GPU and map the memory
-                rates.append(COPIES * GPU_BYTES / (begin.elapsed_time(end) / 1000))
-    return rates
+            taken = begin.elapsed_time(end) / 1000
+            spent += taken
+            rates.append(COPIES * GPU_BYTES / taken)
+    return rates[min(WARM, len(rates) - 1) :]
 
 
 def _path(torch: Any, source: int, target: int) -> str:

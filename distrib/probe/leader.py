@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import msgspec
 
-from distrib.probe import schedule, sharing, suspects
+from distrib.probe import resume, schedule, sharing, suspects
+from distrib.probe.cards import card_speeds
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.messages import REPLY, TASK, AllReduce, Hello, Inside, Leave, Reply, Spec, Task, Transfer
 from distrib.probe.networks import other_networks
@@ -37,12 +39,21 @@ PATIENCE_SECONDS = 6.0
 
 ANSWER_SECONDS = 2.0
 CROSSING_SECONDS = 0.6
+INSIDE_PATIENCE_SECONDS = 60.0
+"""For torch and the driver to start, beside the copies."""
+
+HOPELESS = 3
+"""A further network or way is given up when so many pairs, no host in all of them, have failed and none has passed."""
+
 ATTEMPTS = 3
 """How often the sides of a shared link are looked for: something else on a host can spoil the answer of one test."""
 
+SECOND_LOOK = "second look"
+"""The step that stands for it in what is done."""
+
 
 class Leader:
-    """Runs the whole probe; `emit` takes each record as it is made, `seen` are those of a probe that was interrupted."""
+    """Runs the whole probe; `emit` takes each record as it is made, `before` are those of a probe that was interrupted."""
 
     def __init__(
         self,
@@ -51,22 +62,43 @@ class Leader:
         spec: Spec,
         hellos: Sequence[Hello],
         emit: Callable[[Record], None],
-        seen: Sequence[PairSeen] = (),
+        before: Sequence[Record] = (),
     ) -> None:
         self.comm, self.worker, self.spec, self.emit_record = comm, worker, spec, emit
         self.settings = MODES[spec.mode]
         first = {hello.facts.host: rank for rank, hello in enumerate(hellos) if hello.facts}
         self.facts = {spec.hosts.index(hello.facts.host): hello.facts for hello in hellos if hello.facts}
-        rdma = all(facts.rdma_bytes_per_second for facts in self.facts.values())
+        self._host_names: list[str] = []
+        """By rank: the ranks of a host come after the one that measures."""
+        for hello in hellos:
+            self._host_names.append(hello.facts.host if hello.facts else self._host_names[-1])
+        starts = resume.starts(before)
+        # A host that was lost since still has its say: the way must not change in the middle of a probe.
+        known = {facts.host: facts for start in starts for facts in start.facts}
+        known |= {facts.host: facts for facts in self.facts.values()}
+        rdma = all(facts.rdma_bytes_per_second for facts in known.values())
         self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
+        self.start = Started(
+            when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            mode=spec.mode,
+            hosts=spec.hosts,
+            primary=self.primary,
+            facts=tuple(self.facts.values()),
+        )
+        anew = any(resume.other_network(start, self.start) for start in starts)
+        self.done = () if anew else spec.done
         self.ranks = {spec.hosts.index(host): rank for host, rank in first.items()}
         """The rank that measures, by the number of its host."""
         self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]
         self._size: int = comm.size
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
-        self.seen: list[PairSeen] = list(seen)
+        self.seen: list[PairSeen] = [] if anew else [record for record in before if isinstance(record, PairSeen)]
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more."""
+        self._silent: set[int] = set()
+        """Those that did not answer when they were last asked, nor since."""
+        self._hopeless: set[tuple[str | None, Way]] = set()
+        """Networks and ways that were given up; never those that judge the links."""
         self._left_out = self._rounds_left_out()
         self._number = 0
         self._begun = time.monotonic()
@@ -78,15 +110,7 @@ class Leader:
 
     def run(self) -> None:
         """All steps that are not done already, then a second look at what seems wrong."""
-        self.emit(
-            Started(
-                when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                mode=self.spec.mode,
-                hosts=self.spec.hosts,
-                primary=self.primary,
-                facts=tuple(self.facts.values()),
-            )
-        )
+        self.emit(self.start)
         planned = steps(len(self.spec.hosts), self.settings, self.primary, tuple(self.networks))
         if not self.spec.gpudirect:
             planned = tuple(
@@ -94,72 +118,132 @@ class Leader:
                 for step in planned
                 if step.kind == "all_reduce"
             )
-        todo = [step for step in planned if step.key not in self.spec.done]
+        todo = [step for step in planned if step.key not in self.done and (self._size > 1 or step.kind != "all_reduce")]
         left = sum(step.estimate_seconds for step in todo)
         before_collectives = [step for step in todo if step.kind != "all_reduce"]
         for step in before_collectives:
             left -= step.estimate_seconds
             self._step(step, left)
-        notes = self._look_again() if before_collectives else ()
+        if self.spec.gpudirect and (before_collectives or SECOND_LOOK not in self.done):
+            notes = self._look_again()
+            self._done(Step(key=SECOND_LOOK, what="a second look"), left, notes=notes)
         for step in todo[len(before_collectives) :]:
             left -= step.estimate_seconds
             self._step(step, left)
         for rank in range(1, self._size):
             self._send(rank, Leave())
-        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=(*notes, *self._left_out)))
+        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=tuple(self._left_out)))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _step(self, step: Step, left_seconds: float) -> None:
         whole = True
+        notes: list[str] = []
         if step.kind == "inside":
-            whole = self._inside(step)
+            whole, notes = self._inside(step)
         elif step.kind == "all_reduce":
-            whole = self._all_reduce(step)
+            whole, notes = self._all_reduce(step)
+        further = step.network is not None or step.way != self.primary
         for number, phase in enumerate(step.phases):
-            whole &= all(record.failed is None for record in self._transfer(step, phase, number))
+            if (step.network, step.way) in self._hopeless:
+                whole = False
+                break
+            seen = self._transfer(step, phase, number)
+            whole &= all(record.failed is None for record in seen)
+            if further and not whole and (why := self._is_hopeless(step.network, step.way)):
+                self._hopeless.add((step.network, step.way))
+                notes.append(f"{step.network or step.way} was given up, as nothing passes between hosts ({why})")
+        self._done(step, left_seconds, whole=whole, notes=notes)
+
+    def _done(self, step: Step, left_seconds: float, *, whole: bool = True, notes: Sequence[str] = ()) -> None:
+        done = time.monotonic() - self._begun
         self.emit(
             StepDone(
-                step=step.key,
-                what=step.what,
-                done_seconds=time.monotonic() - self._begun,
-                left_seconds=left_seconds,
-                whole=whole,
+                step=step.key, what=step.what, done_seconds=done, left_seconds=left_seconds, whole=whole,
+                notes=tuple(notes),
             )
-        )
+        )  # fmt: skip
 
-    def _inside(self, step: Step) -> bool:
+    def _is_hopeless(self, network: str | None, way: Way) -> str:
+        """How a pair of a further network or way failed, where enough of them did to give it up; empty where there is hope."""
+        seen = [record for record in self.seen if (record.network, record.way) == (network, way)]
+        hosts = [{record.source, record.target} for record in seen]
+        if len(seen) < HOPELESS or set.intersection(*hosts) or not all(record.failed for record in seen):
+            return ""
+        return f"{seen[0].source} to {seen[0].target}: {seen[0].failed}"
+
+    def _inside(self, step: Step) -> tuple[bool, list[str]]:
+        """Whether all was measured, and what was not."""
         self._number += 1
-        task = Inside(number=self._number, step=step.key, patience_seconds=60.0)
-        replies = self._together(dict.fromkeys(self.ranks.values(), task), task.patience_seconds)
+        gpus = max(len(facts.gpus) for facts in self.facts.values())
+        seconds = self.settings.inside_seconds
+        task = Inside(
+            number=self._number,
+            step=step.key,
+            seconds=seconds,
+            backwards=self.settings.mode != "quick",
+            # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
+            patience_seconds=INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1),
+        )
+        tasks: dict[int, Task] = dict.fromkeys(self.ranks.values(), task)
+        replies = self._together(tasks, task.patience_seconds)
         for reply in replies.values():
             for link in reply.inside:
                 self.emit(InsideSeen(step=step.key, link=link))
-        return len(replies) == len(self.ranks)
+        notes = self._failures(tasks, replies, "inside the hosts not everything was measured")
+        return not notes, notes
 
-    def _all_reduce(self, step: Step) -> bool:
-        if self._size < 2 or self.sick:
-            return self._size < 2
+    def _failures(self, tasks: Collection[int], replies: Mapping[int, Reply], what: str) -> list[str]:
+        """A note for each reason for which ranks failed, or none."""
+        ranks: dict[str, list[int]] = {}
+        for rank in sorted(tasks):
+            reply = replies.get(rank)
+            why = reply.failed if reply else "no answer came in time"
+            if why:
+                ranks.setdefault(why, []).append(rank)
+        return [f"{what}: {why} ({self._named(failed)})" for why, failed in ranks.items()]
+
+    def _named(self, ranks: Collection[int]) -> str:
+        """The hosts of these ranks, the first few."""
+        names = list(dict.fromkeys(self._host_names[rank] for rank in sorted(ranks)))
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    def _all_reduce(self, step: Step) -> tuple[bool, list[str]]:
+        """Whether all was measured, and what was not."""
+
+        def all_there() -> bool:
+            for _ in self._heard():
+                pass  # it is no longer silent
+            return not self._silent
+
+        with contextlib.suppress(ProbeTimeout):
+            wait(all_there, time.monotonic() + PATIENCE_SECONDS, "late answers", idle=True)
+        if self._silent:
+            gone = self._named(self._silent)
+            return False, [f"{step.what} was left out, as everyone is needed for it: no answer from {gone}"]
         self._number += 1
         task = AllReduce(
             number=self._number,
             step=step.key,
-            counts=schedule.counts(len(self.ranks)),
+            counts=schedule.counts(len(self.ranks)) or (1,),
             gpudirect=self._gpudirect(),
             sizes=self.settings.collective_sizes,
             seconds=self.settings.collective_seconds,
             patience_seconds=60.0 + 3 * (COLLECTIVE_START_SECONDS + self.settings.collective_seconds),
         )
-        replies = self._together(dict.fromkeys(range(self._size), task), task.patience_seconds)
+        tasks: dict[int, Task] = dict.fromkeys(range(self._size), task)
+        replies = self._together(tasks, task.patience_seconds)
+        failures = self._failures(tasks, replies, f"{step.what} failed")
+        notes = list(failures)
         for collective in replies[0].collectives if 0 in replies else ():
             self.emit(CollectiveSeen(step=step.key, collective=collective))
             largest = collective.curve[-1].size_bytes if collective.curve else 0
             if largest < task.sizes[-1]:
-                self._left_out.append(
+                notes.append(
                     f"all-reduce over {len(collective.hosts)} hosts: for time, nothing above {format_size(largest, binary=True)} "
                     f"of {format_size(task.sizes[-1], binary=True)}"
                 )
-        return len(replies) == self._size and not any(reply.failed for reply in replies.values())
+        return not failures, notes
 
     def _rounds_left_out(self) -> list[str]:
         hosts = len(self.spec.hosts)
@@ -171,7 +255,7 @@ class Leader:
     def _gpudirect(self) -> bool | None:
         """Whether GPUDirect RDMA was left on; None where there is nothing that could use it."""
         able = all(facts.gpus and facts.rdma_bytes_per_second for facts in self.facts.values())
-        return self.spec.gpudirect if able else None
+        return self.spec.gpudirect if able and len(self.ranks) > 1 else None
 
     def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""
@@ -276,7 +360,8 @@ class Leader:
     def _look_again(self) -> tuple[str, ...]:
         """Measure again, alone, what looked slow; find who shares a link with whom."""
         numbers = {host: number for number, host in enumerate(self.spec.hosts)}
-        again = suspects.directions(self.seen, self.spec.hosts, self.primary, self.settings.suspects)
+        speeds = card_speeds({facts.host: facts for facts in self.facts.values()}, self.primary)
+        again = suspects.directions(self.seen, self.spec.hosts, self.primary, self.settings.suspects, speeds)
         if again:
             seconds = max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1])
             phases = tuple(((numbers[a], numbers[b]),) for a, b in again)
@@ -356,8 +441,7 @@ class Leader:
             replies[0] = self.worker.perform(tasks[0])
 
         def all_here() -> bool:
-            while self.comm.iprobe(tag=REPLY):
-                reply = msgspec.msgpack.decode(self.comm.recv(tag=REPLY), type=Reply)
+            for reply in self._heard():
                 task = tasks.get(reply.rank)
                 if task is not None and getattr(task, "number", None) == reply.number:
                     replies[reply.rank] = reply
@@ -369,4 +453,13 @@ class Leader:
             for rank in tasks:
                 if rank not in replies:
                     self.sick[rank] = self.sick.get(rank, 0) + 1
+        self._silent |= set(tasks)
+        self._silent -= set(replies)
         return replies
+
+    def _heard(self) -> Iterator[Reply]:
+        """The answers that have come. Whoever answers late is there again."""
+        while self.comm.iprobe(tag=REPLY):
+            reply = msgspec.msgpack.decode(self.comm.recv(tag=REPLY), type=Reply)
+            self._silent.discard(reply.rank)
+            yield reply

@@ -21,7 +21,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     mode: Mode = "default"
     done: tuple[str, ...] = ()
     resumed: bool = False
-    """What was measured before stands on standard input, a record on each line."""
+    """What was measured before stands on rank 0's standard input, a record on each line."""
     primary: Way | None = None
     """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
     gpudirect: bool = True
@@ -68,10 +68,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
 
 
 class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
-    """Measure the ways inside each host."""
+    """Measure the ways inside each host, each for about `seconds`; between two GPUs `backwards` too, or one way only."""
 
     number: int
     step: str
+    seconds: float
+    backwards: bool
     patience_seconds: float
 
 
@@ -109,7 +111,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a task went for one rank."""
+    """How a task went for one rank. With `failed` there may still be what was measured before, or beside it."""
 
     number: int
     rank: int

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.probe.settings import Mode, Way
 
 Load = Literal["alone", "together", "bisection"]
@@ -47,13 +47,25 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     interface: str | None
     cpus: int
+    machine: str = ""
+    """The same for hosts that are one machine, such as containers; empty where it is not known."""
+    processors: tuple[int, ...] = ()
+    """The physical cores that the host may use, by their numbers on the machine."""
+    quota: float | None = None
+    """How many processors' time it may use, where that is limited."""
     interfaces: tuple[Interface, ...] = ()
     rdma_bytes_per_second: float | None = None
-    """The sum of its active InfiniBand or RoCE ports; None where there are none."""
+    """The sum of its fastest active ports, all InfiniBand or all RoCE, whichever carry more; None where there are none."""
+    rdma_ports: int = 1
+    rdma_kind: Literal["infiniband", "roce"] = "infiniband"
     peermem: bool = False
     """Whether the kernel module is loaded by which network cards reach GPU memory."""
     gpus: tuple[Gpu, ...] = ()
     software: dict[str, str] = {}
+
+    def named(self, interface: str | None) -> Interface | None:
+        """The interface of this name."""
+        return next((each for each in self.interfaces if each.name == interface), None)
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -124,13 +136,14 @@ class GroupsSeen(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Progress. `whole`: nothing of the step failed, so it need not be done again."""
+    """Progress. `whole`: nothing of the step failed, so it need not be done again. `notes`: what failed or was left out."""
 
     step: str
     what: str
     done_seconds: float
     left_seconds: float
     whole: bool = True
+    notes: tuple[str, ...] = ()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
@@ -200,6 +213,7 @@ def measured(records: Iterable[Record]) -> Measured | None:
         when=start.when,
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
+        machines=_machines(tuple(facts.values())),
         pairs=tuple(
             PairLink(
                 source=seen.source,
@@ -212,6 +226,7 @@ def measured(records: Iterable[Record]) -> Measured | None:
                 latency_seconds=seen.latency_seconds,
                 bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
                 variation=seen.variation,
+                streams=seen.streams if seen.way == "tcp" else None,
                 curve=seen.curve,
             )
             for seen in pairs.values()
@@ -227,3 +242,23 @@ def measured(records: Iterable[Record]) -> Measured | None:
             }.values()
         ),
     )
+
+
+def _machines(hosts: tuple[Facts, ...]) -> tuple[Machine, ...]:
+    on: dict[str, list[Facts]] = {}
+    for facts in hosts:
+        on.setdefault(facts.machine or f"host {facts.host}", []).append(facts)
+    return tuple(
+        Machine(
+            hosts=tuple(facts.host for facts in same),
+            processors=_processors(same),
+        )
+        for same in on.values()
+    )
+
+
+def _processors(hosts: list[Facts]) -> int:
+    """How many the hosts of one machine may use together."""
+    cores = len({number for facts in hosts for number in facts.processors}) or max(facts.cpus for facts in hosts)
+    quotas = [facts.quota for facts in hosts if facts.quota is not None]
+    return max(1, min(cores, int(sum(quotas)))) if len(quotas) == len(hosts) else cores

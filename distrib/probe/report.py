@@ -34,7 +34,9 @@ def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str,
 def show(console: Console, measured: Measured, records: Sequence[Record], findings: Sequence[Finding]) -> None:
     """Print everything."""
     start = next(record for record in records if isinstance(record, Started))
-    parts: list[RenderableType] = [heat_map(measured, start.primary, console.width), links_table(measured, records)]
+    parts: list[RenderableType] = []
+    if len(measured.hosts) > 1:
+        parts += [heat_map(measured, start.primary, console.width), links_table(measured, records)]
     if curves := curve_table(measured):
         parts.append(curves)
     if measured.collectives:
@@ -58,10 +60,12 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     top = max(rates.values())
     unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
     label = max(map(len, hosts))
-    wide = len(hosts) <= NUMBERS_UP_TO and label + CELL * len(hosts) <= width
+    heads = [name[-CELL + 1 :] for name in _short(hosts)]
+    told_apart = len(set(heads)) == len(heads)
+    wide = told_apart and len(hosts) <= NUMBERS_UP_TO and label + CELL * len(hosts) <= width
     text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
     if wide:
-        text.append(" " * label + "".join(f"{host[-CELL + 1 :]:>{CELL}}" for host in hosts) + "\n", style="dim")
+        text.append(" " * label + "".join(f"{head:>{CELL}}" for head in heads) + "\n", style="dim")
     else:
         fastest = format_rate(top, digits=3, bits=True)
         text = Text(f"bandwidth over {way} in tenths of the fastest, {fastest}: from (row) to (column, same order)\n")
@@ -80,6 +84,12 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
                 text.append(f"{shown:>{cell}}", style=_heat(rate / top))
         text.append("\n")
     return text
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """The names without their domains, where that tells them apart."""
+    short = [name.partition(".")[0] for name in names]
+    return short if len(set(short)) == len(names) else list(names)
 
 
 def _heat(part: float) -> str:
@@ -121,21 +131,24 @@ def _kind(pair: PairLink | PairSeen) -> tuple[str, str, bool, str]:
 
 
 def curve_table(measured: Measured) -> Table | None:
-    """Times against size over MPI, alone: median of all links, fastest and slowest."""
-    by_size: dict[int, list[float]] = {}
+    """Times against size over MPI: median of all links, fastest and slowest; alone, where a size was measured so."""
+    by_size: dict[int, dict[str, list[float]]] = {}
     for pair in measured.pairs:
-        if pair.way == "mpi" and not (pair.load == "together" and not pair.both_ways):
+        if pair.way == "mpi" and pair.load != "bisection" and not pair.both_ways:
             for point in pair.curve:
-                by_size.setdefault(point.size_bytes, []).append(point.seconds)
+                by_size.setdefault(point.size_bytes, {}).setdefault(pair.load, []).append(point.seconds)
     if not by_size:
         return None
     table = Table(title="a message over MPI", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("size", "median", "fastest link", "slowest link", "rate"):
-        table.add_column(column, justify="right")
-    for size, seconds in sorted(by_size.items()):
+    for column in ("size", "load", "median", "fastest link", "slowest link", "rate"):
+        table.add_column(column, justify="left" if column == "load" else "right")
+    for size, by_load in sorted(by_size.items()):
+        load = "alone" if "alone" in by_load else "together"
+        seconds = by_load[load]
         middle = statistics.median(seconds)
         table.add_row(
-            format_size(size, binary=True), *(format_duration(s, digits=3) for s in (middle, min(seconds), max(seconds))),
+            format_size(size, binary=True), load,
+            *(format_duration(s, digits=3) for s in (middle, min(seconds), max(seconds))),
             format_rate(size / middle, digits=3, bits=True),
         )  # fmt: skip
     return table
@@ -170,7 +183,7 @@ def ranks_text(collective: Collective) -> str:
     """Over what a collective went: `4 hosts`, or `4 hosts, 32 ranks`; and whether without GPUDirect RDMA."""
     hosts = len(collective.hosts)
     ranks = f", {collective.ranks} ranks" if collective.ranks != hosts else ""
-    return f"{hosts} hosts{ranks}" + (", no GPUDirect" if collective.gpudirect is False else "")
+    return f"{hosts} host{'s' * (hosts > 1)}{ranks}" + (", no GPUDirect" if collective.gpudirect is False else "")
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:

@@ -25,13 +25,14 @@ def doubling(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What one probe does. Sizes in bytes, times in seconds.
 
-    `stream_seconds` is how long a link is filled while others are too. All directions alone share
+    `inside_seconds` is how long each way between GPUs and memory of a host is used. `stream_seconds` is how long a link is filled while others are too. All directions alone share
     `alone_budget_seconds` for each way; each gets at least `alone_seconds[0]` and at most `alone_seconds[1]`, and where
     the least is too much, as many rounds as fit are measured alone. `variation` is the coefficient of variation of the
     median at which repeating ends early.
     """
 
     mode: Mode
+    inside_seconds: float
     stream_seconds: float
     alone_seconds: tuple[float, float]
     alone_budget_seconds: float
@@ -49,17 +50,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 QUICK = Settings(
-    mode="quick", stream_seconds=0.12, alone_seconds=(0.12, 0.12), alone_budget_seconds=0.8, streams=1, pings=15,
+    mode="quick", inside_seconds=0.05, stream_seconds=0.12, alone_seconds=(0.12, 0.12), alone_budget_seconds=0.8, streams=1, pings=15,
     variation=0.03, sizes=(), together_sizes=(), collective_sizes=(), collective_seconds=0.0, both_ways=False,
     second_way=False, suspects=12,
 )  # fmt: skip
 DEFAULT = Settings(
-    mode="default", stream_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0, streams=4, pings=30,
+    mode="default", inside_seconds=0.1, stream_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0, streams=4, pings=30,
     variation=0.01, sizes=doubling(8, 8 * MIB, 4), together_sizes=(), collective_sizes=doubling(KIB, 64 * MIB, 4),
     collective_seconds=6.0, both_ways=True, second_way=True, suspects=24,
 )  # fmt: skip
 FULL = Settings(
-    mode="full", stream_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=6.5, streams=4, pings=30,
+    mode="full", inside_seconds=0.2, stream_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=6.5, streams=4, pings=30,
     variation=0.01, sizes=doubling(8, 4 * MIB), together_sizes=doubling(8 * MIB, 64 * MIB),
     collective_sizes=doubling(KIB, 256 * MIB), collective_seconds=13.5, both_ways=True, second_way=True, suspects=32,
 )  # fmt: skip

@@ -7,13 +7,13 @@ or host that stays clearly below it, measured twice, is told of.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import PairSeen, best
 from distrib.probe.settings import Way
-from distrib.probe.suspects import PEERS, SLOW, one_way
+from distrib.probe.suspects import SLOW, class_of_pair, classes_of, one_way
 
 BAD = 0.75
 """Below this part of what is usual a link is an error, above it a warning."""
@@ -22,22 +22,33 @@ DEVIATIONS = 6.0
 """How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
 
 
-def slow_hosts(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
-    """Hosts that are slower than the others with every other host, outwards or inwards."""
-    outwards, inwards = _shown(seen, way, "source"), _shown(seen, way, "target")
-    rates = {host: (outwards.get(host, 0.0), inwards.get(host, 0.0)) for host in {*outwards, *inwards}}
-    if len(rates) < 3:
-        return []  # of two hosts nobody can say which is slow
+def slow_hosts(seen: Sequence[PairSeen], way: Way, speeds: Mapping[str, float] | None = None) -> list[Finding]:
+    """Hosts that are slower than the others of their class with every other host, outwards or inwards."""
+    classes = classes_of(speeds or {})
+    outwards, inwards = _shown(seen, way, "source", classes), _shown(seen, way, "target", classes)
+    by_class: dict[float, dict[str, tuple[float, float]]] = {}
+    for host in {*outwards, *inwards}:
+        shown = outwards.get(host, 0.0), inwards.get(host, 0.0)
+        by_class.setdefault(classes.get(host, 0.0), {})[host] = shown
+    # Of two hosts nobody can say which is slow.
+    return [
+        finding
+        for rates in by_class.values()
+        if len(rates) > 2
+        for finding in _slow_hosts_of_class(rates, list(one_way(seen, way, "alone")))
+    ]
+
+
+def _slow_hosts_of_class(rates: dict[str, tuple[float, float]], alone: Sequence[PairSeen]) -> list[Finding]:
     found = []
-    known = [rate for pair in rates.values() for rate in pair if rate]
-    limit, usual = _limit(known)
+    limit, usual = _limit([max(shown) for shown in rates.values()])
     for host, (out, into) in rates.items():
         low = [(rate, where) for rate, where in ((out, "sends"), (into, "receives")) if rate and rate < limit]
         if not low:
             continue
         ratio = min(rate for rate, _ in low) / usual
         how = " and ".join(where for _, where in low)
-        pairs = sum(host in (record.source, record.target) for record in one_way(seen, way, "alone"))
+        pairs = sum(host in (record.source, record.target) for record in alone)
         found.append(
             Finding(
                 kind="slow_host",
@@ -55,22 +66,28 @@ def slow_hosts(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
     return found
 
 
-def _shown(seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"]) -> dict[str, float]:
-    """By host, the rate that it has shown at one end of its links: the upper quartile over its peers.
+def _shown(
+    seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"], classes: Mapping[str, float]
+) -> dict[str, float]:
+    """By host, the rate that it has shown alone at one end of its links: the upper quartile over its peers.
 
-    Not the median: the peers may be the slow ones. What was measured while others sent too counts only where there is
-    little else.
+    Not the median: the peers may be the slow ones. Nothing is said of hosts that were not measured alone, nor of those that
+    were faster beside others: then the few links that were measured alone are slow, not the host. Peers of a slower class
+    do not count.
     """
-    alone: dict[str, list[float]] = {}
-    for record in best(one_way(seen, way, "alone")).values():
-        alone.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
-    every = {host: list(rates) for host, rates in alone.items()}
-    for record in best(one_way(seen, way, "together")).values():
-        every.setdefault(getattr(record, end), []).append(record.bandwidth_bytes_per_second)
-    return {
-        host: upper_quartile(alone[host] if len(alone.get(host, ())) >= PEERS else rates)
-        for host, rates in every.items()
-    }
+    rates: dict[str, dict[str, list[float]]] = {"alone": {}, "together": {}}
+    for load, of_host in rates.items():
+        for record in best(one_way(seen, way, load)).values():
+            host = getattr(record, end)
+            if class_of_pair(classes, record) >= classes.get(host, 0.0):
+                of_host.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+    found = {}
+    for host, alone in rates["alone"].items():
+        least = SLOW * upper_quartile(rates["together"].get(host, alone))
+        # What was measured alone may mostly have been the slow peers.
+        if shown := [rate for rate in (upper_quartile(alone), max(alone)) if rate >= least]:
+            found[host] = shown[0]
+    return found
 
 
 def upper_quartile(values: Sequence[float]) -> float:
@@ -78,13 +95,26 @@ def upper_quartile(values: Sequence[float]) -> float:
     return sorted(values)[-1 - len(values) // 4]
 
 
-def slow_links(seen: Sequence[PairSeen], way: Way, slow: set[str]) -> list[Finding]:
-    """Pairs of good hosts that are slower than the other pairs, both ways or one way only."""
-    alone = {(r.source, r.target): r for r in best(one_way(seen, way, "alone")).values()}
-    good = {pair: record.bandwidth_bytes_per_second for pair, record in alone.items() if not slow & set(pair)}
+def slow_links(
+    seen: Sequence[PairSeen], way: Way, slow: set[str], speeds: Mapping[str, float] | None = None
+) -> list[Finding]:
+    """Pairs of good hosts that are slower than the other pairs of their class, both ways or one way only."""
+    classes = classes_of(speeds or {})
+    # What was looked at again was picked because it looked bad: it does not say what is usual.
+    planned = {(r.source, r.target) for r in one_way(seen, way, "alone") if r.step != "again"}
+    by_class: dict[float, dict[tuple[str, str], float]] = {}
+    for record in best(one_way(seen, way, "alone")).values():
+        if not slow & {record.source, record.target}:
+            good = by_class.setdefault(class_of_pair(classes, record), {})
+            good[record.source, record.target] = record.bandwidth_bytes_per_second
+    return [finding for good in by_class.values() for finding in _slow_links_of_class(good, planned)]
+
+
+def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[str, str]]) -> list[Finding]:
     if len(good) < 3:
         return _asymmetric(good, 0.0)
-    limit, usual = _limit(list(good.values()))
+    fair = [rate for pair, rate in good.items() if pair in planned]
+    limit, usual = _limit(fair if len(fair) > 2 else list(good.values()))
     found = _asymmetric(good, limit)
     told = {frozenset(finding.hosts) for finding in found}
     for pair in sorted({tuple(sorted(pair)) for pair in good}):

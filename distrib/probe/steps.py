@@ -82,7 +82,7 @@ def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] 
             found += _large(hosts, settings)
         else:
             found += _together(hosts, settings, second)
-    if settings.collective_sizes and hosts > 1:
+    if settings.collective_sizes:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
         found.append(Step(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
     return tuple(found)

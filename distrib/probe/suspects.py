@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from distrib.probe.records import PairSeen
 from distrib.probe.settings import Way
@@ -55,36 +55,88 @@ def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]
             yield record
 
 
-def directions(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int) -> list[tuple[str, str]]:
+def classes_of(speeds: Mapping[str, float]) -> dict[str, float]:
+    """By host, the rate of its card as far as another host's card can use it; hosts of one rate are a class."""
+    second = sorted(speeds.values())[-2:][:1]
+    return {host: min(speed, *second) for host, speed in speeds.items()}
+
+
+def class_of_pair(classes: Mapping[str, float], record: PairSeen) -> float:
+    """That of the slower card; 0 where no card's rate is known."""
+    return min(classes.get(host, 0.0) for host in (record.source, record.target))
+
+
+def directions(
+    seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int, speeds: Mapping[str, float] | None = None
+) -> list[tuple[str, str]]:
     """Directions to measure again alone, worst first, at most so many.
 
-    Those that were slow or noisy alone; for a host that was slow with most others when all sent at once, some of its pairs, as it
-    may have been alone in nothing yet.
+    Those that were slow or noisy alone, those that were the slow ones of their round and never measured alone, and, for a
+    host that was slow with most others, a first direction with a good one; then a second and a third for each such host,
+    so that many of them do not leave one unlooked at. `speeds`: the nominal rates of the hosts' cards; each is compared with
+    its like.
     """
-    alone = {(r.source, r.target): r.bandwidth_bytes_per_second for r in one_way(seen, way, "alone")}
-    together: dict[str, list[float]] = {}
-    for record in one_way(seen, way, "together"):
-        for host in (record.source, record.target):
-            together.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+    classes = classes_of(speeds or {})
+    alone: dict[tuple[str, str], float] = {}
+    by_class: dict[float, dict[tuple[str, str], float]] = {}
+    for record in one_way(seen, way, "alone"):
+        pair = record.source, record.target
+        alone[pair] = by_class.setdefault(class_of_pair(classes, record), {})[pair] = record.bandwidth_bytes_per_second
     if not alone:
         return []
-    usual = statistics.median(alone.values())
-    wanted: dict[tuple[str, str], float] = {pair: rate / usual for pair, rate in alone.items() if rate < SLOW * usual}
+    links: dict[tuple[str, str], float] = {}
+    for rates in by_class.values():
+        usual = statistics.median(rates.values())
+        links |= {pair: rate / usual for pair, rate in rates.items() if rate < SLOW * usual}
+    slow, odd = _slow_together(seen, way, classes)
+    links |= {pair: part for pair, part in odd.items() if pair not in alone}
+    for pair in list(links):
+        links.setdefault(pair[::-1], links[pair])
+    wanted = {pair: (0, part) for pair, part in links.items()}
     for record in one_way(seen, way, "alone"):
         if record.variation > NOISY / 2:
-            wanted.setdefault((record.source, record.target), 1.0)
-    middles = {host: statistics.median(rates) for host, rates in together.items()}
-    if middles:
-        middle = statistics.median(middles.values())
-        good = [host for host in hosts if middles.get(host, 0.0) >= SLOW * middle]
-        for host, rate in sorted(middles.items(), key=lambda item: item[1]):
-            if rate < SLOW * middle:
-                for peer in [other for other in good if other != host][:PEERS]:
-                    wanted.setdefault((host, peer), rate / middle)
-                    wanted.setdefault((peer, host), rate / middle)
-    for pair in [pair for pair in wanted if wanted[pair] < 1]:
-        wanted.setdefault(pair[::-1], wanted[pair])
+            wanted.setdefault((record.source, record.target), (0, 1.0))
+    ends = {host for host, _ in slow}
+    for (host, sends), part in slow.items():
+        own = classes.get(host, 0.0)
+        peers = [other for other in hosts if other not in ends and other != host and classes.get(other, 0.0) >= own]
+        for turn, peer in enumerate(peers[:PEERS]):
+            wanted.setdefault((host, peer) if sends else (peer, host), (turn, part))
     return sorted(wanted, key=lambda pair: wanted[pair])[:most]
+
+
+def _slow_together(
+    seen: Sequence[PairSeen], way: Way, classes: Mapping[str, float]
+) -> tuple[dict[tuple[str, bool], float], dict[tuple[str, str], float]]:
+    """What was slow while all pairs of a round sent, each with its part of what is usual.
+
+    Hosts that were slow with most others, by whether they sent; and pairs of other hosts that were slower than the rest of
+    their round and than both hosts are with most others.
+    """
+    rates: dict[tuple[str, bool], list[float]] = {}
+    rounds: dict[tuple[str, int], list[float]] = {}
+    records = list(one_way(seen, way, "together"))
+    for record in records:
+        for host, sends in ((record.source, True), (record.target, False)):
+            # With a slower card, that would be the one that is seen.
+            if class_of_pair(classes, record) >= classes.get(host, 0.0):
+                rates.setdefault((host, sends), []).append(record.bandwidth_bytes_per_second)
+        rounds.setdefault((record.step, record.phase), []).append(record.bandwidth_bytes_per_second)
+    # Of two, the better one: the other may be the one that is looked for.
+    usual = {end: statistics.median_high(values) for end, values in rates.items()}
+    hosts: dict[tuple[str, bool], float] = {}
+    for own in {classes.get(host, 0.0) for host, _ in usual}:
+        alike = {end: rate for end, rate in usual.items() if classes.get(end[0], 0.0) == own}
+        middle = statistics.median(alike.values())
+        hosts |= {end: rate / middle for end, rate in alike.items() if rate < SLOW * middle}
+    of_round = {place: statistics.median_high(values) for place, values in rounds.items()}
+    pairs: dict[tuple[str, str], float] = {}
+    for record in records:
+        ends = (record.source, True), (record.target, False)
+        expected = min(of_round[record.step, record.phase], *(usual[end] for end in ends if end in usual))
+        if record.bandwidth_bytes_per_second < SLOW * expected:
+            pairs[record.source, record.target] = record.bandwidth_bytes_per_second / expected
+    return hosts, pairs
 
 
 def half_duplex(seen: Sequence[PairSeen], baseline: Baseline, way: Way, most: int) -> list[tuple[str, str]]:

@@ -37,7 +37,12 @@ WINDOWS = 12
 PING = b"distrib!"  # 8 bytes
 GO = b"go ahead"
 CHECK_SECONDS = 0.05
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 3.5
+"""The kernel asks again after 1 and after 3 s. Where nothing has answered then, nothing will."""
+
+ACCEPT_SECONDS = CONNECT_SECONDS + 1.0
+"""How long the receiver waits for connections: it is not told when its sender could not make any."""
+
 _TOTAL_RETRANS_OFFSET, _PATH_MTU_OFFSET = 100, 60
 """Where `struct tcp_info` (linux/tcp.h) has tcpi_total_retrans and tcpi_pmtu."""
 
@@ -66,6 +71,7 @@ class Listener:
 
     def accept(self, token: bytes, task: int, streams: int, deadline: float) -> list[socket.socket]:
         """The connections of one task, in order; those of tasks that were given up are closed."""
+        deadline = min(deadline, time.monotonic() + ACCEPT_SECONDS)
         found: dict[int, socket.socket] = {}
         try:
             while len(found) < streams:

@@ -49,7 +49,9 @@ class Worker:
 
     def _do(self, task: Task, deadline: float) -> Reply:
         if isinstance(task, Inside):
-            return Reply(number=task.number, rank=self.rank, inside=inside.measure(self.host))
+            links, problems = inside.measure(self.host, task.seconds, backwards=task.backwards, deadline=deadline)
+            failed = "; ".join(problems) or None
+            return Reply(number=task.number, rank=self.rank, inside=links, failed=failed)
         if isinstance(task, AllReduce):
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
             from distrib.probe import collective

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,7 +19,8 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.flat import broadcast
-from distrib.training.synchronous import follow_parameters, synchronous
+from distrib.training.gradients.hook import hook_of
+from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
 from distrib.training.world import World
 
 
@@ -35,6 +38,17 @@ class Backend:
         self.strategy, self.world, self.device = strategy, world, device
 
     @property
+    def waited_seconds(self) -> float | None:
+        """How long this rank has waited for others so far; None where it waits between backward and the optimizer alone."""
+        return None
+
+    @functools.cached_property
+    def counting_group(self) -> dist.ProcessGroup:
+        """Where counts go: what ranks that have parted tell each other must not meet gradients. Every rank, the first time."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+
+    @property
     def averaged(self) -> int:
         """Of how many ranks' gradients a step takes the mean, each weighted alike."""
         return self.world.size if self.together else 1
@@ -50,6 +64,14 @@ class Backend:
         if not hasattr(model, "no_sync"):
             model.no_sync = nullcontext  # type: ignore[assignment]  # what scripts for DDP call
         return model
+
+    def adopt(self, model: DistributedDataParallel) -> None:
+        """Sees a model that the script has put into DistributedDataParallel itself. Every rank."""
+        if self.world.size > 1:
+            raise TrainingError(
+                f"{type(model.module).__name__} is in DistributedDataParallel already, which averages in each step",
+                hint="give job.prepare the model itself",
+            )
 
     def optimizer(self, optimizer: Optimizer) -> None:
         """Sees an optimizer before its first step. Every rank."""
@@ -73,6 +95,9 @@ class Backend:
 
     def rescaled(self, optimizer: Optimizer) -> None:
         """A GradScaler divides the optimizer's gradients between backward and step, which leaves no trace on them."""
+
+    def scaled(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
+        """Comes before each step that `scaler` takes with gradients of `models`, which are times its present scale."""
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         """Comes after each step of the optimizer that trains `models`, also after one that was left out. Every rank."""
@@ -100,14 +125,28 @@ class Together(Backend):
     """
 
     together = True
+    to_unfreeze = "unfreeze it before job.prepare"
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         self._models: list[nn.Module] = []
+        self._averaged: set[torch.Tensor] = set()
+        """The parameters whose gradients are averaged: those that learnt when they were prepared."""
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        self._models.append(model)
+        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
         return model
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.grad is not None and parameter.requires_grad and parameter not in self._averaged:
+                if name := name_in(self._models, parameter):
+                    raise TrainingError(
+                        f"{name} learns only since job.prepare, and is not averaged: every rank would have its own",
+                        hint=self.to_unfreeze,
+                    )
+                raise of_no_model(parameter)
+        return update()
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         for model in models:
@@ -120,6 +159,13 @@ class Together(Backend):
 class Synchronous(Together):
     """Gradients are averaged by torch's DistributedDataParallel."""
 
+    to_unfreeze = "unfreeze it before job.prepare, or prepare the model again: model = job.prepare(job.unwrap(model))"
+
+    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        super().__init__(strategy, world, device)
+        self._awaited: dict[nn.Module, dict[str, nn.Parameter]] = {}
+        """Of each unwrapped model, the parameters whose gradients DistributedDataParallel waits for."""
+
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = synchronous(
             model,
@@ -128,7 +174,22 @@ class Synchronous(Together):
             find_unused_parameters=find_unused_parameters,
             strategy=self.strategy,
         )
+        self._await(model)
         return super().model(model, find_unused_parameters=find_unused_parameters)
+
+    def adopt(self, model: DistributedDataParallel) -> None:
+        self._await(model)
+        super().model(model, find_unused_parameters=model.find_unused_parameters)
+
+    def _await(self, model: nn.Module) -> None:
+        inner = unwrapped(model)
+        self._awaited[inner] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._averaged.update(self._awaited[inner].values())
+
+    def scaled(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
+        for model in models:
+            if hook := hook_of(model):
+                hook.units.follow(scaler)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         for model in models:
@@ -137,20 +198,47 @@ class Synchronous(Together):
 
     def check_used(self, models: Sequence[nn.Module]) -> None:
         for model in models:
-            if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters:
+            if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
                 continue
-            unused = [n for n, p in model.module.named_parameters() if p.requires_grad and p.grad is None]
-            if unused and any(p.grad is not None for p in model.parameters()):
+            inner = unwrapped(model)
+            unused = {name: p for name, p in self._awaited[inner].items() if p.grad is None}
+            if not unused or all(p.grad is None for p in model.parameters()):
+                continue
+            if frozen := [name for name, p in unused.items() if not p.requires_grad]:
                 raise TrainingError(
-                    f"rank {self.world.rank}: {', '.join(unused[:3])}{f' and {len(unused) - 3} more' * (len(unused) > 3)} "
-                    f"got no gradient in this step of {type(model.module).__name__}, and the other ranks wait for it",
-                    hint="job.prepare(..., find_unused_parameters=True), or freeze what is not used with requires_grad_(False)",
+                    f"{_several(frozen)} of {type(inner).__name__} was frozen after job.prepare, and its gradient is waited for",
+                    hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
+                    "or job.prepare(..., find_unused_parameters=True)",
                 )
+            raise TrainingError(
+                f"rank {self.world.rank}: {_several(list(unused))} "
+                f"got no gradient in this step of {type(inner).__name__}, and the other ranks wait for it",
+                hint="job.prepare(..., find_unused_parameters=True), or freeze what is not used, with requires_grad_(False), "
+                "before job.prepare",
+            )
 
     def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = on  # what DDP's no_sync() sets
+
+
+def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:
+    """What `parameter` is called in the one of `models` that has it."""
+    names = (pair for model in models for pair in unwrapped(model).named_parameters())
+    return next((str(name) for name, one in names if one is parameter), None)
+
+
+def of_no_model(parameter: torch.Tensor) -> TrainingError:
+    """What is said of a parameter that an optimizer has been given since, from elsewhere."""
+    return TrainingError(
+        f"a parameter {list(parameter.shape)} of the optimizer is of no prepared model: every rank would have its own",
+        hint="prepare its model too",
+    )
+
+
+def _several(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backend:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.balance import Balance
@@ -34,6 +36,10 @@ def _ignore(own: int, every: int) -> None: ...
 
 
 def _nothing() -> None: ...
+
+
+def _no_parameters() -> list[torch.Tensor]:
+    return []
 
 
 def _evenly(step: int) -> tuple[float, ...]:
@@ -60,6 +66,9 @@ class ShardedLoader(Iterable[Any]):
       `world_size`-th batch. While a model trains, an incomplete last round of batches is left out. How many samples
       a batch has nobody knows here: all count the same, as with a DistributedSampler.
 
+    A model trains that is in training mode as the epoch begins; or one for which gradients are computed from the epoch's batches,
+    as where a model is trained in evaluation mode so that its normalization stays as it is.
+
     What else a DataLoader has (`dataset`, `num_workers`, ...) is had by this one too.
     """
 
@@ -73,13 +82,14 @@ class ShardedLoader(Iterable[Any]):
         seed: int,
         training: Callable[[], bool | None],
         samples: Callable[[int, int], None] = _ignore,
+        parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
-        """`training` says whether the job's models train now, None while the job has none.
+        """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
-        While they do, `samples` is told before each batch how many samples it has and all ranks' together, and `ended`
+        While they train, `samples` is told before each batch how many samples it has and all ranks' together, and `ended`
         is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
         all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
         may come and go.
@@ -88,7 +98,7 @@ class ShardedLoader(Iterable[Any]):
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self._rank, self._ranks, self._device = rank, ranks, device
-        self._training = training
+        self._training, self._parameters = training, parameters
         self._samples, self._ended, self._balance = samples, ended, balance
         self._epoch = 0
         self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
@@ -157,31 +167,42 @@ class ShardedLoader(Iterable[Any]):
             self._loader.sampler.set_epoch(epoch)
         if self._balance:
             self._balance.epoch()
-        training = self._evenly()
+        watch = _Watch(self._evenly(), self._training, self._parameters)
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
-            batches = every_nth(batches, rank, ranks, whole_rounds=training)
-        here = self._read(batches, self._shard.sizes if self._shard else deque(), training)
+            batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
+        here = self._read(batches, self._shard.sizes if self._shard else deque(), watch)
         return self.meter(here) if self.meter else here
 
-    def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], training: bool) -> Iterator[Any]:
-        balance = self._balance if training and self._shard else None
-        for step in count():
-            if balance:
-                balance.begin()
-            try:
-                batch = moved(next(batches), self._device)
-            except StopIteration:
-                break
-            own, every = sizes.popleft() if sizes else (1, self._ranks)
-            if training:
-                self._samples(own, every)
-            yield batch
-            if balance:
-                balance.end(step, own)
-        if training:
+    def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch) -> Iterator[Any]:
+        with watch:
+            for step in count():
+                balance = self._balance if watch.trains and self._shard else None
+                if balance:
+                    balance.begin()
+                try:
+                    batch = moved(next(batches), self._device)
+                except StopIteration:
+                    break
+                own, every = sizes.popleft() if sizes else (1, self._ranks)
+                if watch.may_train:
+                    self._samples(own, every)
+                yield batch
+                if watch.surprised():
+                    self._check_even()
+                if balance:
+                    balance.end(step, own)
+        if watch.may_train:
             self._samples(1, self._ranks)
+        if watch.trains:
             self._ended()
+
+    def _check_even(self) -> None:
+        if self._shard and self._shard.uneven:
+            raise TrainingError(
+                "some ranks have a batch less than others in this epoch, but gradients are computed, for which all are waited for",
+                hint="call model.train() before the epoch, and eval() of its parts that shall stay as they are",
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""
@@ -201,10 +222,48 @@ class ShardedLoader(Iterable[Any]):
         return getattr(self._loader, name)
 
 
-def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: bool) -> Iterator[Any]:
+class _Watch:
+    """Whether a model trains on the batches of one epoch.
+
+    One in training mode does (`trains`, as the epoch begins). In evaluation mode it does once gradients reach its parameters
+    between two of the epoch's batches, and no model is in training mode.
+    """
+
+    def __init__(
+        self, trains: bool, training: Callable[[], bool | None], parameters: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        self.trains = trains
+        self._surprised = False
+        self._training, self._parameters = training, parameters
+        self._handle: RemovableHandle | None = None
+
+    @property
+    def may_train(self) -> bool:
+        """Whether gradients of a batch that is handed out now may come."""
+        return self.trains or torch.is_grad_enabled()
+
+    def surprised(self) -> bool:
+        """Whether it has turned out since the last call that a model trains."""
+        surprised, self._surprised = self._surprised, False
+        return surprised
+
+    def __enter__(self) -> None:
+        if self.may_train and not self.trains and (parameters := self._parameters()):
+            self._handle = register_multi_grad_hook(parameters, self._gradient, mode="any")
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle:
+            self._handle.remove()
+
+    def _gradient(self, _: torch.Tensor) -> None:
+        if not self._training():
+            self.trains = self._surprised = True
+
+
+def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:
     """Batch number `rank` of each `ranks` batches; of an incomplete last round only without `whole_rounds`."""
     while round_ := list(islice(batches, ranks)):
-        if rank < len(round_) and (len(round_) == ranks or not whole_rounds):
+        if rank < len(round_) and (len(round_) == ranks or not whole_rounds()):
             yield round_[rank]
 
 

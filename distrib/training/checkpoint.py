@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
+import pickle
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
 from distrib.training.synchronous import unwrapped
@@ -22,10 +28,10 @@ def write(path: str | os.PathLike[str], objects: dict[str, Any], backend: dict[s
     Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training.
 
     The file is complete at every moment: it is written beside `path`, brought to the disk and then renamed.
-    Raises TrainingError for a value that `read` could not open safely.
+    Numbers of numpy are saved as Python's. Raises TrainingError for what `read` could not open safely; then the file is as it was.
     """
-    states = {name: _state(thing) for name, thing in objects.items() if has_state(thing)}
-    values = {name: thing for name, thing in objects.items() if not has_state(thing)}
+    states = {name: _without_numpy(_state(thing)) for name, thing in objects.items() if has_state(thing)}
+    values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
     for name, value in values.items():
         if not _is_plain(value):
             raise TrainingError(
@@ -42,12 +48,49 @@ def write(path: str | os.PathLike[str], objects: dict[str, Any], backend: dict[s
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
+        _check_opens(name, states)
         Path(name).chmod(0o666 & ~mask)  # mkstemp's file is for the owner alone
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _check_opens(path: str, states: dict[str, Any]) -> None:
+    """Raises TrainingError where `read` could not open the file that was written to `path`, with the place in `states`."""
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped: the numbers are not read again
+    except pickle.UnpicklingError as error:
+        where, what = _unsafe("", states) or ("", "something")
+        raise TrainingError(
+            f"cannot save {where or 'this'}: {what} could not be restored without running code",
+            hint="keep to numbers, strings and tensors in the states of what is saved",
+        ) from error
+    except (OSError, RuntimeError):
+        pass  # not every file system maps files
+
+
+def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
+    """The first place in `thing` that torch.load refuses, and what is there."""
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(thing, dict):
+        inside = list(thing.items())
+    elif isinstance(thing, (list, tuple)):
+        inside = list(enumerate(thing))
+    for key, value in inside:
+        if found := _unsafe(f"{where}[{key!r}]" if where else str(key), value):
+            return found
+    if isinstance(thing, torch.Tensor):
+        return None
+    try:
+        file = io.BytesIO()
+        torch.save(type(thing)() if inside else thing, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever its class raises
+        return where, f"a {type(thing).__name__}"
+    return None
 
 
 def content(path: str | os.PathLike[str]) -> bytes | None:
@@ -85,27 +128,61 @@ def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str
 
 _COMPILED = "_orig_mod."
 """What torch.compile puts before the names in a module that it compiled inside another one."""
+_WRAPPED = "module."
+"""What DistributedDataParallel does, as in the copy that torch's AveragedModel makes of a prepared model."""
 
 
 def _state(thing: Any) -> Any:
-    state = unwrapped(thing).state_dict()
-    if isinstance(thing, torch.nn.Module) and any(_COMPILED in name for name in state):
-        return {name.replace(_COMPILED, ""): value for name, value in state.items()}
+    thing = unwrapped(thing)
+    state = thing.state_dict()
+    if isinstance(thing, nn.Module) and (names := _names(thing, state)):
+        return {names.get(name, name): value for name, value in state.items()}
     return state
 
 
 def _load(thing: Any, state: Any) -> None:
     thing = unwrapped(thing)
-    if isinstance(thing, torch.nn.Module):
-        names = {name.replace(_COMPILED, ""): name for name in thing.state_dict()}
-        if any(_COMPILED in name for name in names.values()):
-            state = {names.get(name, name): value for name, value in state.items()}
+    if isinstance(thing, nn.Module) and (names := _names(thing, thing.state_dict())):
+        present = {plain: name for name, plain in names.items()}
+        state = {present.get(name, name): value for name, value in state.items()}
     thing.load_state_dict(state)
+
+
+def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
+    """What is called otherwise without `prepare` and torch.compile, and how."""
+    wrappers = [f"{name}." for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+    names = {}
+    for name in state:
+        plain = name
+        for wrapper in reversed(wrappers):  # the inner ones first
+            if plain.startswith(wrapper + _WRAPPED):
+                plain = wrapper + plain.removeprefix(wrapper + _WRAPPED)
+        plain = plain.replace(_COMPILED, "")
+        if plain != name:
+            names[name] = plain
+    return names
 
 
 def has_state(thing: Any) -> bool:
     """Whether `thing` is saved by its state, not as a plain value."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _without_numpy(thing: Any) -> Any:
+    """`thing` with Python's numbers in place of numpy's, such as schedules leave in an optimizer: torch.load refuses those."""
+    if isinstance(thing, np.generic):
+        return thing.item()
+    if isinstance(thing, dict):
+        items = [(_without_numpy(key), _without_numpy(value)) for key, value in thing.items()]
+        if all(a is c and b is d for (a, b), (c, d) in zip(items, thing.items(), strict=True)):
+            return thing
+        changed = copy.copy(thing)  # of its class, with its attributes
+        changed.clear()
+        changed.update(items)
+        return changed
+    if type(thing) in (list, tuple, set):
+        return type(thing)(_without_numpy(item) for item in thing)
+    return thing
 
 
 def _is_plain(value: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,22 +20,31 @@ SMALL = 4096
 """Elements of a parameter that is small."""
 
 
+class _Seen(NamedTuple):
+    """What is known of the gradients of one step, perhaps only later, as a GPU computes it."""
+
+    step: int
+    norms: torch.Tensor
+    names: list[str]
+    witnesses: dict[str, torch.Tensor]
+
+
 class Finite:
     """The watch over one optimizer's gradients.
 
-    `raise` ends the job; `skip` leaves the step out, on every rank, as all have the same mean; `ignore` looks at nothing.
+    `raise` ends the job; `skip` leaves the step out, on every rank where all have the same mean; `ignore` looks at nothing.
     `together`: the gradients are means over the ranks. On a GPU `raise` learns of a nan one step late: to be in
-    time the script would have to wait for the GPU in each step, as it does with `skip`.
+    time the script would have to wait for the GPU in each step, as it does with `skip`. `late` does the same elsewhere.
     """
 
-    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, together: bool) -> None:
+    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, together: bool, late: bool = False) -> None:
         if on_nan not in get_args(OnNan):
             raise TrainingError(f"on_nan={on_nan!r}", hint=f"give {', '.join(get_args(OnNan))}")
-        self._optimizer, self._on_nan, self._together = optimizer, on_nan, together
+        self._optimizer, self._on_nan, self._together, self._late = optimizer, on_nan, together, late
         self._names: Mapping[torch.Tensor, str] = {}
-        self._witnesses: list[tuple[str, torch.Tensor]] = []
+        self._witnesses: dict[str, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
-        self._late: tuple[int, torch.Tensor, list[str], list[tuple[str, torch.Tensor]]] | None = None
+        self._waiting: _Seen | None = None
 
     def name(self, names: Mapping[torch.Tensor, str]) -> None:
         """`names` are those of the parameters in their models."""
@@ -50,7 +59,9 @@ class Finite:
 
     def _keep(self, name: str) -> Any:
         def keep(gradient: torch.Tensor) -> None:
-            self._witnesses.append((name, gradient))  # itself: a detached one would be averaged with it
+            # Itself: a detached one would be averaged with it. The sum of several is no number if one of them is none.
+            before = self._witnesses.get(name)
+            self._witnesses[name] = gradient if before is None else before + gradient
 
         return keep
 
@@ -62,33 +73,51 @@ class Finite:
         gradients = [
             p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None
         ]
-        witnesses, self._witnesses = self._witnesses, []
+        witnesses = self.forget()
+        filled = [number for number, gradient in enumerate(gradients) if gradient.numel()]
+        gradients, names = [gradients[n] for n in filled], [self._name(parameters[n]) for n in filled]
         if not gradients:
             return True
-        norms = torch.stack([norm.to(gradients[0].device) for norm in torch._foreach_norm(gradients)])
-        names = [self._name(p) for p in parameters]
-        if norms.is_cuda and self._on_nan == "raise":
-            late, self._late = self._late, (step, norms, names, witnesses)
-            if late is None:
-                return True
-            step, norms, names, witnesses = late
-        if bool(norms.isfinite().all()):
+        late = self._on_nan == "raise" and (self._late or gradients[0].is_cuda)
+        # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
+        # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
+        norms = torch._foreach_norm(gradients, float("inf") if late else 2)
+        seen = _Seen(step, torch.stack([norm.to(gradients[0].device) for norm in norms]), names, witnesses)
+        if late:
+            self.flush()
+            self._waiting = seen
             return True
-        bad = [name for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
-        if all(bool(gradient.isfinite().all()) for gradient in gradients):  # large numbers, the norm of which is none
+        if bool(seen.norms.isfinite().all()) or all(bool(gradient.isfinite().all()) for gradient in gradients):
             return True
         if self._on_nan == "skip":
             return False
-        raise TrainingError(
-            f"step {step}: the gradient of {_several(bad)} is nan or infinite{self._whose(witnesses)}",
+        raise self._error(seen)
+
+    def flush(self, *, alone: bool = False) -> None:
+        """Looks at the step that was not waited for. Raises TrainingError as `after` does. Every rank, or this one `alone`."""
+        seen, self._waiting = self._waiting, None
+        if seen and not bool(seen.norms.isfinite().all()):
+            if alone:
+                self._waiting = seen  # for the others, who name the rank when they come to it
+            raise self._error(seen, alone=alone)
+
+    def forget(self) -> dict[str, torch.Tensor]:
+        """The witnesses of a step, which is over."""
+        witnesses, self._witnesses = self._witnesses, {}
+        return witnesses
+
+    def _error(self, seen: _Seen, *, alone: bool = False) -> TrainingError:
+        bad = [name for name, norm in zip(seen.names, seen.norms.tolist(), strict=True) if not math.isfinite(norm)]
+        return TrainingError(
+            f"step {seen.step}: the gradient of {_several(bad)} is nan or infinite{self._whose(seen.witnesses, alone=alone)}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
         )
 
-    def _whose(self, witnesses: list[tuple[str, torch.Tensor]]) -> str:
-        """Every rank is here: their gradients are the same."""
-        if not self._together:
-            return f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
-        mine = sorted({name for name, gradient in witnesses if not bool(gradient.isfinite().all())})
+    def _whose(self, witnesses: Mapping[str, torch.Tensor], *, alone: bool) -> str:
+        """Every rank is here, as their gradients are the same, unless this one is `alone`."""
+        mine = sorted(name for name, gradient in witnesses.items() if not bool(gradient.isfinite().all()))
+        if alone or not self._together:
+            return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
         all_: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(all_, mine)
         ranks = [str(rank) for rank, names in enumerate(all_) if names]

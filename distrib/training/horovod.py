@@ -47,7 +47,9 @@ class Horovod(Together):
 
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
-        self._reducers[optimizer] = Reducer(self._hvd, optimizer, len(self._reducers), self.strategy.gradients.format)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._reducers[optimizer] = Reducer(self._hvd, parameters, len(self._reducers), self.strategy.gradients.format)
+        self._averaged.update(parameters)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._pairs[optimizer] = list(models)
@@ -58,7 +60,7 @@ class Horovod(Together):
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         self._reducers[optimizer].finish()
-        return update()
+        return super().step(optimizer, update)
 
     def close(self) -> None:
         self._hvd.shutdown()
@@ -87,8 +89,7 @@ class Reducer:
     of backward, as DistributedDataParallel does, since a script may clip or unscale gradients before it steps.
     """
 
-    def __init__(self, hvd: Any, optimizer: Optimizer, number: int, format: str) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    def __init__(self, hvd: Any, parameters: Sequence[torch.Tensor], number: int, format: str) -> None:
         self.on = True
         self._waiting = False
         self._hvd = hvd.DistributedOptimizer(
@@ -97,7 +98,7 @@ class Reducer:
             compression=hvd.Compression.fp16 if format == "fp16" else hvd.Compression.none,
         )
         for parameter in parameters:
-            parameter.register_hook(self._arrived)
+            parameter.register_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def exchange(self, on: bool) -> None:
         """Whether the next backward passes exchange their gradients."""

@@ -32,7 +32,7 @@ from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
 from distrib.training.samples import Samples
-from distrib.training.steps import Steps, follow_scaler
+from distrib.training.steps import Steps, follow_scaler, refuse_others
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
@@ -113,11 +113,15 @@ class Job:
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
+        self._stepped: bool | torch.Tensor = False
+        self._others = refuse_others(self._steps)
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._loaders = 0
         self._profiler: Profiler | None = None
-        self._meter = Meter(device, self._status.measured) if self._status.is_read and world.size > 1 else None
+        self._meter: Meter | None = None
+        if self._status.is_read and world.size > 1:
+            self._meter = Meter(device, self._status.measured, lambda: backend.waited_seconds)
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
 
@@ -132,6 +136,14 @@ class Job:
         A rank that is started again is never main. One that is main and is cut off waits here until it knows whether it still is.
         """
         return self._elastic.is_main if self._elastic else self.rank == 0
+
+    @property
+    def stepped(self) -> bool:
+        """Whether the latest `optimizer.step()` changed the parameters: what an average of them or a schedule of steps asks.
+
+        It is False after batches that are only accumulated, and where a step was left out as gradients were nan or infinite.
+        """
+        return bool(self._stepped)
 
     # Training
 
@@ -168,7 +180,8 @@ class Job:
         """Makes models, optimizers and loaders those of the job, and returns them in the order given.
 
         - a module: on `device`, with rank 0's parameters. In mode sync its gradients are averaged over the ranks, and it is
-          wrapped in DistributedDataParallel where there are others; `unwrap` gives the module itself.
+          wrapped in DistributedDataParallel where there are others; `unwrap` gives the module itself. Which parameters
+          learn is settled here: to freeze or unfreeze some later, prepare the module itself again.
         - an optimizer: the same object, the steps of which are now the job's.
         - a DataLoader: a `ShardedLoader` of this rank's batches, already on `device`.
         - a GradScaler, a learning rate scheduler: the same object.
@@ -176,7 +189,7 @@ class Job:
         Every rank must prepare the same things in the same order. `find_unused_parameters` is for models that do
         not use all their parameters in each step. `sync_batchnorm` makes batch normalization that of all ranks' samples.
         `accumulate` is what the method of that name sets. `on_nan` says what becomes of a step whose gradients are nan or
-        infinite: `raise` a TrainingError that names rank and parameter, `skip` it on all ranks, or `ignore` that.
+        infinite: `raise` a TrainingError that names rank and parameter, `skip` it (on all ranks in mode sync), or `ignore` that.
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
@@ -200,18 +213,23 @@ class Job:
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepare(self, thing: Any, options: _Options) -> Any:
-        if isinstance(thing, (ShardedLoader, DistributedDataParallel)):
+        if isinstance(thing, ShardedLoader):
+            return thing
+        if isinstance(thing, DistributedDataParallel):
+            if all(model is not thing for model in self._models):
+                self._backend.adopt(thing)
+                self._add(thing)
             return thing
         if isinstance(thing, nn.Module):
             if options.sync_batchnorm:
                 thing = with_synchronized_batches(thing, self.device)
             model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):
-                self._models.append(model)
+                self._add(model)
             return model
         if isinstance(thing, torch.optim.Optimizer):
             self._backend.optimizer(thing)
-            steps = Steps(thing, self._backend, self._samples, on_nan=options.on_nan, told=self._status.step)
+            steps = Steps(thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told)
             self._steps.append(steps)
             steps.accumulate(self._batches)
             return thing
@@ -226,6 +244,10 @@ class Job:
             f"cannot prepare a {type(thing).__name__}",
             hint="prepare modules, optimizers, schedulers, GradScalers and DataLoaders",
         )
+
+    def _add(self, model: nn.Module) -> None:
+        """Trains `model`, in place of what it was before it was prepared again."""
+        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
 
     def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
         self._loaders += 1
@@ -243,10 +265,16 @@ class Job:
             seed=seed,
             training=self._training,
             samples=self._next_batch,
-            ended=self._backend.settle,
+            parameters=lambda: [p for model in self._models for p in model.parameters() if p.requires_grad],
+            ended=self._settle,
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
+
+    def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
+        self._stepped = stepped
+        if step:
+            self._status.step(step)
 
     def _next_batch(self, own: int, every: int) -> None:
         self._samples.own, self._samples.all = own, every
@@ -276,6 +304,11 @@ class Job:
         of a prepared loader on which a model trains, and when the job is closed.
         """
         self._check_open()
+        self._settle()
+
+    def _settle(self) -> None:
+        for steps in self._steps:
+            steps.settle()
         self._backend.settle()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -287,22 +320,22 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD. In asynchronous training each host's ranks make a step of their own, or each rank where there is
-        one host only, and `lr` grows by as many.
+        It is meant for SGD. In asynchronous training each host's ranks make a step of their own, or each rank where what it
+        pushes crosses no wire (on one host only, or beside all servers), and `lr` grows by as many.
         """
         return lr * self._backend.ranks_in_step
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
 
-        Call its `step()` after each `optimizer.step()`. With one rank it changes nothing.
+        Call its `step()` after each `optimizer.step()` that was one (`stepped`). With one rank it changes nothing.
         """
         return torch.optim.lr_scheduler.LinearLR(
             optimizer, start_factor=1 / self._backend.ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
     def _training(self) -> bool | None:
-        return any(model.training for model in self._models) if self._models else None
+        return any(unwrapped(model).training for model in self._models) if self._models else None
 
     # Between the ranks
 
@@ -360,9 +393,12 @@ class Job:
 
         The main rank writes, and `path` never holds half a file; the other ranks go on at once. Models are
         saved without their wrapper, so that any number of ranks can restore them. Raises TrainingError for values
-        that could not be opened without running code (see torch.load, weights_only).
+        that could not be opened without running code (see torch.load, weights_only), and where the last step's gradients were
+        nan or infinite, unless `prepare` was told to look away.
         """
         self._check_open()
+        for steps in self._steps:
+            steps.look(alone=True)
         if self.is_main:
             checkpoint.write(path, objects, self._backend.state_dict())
 
@@ -466,7 +502,7 @@ class Job:
             return
         self._end_profile()
         try:
-            self._backend.settle()
+            self._settle()
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:
@@ -476,6 +512,9 @@ class Job:
             self._abandon()
             raise
         self.closed = True
+        self._others.remove()
+        for steps in self._steps:
+            steps.end()
         self._end_watch()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -508,6 +547,7 @@ class Job:
         """Leaves without a word to the others: after a failure they may never answer, and MPI's Finalize may hang."""
         if not self.closed:
             self.closed = True
+            self._others.remove()
             self._end_watch()
             if self.world_size > 1:
                 leaving.no_later_than()

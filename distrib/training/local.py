@@ -12,7 +12,8 @@ back half and half with what they have become meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
-from distrib.strategy import Outer, Strategy
-from distrib.training.backend import Backend
+from distrib.strategy import INNER_STEPS, Outer, Strategy
+from distrib.training.backend import Backend, of_no_model
 from distrib.training.flat import broadcast, flatten, unflatten
 
-INNER_STEPS = 500
-"""H of DiLoCo; its loss is hardly worse at 1000, and better at 50 to 250 (figure 4)."""
 MIXED = 0.5
 """The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
 TRAVELS_AS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -37,8 +36,9 @@ class Local(Backend):
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = super().model(model, find_unused_parameters=find_unused_parameters)
-        broadcast([*model.parameters(), *model.buffers()])
-        self._models.append(model)
+        if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
+            broadcast([*model.parameters(), *model.buffers()])
+            self._models.append(model)
         return model
 
     def __init__(self, *arguments: Any) -> None:
@@ -46,6 +46,7 @@ class Local(Backend):
         self._models: list[nn.Module] = []
         self._rounds: dict[Optimizer, Round] = {}
         self._loaded: list[dict[str, Any]] = []
+        self._waited = 0.0
 
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
@@ -56,10 +57,20 @@ class Local(Backend):
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         round_ = self._rounds[optimizer]
-        round_.begin()
+        if new := round_.begin():
+            known = {parameter for model in self._models for parameter in model.parameters()}
+            for parameter in new:
+                if parameter not in known:
+                    raise of_no_model(parameter)
         result = update()
+        begun = time.monotonic()
         round_.go_on()
+        self._waited += time.monotonic() - begun
         return result
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._waited
 
     def settle(self) -> None:
         for round_ in self._rounds.values():
@@ -103,13 +114,22 @@ class Round:
         self._taken = 0
         self._settled = 0
         self._fragments: list[Fragment] = []
+        self._trained: list[torch.Tensor] = []
 
-    def begin(self) -> None:
-        """A step is about to be taken: here the parameters are known that a round begins with."""
-        if sum(len(fragment.parameters) for fragment in self._fragments) != len(_trained(self._optimizer)):
-            self._divide()
+    def begin(self) -> list[torch.Tensor]:
+        """A step is about to be taken: here the parameters are known that a round begins with. Returns those that are new.
+
+        Every rank. When some were frozen or unfrozen, the round ends here: what each rank has learnt is what all have.
+        """
+        trained = _trained(self._optimizer)
+        known = set(self._trained)
+        new = [parameter for parameter in trained if parameter not in known]
+        if new or len(trained) != len(known):
+            self.end()
+            self._divide(self._momenta())
         for fragment in self._fragments:
             fragment.begin()
+        return new
 
     def go_on(self) -> None:
         """A step was taken. Every rank."""
@@ -133,33 +153,58 @@ class Round:
         for fragment in self._fragments:
             if fragment.due is not None:
                 fragment.finish(own_share=MIXED)
-        if self._outer.overlap_steps or (self._taken - self._settled) % self._steps or len(self._fragments) > 1:
-            for fragment in self._fragments:
-                fragment.send(self._taken)
-            for fragment in self._fragments:
-                fragment.finish(own_share=0.0)
+        apart = [fragment for fragment in self._fragments if fragment.begun]
+        for fragment in apart:
+            fragment.send(self._taken)
+        for fragment in apart:
+            fragment.finish(own_share=0.0)
+        if apart:
             self._average_buffers()
         self._settled = self._taken
 
     def state(self) -> dict[str, Any]:
-        return {"momentum": [fragment.momentum for fragment in self._fragments]}
+        momenta = self._momenta()
+        return {"momentum": [momenta.get(parameter) for parameter in self._trained] if momenta else []}
 
     def restore(self, state: dict[str, Any]) -> None:
+        trained, momenta = _trained(self._optimizer), state.get("momentum", [])
+        sizes = [_size(parameter) for parameter in trained]
+        saved = [size if momentum is None else momentum.numel() for size, momentum in zip(sizes, momenta, strict=False)]
+        if momenta and (len(momenta) != len(sizes) or saved != sizes):
+            raise TrainingError(
+                f"the checkpoint has the outer momentum of {len(momenta)} parameter(s), and the optimizer trains "
+                f"{len(sizes)}, or of other sizes",
+                hint="before job.restore, freeze what was frozen when it was saved",
+            )
         self._settled = self._taken
-        self._divide()
-        momenta = state.get("momentum", [])
-        for fragment, momentum in zip(self._fragments, momenta, strict=len(momenta) > 0):
-            fragment.momentum = momentum
+        self._divide({p: momentum for p, momentum in zip(trained, momenta, strict=False) if momentum is not None})
 
-    def _divide(self) -> None:
-        """Fragments of about the same size, in the order of the parameters."""
-        parameters = _trained(self._optimizer)
-        whole, gone = sum(p.numel() for p in parameters), 0
+    def _momenta(self) -> dict[torch.Tensor, torch.Tensor]:
+        """The outer momentum of each parameter that has one."""
+        return {
+            parameter: momentum
+            for fragment in self._fragments
+            if fragment.momentum is not None
+            for parameter, momentum in zip(
+                fragment.parameters,
+                torch.split(fragment.momentum, [_size(p) for p in fragment.parameters]),
+                strict=True,
+            )
+        }
+
+    def _divide(self, momenta: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Fragments of about the same size, in the order of the parameters, which keep their momenta."""
+        self._trained = _trained(self._optimizer)
+        whole, gone = sum(p.numel() for p in self._trained), 0
         parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
-        for parameter in parameters:
+        for parameter in self._trained:
             parts[min(gone * len(parts) // max(whole, 1), len(parts) - 1)].append(parameter)
             gone += parameter.numel()
         self._fragments = [Fragment(part, self._outer, self._ranks, self._dtype) for part in parts if part]
+        for fragment in self._fragments:
+            if any(parameter in momenta for parameter in fragment.parameters):
+                still = [momenta.get(p, p.new_zeros(_size(p), dtype=torch.float32)) for p in fragment.parameters]
+                fragment.momentum = torch.cat(still).to(flatten(fragment.parameters).dtype)
 
     def _offset(self, number: int) -> int:
         """At which step of a round fragment `number` is exchanged; the only one, at the last."""
@@ -188,6 +233,11 @@ class Fragment:
         self._common: torch.Tensor | None = None
         self._way: torch.Tensor | None = None
         self._work: Any = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether ranks may have come apart since they last agreed."""
+        return self._common is not None
 
     def begin(self) -> None:
         """Keeps the common parameters, from which this round begins."""
@@ -221,6 +271,11 @@ class Fragment:
             self.momentum = way.clone() if self.momentum is None else self.momentum.mul_(self._outer.momentum).add_(way)
             way = way + self.momentum * self._outer.momentum
         return self._common - way * self._outer.lr
+
+
+def _size(parameter: torch.Tensor) -> int:
+    """The numbers that `flatten` makes of it."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 def _trained(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,11 +1,13 @@
 """Measures steps while a job trains: how long they take, how much of that is waiting for gradients, what the wires carry.
 
 It looks at some steps after the first ones, and again every `PAUSE_SECONDS`; between these windows it does nothing. In a window a
-hook on each parameter notes when its gradient is ready; from the last one to the optimizer the rank waits for the others.
+hook on each parameter notes when its gradient is ready; from the last one to the optimizer the rank waits for the others. In modes
+where it waits elsewhere, and not in each step, the backend counts that, and each step is told to have its share.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -26,11 +28,22 @@ PAUSE_SECONDS = 10.0
 
 
 class Meter:
-    """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians."""
+    """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians.
 
-    def __init__(self, device: torch.device, report: Callable[[dict[str, Any]], None]) -> None:
+    `waited` tells how long the rank has waited so far, where that is not between backward and optimizer; else None.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        report: Callable[[dict[str, Any]], None],
+        waited: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._clock = Clock(device)
         self._report = report
+        self._waited = waited
+        self._waits: list[float] = []  # as counted by the backend, at the end of each step of a window
+        self._since: tuple[int, float] | None = None  # steps and waiting when it was looked at first
         self._models: list[nn.Module] = []
         self._optimizer: torch.optim.Optimizer | None = None
         self._until = WARMUP_STEPS
@@ -68,6 +81,10 @@ class Meter:
                     self._hooks.append(hook)
         self._sent = wires.sent()
         self._opened = time.monotonic()
+        waited = self._waited()
+        if waited is not None:
+            self._waits = [waited]
+            self._since = self._since or (self._steps, waited)
         self._begin = self._clock.mark()
 
     def _optimizer_begins(self) -> None:
@@ -83,6 +100,9 @@ class Meter:
         end = self._clock.mark()
         if self._ready is not None and self._called is not None:
             self._marks.append((self._begin, self._ready, self._called, end))
+            waited = self._waited()
+            if waited is not None:
+                self._waits.append(waited)
         self._begin, self._ready, self._called = end, None, None
         count = len(self._marks)
         late = time.monotonic() - self._opened > WINDOW_SECONDS
@@ -98,15 +118,21 @@ class Meter:
         self._clock.settle()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]
-        waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
+        if self._since is None:
+            waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
+            step, wait = statistics.median(steps), statistics.median(waits)
+        else:  # in some steps it waits long, in most of them not at all
+            waits = [after - before for before, after in itertools.pairwise(self._waits)]
+            begun, before = self._since
+            wait = (self._waits[-1] - before) / (self._steps - begun)
+            step = statistics.median(a - b for a, b in zip(steps, waits, strict=True)) + wait
         self._marks.clear()
-        step, wait = statistics.median(steps), statistics.median(waits)
         self._report(
             {
                 "steps": len(steps),
                 "step_seconds": step,
                 "exposed_seconds": wait,
-                "compute_seconds": statistics.median(a - b for a, b in zip(steps, waits, strict=True)),
+                "compute_seconds": max(0.0, statistics.median(a - b for a, b in zip(steps, waits, strict=True))),
                 "sent_bytes_per_second": wires.rates(self._sent, wires.sent()),
             }
         )

@@ -33,12 +33,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        use_batch = self.training or self.running_mean is None
-        if not (use_batch and dist.is_initialized() and dist.get_world_size() > 1):
+        if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
         self._check_input_dim(input)
         mean, variance, count = _Moments.apply(input)  # type: ignore[no-untyped-call]
-        if self.training and self.track_running_stats and self.running_mean is not None:
+        if self.track_running_stats and self.running_mean is not None:
             self._track(mean.detach(), variance.detach(), float(count))
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = torch.rsqrt(variance + self.eps)

@@ -8,13 +8,16 @@ the samples of all of them are the step's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import multiprocessing
 import os
 import platform
 import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -68,9 +71,11 @@ def answer(workload: Workload | None, *, steps: int = 0, problem: str = "") -> N
 class _Step:
     """Marks of one step."""
 
-    def __init__(self, begin: Any) -> None:
+    def __init__(self, begin: Any, children_seconds: float) -> None:
         self.begin = begin
         self.processor_seconds = -time.process_time()
+        self.loading_seconds = -children_seconds
+        self.begins_epoch = False
         self.fetches: list[tuple[Any, Any]] = []
         self.backward: tuple[Any, Any] | None = None
         self.ready: dict[str, Any] = {}
@@ -184,6 +189,8 @@ class Profiler:
 
     def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of a loader, and how long each was waited for."""
+        if self._step:
+            self._step.begins_epoch = True
         while True:
             begin = self._clock.mark() if self._step else None
             try:
@@ -224,14 +231,15 @@ class Profiler:
             self._step.ready[name] = self._clock.mark()
 
     def _step_ends(self) -> None:
-        now = self._clock.mark()
+        now, children_seconds = self._clock.mark(), _processor_seconds_of_children()
         self._taken += 1
         step = self._step
         if step and step.backward and self._taken > self._wish.warmup_steps:
             step.end = now
             step.processor_seconds += time.process_time()
+            step.loading_seconds += children_seconds
             self._steps.append(step)
-        self._step = _Step(now)
+        self._step = _Step(now, children_seconds)
         if len(self._steps) >= self._wish.steps:
             self._finish()
 
@@ -294,6 +302,7 @@ class Profiler:
             backward_seconds=statistics.median(backwards),
             optimizer_seconds=max(0.0, statistics.median(optimizers)),
             loader_seconds=statistics.median(waits),
+            loading_processor_seconds=self._loading_seconds(),
             gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_seconds)),
             parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             memory_bytes=self._memory_bytes(),
@@ -302,6 +311,14 @@ class Profiler:
             variation=_variation(totals),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
+
+    def _loading_seconds(self) -> float:
+        """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do.
+
+        With an epoch new processes may begin, which costs more than a batch.
+        """
+        usual = [step for step in self._steps if not step.begins_epoch] or self._steps
+        return max(0.0, statistics.fmean(step.loading_seconds for step in usual))
 
     def _device_name(self) -> str:
         if self._device.type == "cpu":
@@ -314,6 +331,17 @@ class Profiler:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _processor_seconds_of_children() -> float:
+    """What the loaders' worker processes have taken so far, and other children."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = ended.ru_utime + ended.ru_stime
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # psutil would ask for more, several times in a step's time
+            stat = Path(f"/proc/{child.pid}/stat").read_text()
+            total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+    return total
 
 
 def _variation(seconds: Sequence[float]) -> float:

@@ -2,8 +2,8 @@
 
 A loss is taken to be the mean over the samples of its batch. With b samples on this rank of B on all R ranks, the gradient that
 the ranks are to average is R b / B of its own; over several batches, the sum of b times each gradient, times R / sum of B.
-Both are done where a gradient arrives, before it is accumulated and before it is exchanged: so what a script clips,
-unscales or looks at is the mean already, whoever carries it between the ranks.
+Both are done where a gradient arrives, before it is exchanged: so what a script clips, unscales or looks at is the mean
+already, whoever carries it between the ranks.
 """
 
 from __future__ import annotations
@@ -27,21 +27,28 @@ class Samples:
 class Mean:
     """The gradients of one optimizer's parameters: their mean over `batches` batches of unequal sizes.
 
-    On all batches but the last of each group `.grad` holds the gradient of that batch alone and is of no account: what
-    counts is kept apart, which takes as much memory as the gradients. A parameter that the last batch does not
-    use has what it gathered added to the next group.
+    On all batches but the last of each group `.grad` holds the gradient of that batch alone, and the script may do with it as
+    it likes. What the backward passes made it counts, once the batch is done, unless the script has cleared it meanwhile. That is
+    kept apart, which takes as much memory as the gradients, and in a backward pass as much again. On the last batch it is
+    added to the first gradient that comes, and again to one that comes after `.grad` was cleared. A parameter
+    that the last batch does not use has what it gathered added to the next group.
     """
 
     def __init__(self, optimizer: Optimizer, samples: Samples, *, ranks: int) -> None:
         """`ranks` divide the gradients when they are exchanged: 1 where they are not."""
         self._optimizer, self._samples, self._ranks = optimizer, samples, ranks
         self.batches = 1
+        self.passes = 0
+        """Backward passes so far, counted while a group has several batches."""
+        self._pass = -1
         self._done = 0
         self._gathered = 0.0  # samples of the group so far, in units of `_unit`
         self._unit = 1.0
+        self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._given: set[torch.Tensor] = set()  # parameters to whose .grad what was kept is added already
         self._handles: list[RemovableHandle] = []
-        self._hooked = 0
+        self._hooked: tuple[list[int], bool] = [], False
 
     @property
     def last(self) -> bool:
@@ -56,9 +63,13 @@ class Mean:
     def next(self) -> None:
         """The script is done with the present batch."""
         if self.last:
+            for parameter in self._given:
+                del self._kept[parameter]
+            self._given.clear()
             self._done, self._gathered = 0, 0.0
         else:
             self._unit = self._unit if self._done else self._all
+            self._take_up()
             self._gathered += self._all / self._unit
             self._done += 1
         self.follow()
@@ -66,12 +77,17 @@ class Mean:
     def follow(self) -> None:
         """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
         wanted = self.batches > 1 or self._own * self._ranks != self._all
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]] if wanted else []
-        if len(parameters) != self._hooked:
-            for handle in self._handles:
-                handle.remove()
-            self._handles = [p.register_hook(self._hook(p)) for p in parameters if p.requires_grad]
-            self._hooked = len(parameters)
+        groups = self._optimizer.param_groups if wanted else []
+        parameters = [p for group in groups for p in group["params"] if p.requires_grad]
+        hooked = [id(parameter) for parameter in parameters], self.batches > 1
+        if hooked == self._hooked:
+            return
+        self._hooked = hooked
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [p.register_hook(self._on_its_way(p)) for p in parameters]
+        if self.batches > 1:
+            self._handles += [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
 
     @property
     def _own(self) -> float:
@@ -81,19 +97,55 @@ class Mean:
     def _all(self) -> float:
         return self._samples.all if self._ranks > 1 else self._samples.own
 
-    def _hook(self, parameter: torch.Tensor) -> Any:
-        def arrived(gradient: torch.Tensor) -> torch.Tensor | None:
+    def _on_its_way(self, parameter: torch.Tensor) -> Any:
+        def weighted(gradient: torch.Tensor) -> torch.Tensor | None:
+            if self.batches > 1:
+                self._count()
+            if not self.last:
+                return None
             unit = self._unit if self._done else self._all
             weight = self._own * self._ranks / unit
-            if not self.last:
-                kept = self._kept.get(parameter)
-                if kept is None:
-                    self._kept[parameter] = gradient.detach() * weight
-                else:
-                    kept.add_(gradient.detach(), alpha=weight)
-                return None
             share = 1 / (self._gathered + self._all / unit)
-            kept = self._kept.pop(parameter, None)
-            return gradient * (weight * share) if kept is None else kept.add_(gradient, alpha=weight).mul_(share)
+            kept = self._kept.get(parameter)
+            if kept is None or (parameter in self._given and not _is_cleared(parameter)):
+                return gradient * (weight * share)
+            self._given.add(parameter)
+            return torch.add(kept, gradient, alpha=weight).mul_(share)
 
-        return arrived
+        return weighted
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self.last and parameter.grad is not None:
+            # A copy: what the script clips or unscales on its way to `step` is clipped and unscaled as a whole later.
+            self._present[parameter] = parameter.grad.detach().clone(), parameter.grad._version
+
+    def _take_up(self) -> None:
+        """What lies in `.grad` counts."""
+        weight = self._own * self._ranks / self._unit
+        for parameter, (gradient, version) in self._present.items():
+            if parameter.grad is None:
+                continue
+            if parameter.grad._version != version:
+                # It was clipped, or zeroed: which of them, only the GPU may know yet.
+                _values(gradient).masked_fill_(~_values(parameter.grad).any(), 0)
+            kept = self._kept.get(parameter)
+            if kept is None:
+                self._kept[parameter] = gradient.mul_(weight)
+            else:
+                kept.add_(gradient, alpha=weight)
+        self._present.clear()
+
+    def _count(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._pass:
+            self._pass = task
+            self.passes += 1
+
+
+def _is_cleared(parameter: torch.Tensor) -> bool:
+    """Whether the script has cleared `.grad`, in either way that `zero_grad` has."""
+    return parameter.grad is None or not bool(_values(parameter.grad).any())
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._values() if gradient.is_sparse else gradient

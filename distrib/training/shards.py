@@ -116,6 +116,11 @@ class ShardSampler(Sampler[Any]):
     def __len__(self) -> int:
         return sum(1 for start, stop in self._steps(len(self.source)) if share(start, stop, self.rank, self.ranks))
 
+    @property
+    def uneven(self) -> bool:
+        """Whether some ranks get a batch less than others."""
+        return any(stop - start < self.ranks for start, stop in self._steps(len(self.source)))
+
     def __iter__(self) -> Iterator[Any]:
         self.sizes: deque[tuple[int, int]] = deque()
         return self._drawn(self.sizes)

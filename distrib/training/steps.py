@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.backend import Backend
@@ -18,9 +22,11 @@ from distrib.training.samples import Mean, Samples
 
 
 class Steps:
-    """The steps of one optimizer. `told` is called after each with the number of steps taken.
+    """The steps of one optimizer.
 
-    `optimizer.step` becomes a step of the job; the optimizer stays the object that schedulers know.
+    `optimizer.step` becomes a step of the job; the optimizer stays the object that schedulers know. `told` is called after
+    each with the number of steps so far, and whether this was one: it is none while batches are accumulated or where it was left out.
+    What says so may be a tensor, as only a GPU may know it yet.
     """
 
     def __init__(
@@ -30,16 +36,23 @@ class Steps:
         samples: Samples,
         *,
         on_nan: OnNan,
-        told: Callable[[int], None],
+        told: Callable[[int, bool | torch.Tensor], None],
     ) -> None:
         self.optimizer = optimizer
         self.mean = Mean(optimizer, samples, ranks=backend.averaged)
         self.taken = 0
         """Steps, with those that were left out because of a gradient that was no number."""
+        self.left_out = 0
+        """Those that `on_nan="skip"` left out."""
+        self.taking = False
+        """Whether the optimizer's own step is under way."""
         self._backend, self._told = backend, told
         self._models: list[nn.Module] = []
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
+        self._counted = 0  # batches, in all groups
+        self._counts: list[torch.Tensor] = []  # of all ranks, once the work is done
+        self._comparing: dist.Work | None = None
         self._own: Callable[..., Any] = optimizer.step
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -57,6 +70,8 @@ class Steps:
         self.mean.batches = batches
         self.mean.follow()
         self.pair(self._models)
+        if self._compares:
+            _ = self._backend.counting_group  # every rank is here to make it
 
     def pair(self, models: Iterable[nn.Module]) -> None:
         """Finds those of `models` that the optimizer trains."""
@@ -68,11 +83,37 @@ class Steps:
         self._finite.name(names)
         self._backend.pair(self.optimizer, self._models)
         self._backend.exchange(self._models, self.mean.last)
-        counting = self.mean.batches > 1 or (self._backend.world.size > 1 and not self._backend.together)
-        self.optimizer._step_supports_amp_scaling = self._fused or (counting and not self._scaled)  # type: ignore[attr-defined]
+        self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]
+
+    @property
+    def counting(self) -> bool:
+        """Whether the ranks part where one of them takes a step that is not counted."""
+        return self.mean.batches > 1 or (self._backend.world.size > 1 and not self._backend.together)
+
+    def trains(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether some of `parameters` are this optimizer's or of its models."""
+        own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        own.update(id(parameter) for model in self._models for parameter in model.parameters())
+        return any(id(parameter) in own for parameter in parameters)
+
+    def look(self, *, alone: bool = False) -> None:
+        """Raises TrainingError where a step was taken with a gradient that is no number. Every rank, or this one `alone`."""
+        self._finite.flush(alone=alone)
+
+    def settle(self) -> None:
+        """The epoch or the job ends. Raises TrainingError where ranks have come to different batches. Every rank."""
+        self.look()
+        self._judge()
+        self._compare()
+        self._judge()
+
+    def end(self) -> None:
+        """Says what nobody would know otherwise."""
+        if self.left_out:
+            self._tell_left_out()
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
-        if hasattr(self.optimizer, "found_inf") and not self._fused:
+        if hasattr(self.optimizer, "found_inf") and self.counting and not self._scaled:
             raise TrainingError(
                 "a GradScaler leaves out steps that the job must count", hint="scaler = job.prepare(scaler)"
             )
@@ -85,25 +126,86 @@ class Steps:
     def take(self, update: Callable[[], Any] | None) -> Any:
         """Takes a step, if the present batch is the last of its group; None if it is not. Without `update` it is left out."""
         result = None
-        if self.mean.last:
-            if not self.taken:
-                self._check_owned()
-            self._backend.check_used(self._models)
-            if update and not hasattr(self.optimizer, "found_inf") and not self._finite.after(self.taken + 1):
-                update = None
-            result = self._backend.step(self.optimizer, update or _nothing)
-            if update is None:
-                self._backend.left_out(self.optimizer)
-            self._backend.stepped(self._models)
-            self.taken += 1
-            self._told(self.taken)
+        self._counted += 1
+        last = self.mean.last
+        if last:
+            self._judge()
+            result = self._take(update)
         else:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers, which step after each batch
-        before = self.mean.last
+            self._told(self.taken, False)
         self.mean.next()
-        if before != self.mean.last:
+        if last != self.mean.last:
             self._backend.exchange(self._models, self.mean.last)
+            if self.mean.last:
+                self._compare()
         return result
+
+    def _take(self, update: Callable[[], Any] | None) -> Any:
+        if not self.taken:
+            self._check_owned()
+        self._backend.check_used(self._models)
+        found_inf = getattr(self.optimizer, "found_inf", None)  # the optimizer itself leaves the step out then
+        bad = False
+        if found_inf is not None or update is None:
+            self._finite.forget()
+        elif bad := not self._finite.after(self.taken + 1):
+            update = None
+        self.taking = True
+        try:
+            result = self._backend.step(self.optimizer, update or _nothing)
+        finally:
+            self.taking = False
+        if update is None:
+            self._backend.left_out(self.optimizer)
+        self._backend.stepped(self._models)
+        self.taken += 1
+        self._told(self.taken, update is not None if found_inf is None else found_inf == 0)
+        self.left_out += bad
+        if bad and self.left_out in _OFTEN:
+            self._tell_left_out()
+        return result
+
+    def _tell_left_out(self) -> None:
+        world = self._backend.world
+        if self._backend.together and world.rank:
+            return
+        where = "" if self._backend.together or world.size == 1 else f" on rank {world.rank}"
+        told = f"{self.left_out} of {self.taken} steps of {type(self.optimizer).__name__} were left out{where}"
+        print(f"distrib: {told}, as gradients were nan or infinite", file=sys.stderr, flush=True)
+
+    # A script may judge on each rank by itself whether it calls `step`. While batches are accumulated nobody waits for anybody,
+    # so that ranks would go on with different batches in their groups. They tell each other before the batch that is exchanged,
+    # and listen after it, when all have told.
+
+    @property
+    def _compares(self) -> bool:
+        return self.mean.batches > 1 and self._backend.together and self._backend.world.size > 1
+
+    def _compare(self) -> None:
+        """Tells the others how many batches this rank has come to."""
+        if self._compares:
+            own = torch.tensor([self.mean.passes, self._counted])
+            self._counts = [torch.empty_like(own) for _ in range(self._backend.world.size)]
+            self._comparing = dist.all_gather(self._counts, own, group=self._backend.counting_group, async_op=True)
+
+    def _judge(self) -> None:
+        """Raises TrainingError where the others have come to other batches than this rank."""
+        if self._comparing is None:
+            return
+        self._comparing.wait()
+        self._comparing = None
+        counts = [tuple(count.tolist()) for count in self._counts]
+        if len(set(counts)) == 1:
+            return
+        most = max(range(len(counts)), key=lambda rank: counts[rank][0] - counts[rank][1])
+        least = min(range(len(counts)), key=lambda rank: counts[rank][0] - counts[rank][1])
+        told = [f"rank {rank} {counts[rank][1]} times in {counts[rank][0]} backward passes" for rank in (least, most)]
+        raise TrainingError(
+            f"step() of {type(self.optimizer).__name__} was called by {', by '.join(told)}: they are in different batches "
+            "of what should become one step",
+            hint="with accumulate every rank must call step() after each batch; on_nan='skip' leaves bad steps out on all",
+        )
 
     def _check_owned(self) -> None:
         """Raises TrainingError where the optimizer has parameters that no model of the job has: nobody would average them."""
@@ -125,6 +227,7 @@ class Steps:
             self._scaled = True
             self._backend.rescaled(self.optimizer)
             self.pair(self._models)
+        self._backend.scaled(self._models, scaler)
         if not self.mean.last:
             return self.take(None)
         taken = self.taken
@@ -132,6 +235,10 @@ class Steps:
         if self.taken == taken:
             self.take(None)
         return result
+
+
+_OFTEN = {10**power for power in range(1, 10)}
+"""After so many steps that were left out something is said."""
 
 
 def _nothing() -> None:
@@ -160,3 +267,21 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
         own_update(new_scale)
 
     scaler.step, scaler.update = step, update  # type: ignore[method-assign]
+
+
+def refuse_others(steps: Sequence[Steps]) -> RemovableHandle:
+    """Makes steps raise TrainingError that nobody would count: of other optimizers, on the parameters of `steps`."""
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        if any(one.taking for one in steps):  # an optimizer that works by another one, as Lookahead does
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for one in steps:
+            if one.counting and one.trains(parameters):
+                raise TrainingError(
+                    f"a step of {type(optimizer).__name__} on what {type(one.optimizer).__name__} trains, "
+                    f"which was prepared, does not go through its step(): the job cannot count it",
+                    hint="prepare the optimizer whose step() takes it, such as job.prepare(optimizer.base_optimizer)",
+                )
+
+    return register_optimizer_step_pre_hook(before)

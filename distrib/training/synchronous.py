@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth.buckets import plain_bytes
 from distrib.bandwidth.pieces import FINE_BYTES, FINE_PARTS, left_to_ddp
-from distrib.strategy import Strategy
-from distrib.training.gradients.compression import EXACT_STEPS
-from distrib.training.gradients.hook import Averaging, GpuAveraging, attach
+from distrib.strategy import Gradients, Strategy
+from distrib.training.flat import broadcast
+from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
 from distrib.training.gradients.neighbours import this_host
 
 MIB = 1 << 20
@@ -30,18 +32,26 @@ def synchronous(
 ) -> nn.Module:
     """`model` on `device`, in torch's DistributedDataParallel where there are other ranks to agree with.
 
-    Every rank begins with the parameters of rank 0. A model that learns nothing is moved only. How gradients are averaged
+    Every rank begins with the parameters of rank 0, also of a model that learns nothing. How gradients are averaged
     is the strategy's: on GPUs NCCL does it alone unless fewer bytes are asked for.
     """
     strategy = strategy or Strategy()
     model = model.to(device)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if ranks == 1 or not learning:
+    if ranks == 1:
         return model
+    if not learning:
+        broadcast([*model.parameters(), *model.buffers()])
+        return model
+    if _only_ddp_can(model, learning):
+        if not strategy.gradients.exact:
+            _note(f"{type(model).__name__} has sparse or complex gradients, all of it travels uncompressed, "
+                  f"not as {strategy.gradients}")  # fmt: skip
+        strategy = msgspec.structs.replace(strategy, gradients=Gradients())
+        if device.type == "cpu":
+            return _plain(model, find_unused_parameters, strategy.bucket_bytes)
     if device.type == "cuda":
         return _on_gpu(model, device, strategy, find_unused_parameters)
-    if _only_ddp_can(model, learning):
-        return _plain(model, find_unused_parameters, strategy.bucket_bytes)
     size = sum(parameter.nbytes for parameter in learning)
     if left_to_ddp(size, strategy, alone=_each_on_a_host_of_its_own()):
         return _plain(model, find_unused_parameters, plain_bytes(size))
@@ -59,6 +69,11 @@ def _only_ddp_can(model: nn.Module, learning: list[nn.Parameter]) -> bool:
     if any(getattr(module, "sparse", False) for module in model.modules()):
         return True
     return not all(parameter.dtype.is_floating_point for parameter in learning)
+
+
+def _note(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"distrib: note: {text}", file=sys.stderr, flush=True)
 
 
 def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | None) -> DistributedDataParallel:
@@ -98,15 +113,9 @@ def _on_gpu(
     elif gradients.format == "bf16":
         wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif gradients.format == "powersgd":
-        state = powerSGD_hook.PowerSGDState(
-            dist.group.WORLD,
-            matrix_approximation_rank=gradients.rank or 1,
-            start_powerSGD_iter=EXACT_STEPS,
-            orthogonalization_epsilon=1e-8,
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        attach(wrapped, GpuLowRank(gradients.rank or 1))
     elif not gradients.exact:
-        wrapped.register_comm_hook(GpuAveraging(device, strategy), lambda state, bucket: state.average(bucket))
+        attach(wrapped, GpuAveraging(device, strategy))
     return wrapped
 
 

@@ -38,6 +38,9 @@ class Engine(Protocol):
     def explain(self, words: str) -> tuple[str, str] | None:
         """What went wrong, and what to do, from what the engine printed; None where that says it best."""
 
+    def may_succeed(self, words: str) -> bool:
+        """Whether what it printed is no reason why it should fail to start the ranks another time."""
+
     def lost_host(self, words: str) -> str:
         """The host that the engine lost, from what it printed; empty where it says nothing of one."""
 

@@ -182,7 +182,7 @@ def manifest(
             "mpiImplementation": "OpenMPI",
             "sshAuthMountPath": SSH_FOLDER,
             "launcherCreationPolicy": "WaitForWorkersReady",
-            # Whether a failed job is tried again is the launcher's to say (--max-restarts), not the operator's.
+            # Whether a rank is started again is the launcher's to say, not the operator's.
             "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_SECONDS, "backoffLimit": 0},
             "mpiReplicaSpecs": {
                 "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher_pod},

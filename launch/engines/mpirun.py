@@ -27,6 +27,8 @@ SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAl
 AGENT_SETTINGS = "agent.json"
 PATIENCE_SECONDS = 0.0
 CONTROL_PATH = "ControlPath="
+SILENT_FAILURE = 213
+"""PRTE_ERR_SILENT as an exit code: a daemon could not begin and had nothing to say. It was seen once in hundreds of starts on busy machines."""
 PASSED_BY_NAME = ("DISTRIB_TOKEN", "DISTRIB_CONTROL")
 """Variables that mpirun carries to every host without their values ever standing in an argument list."""
 
@@ -146,6 +148,10 @@ def queued(log: Path) -> bool:
 
 def explain(words: str) -> tuple[str, str] | None:
     return None
+
+
+def may_succeed(words: str) -> bool:
+    return re.search(rf"^\s*Daemon exit status: {SILENT_FAILURE}$", words, re.MULTILINE) is not None
 
 
 def lost_host(words: str) -> str:

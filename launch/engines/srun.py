@@ -125,6 +125,10 @@ def explain(words: str) -> tuple[str, str] | None:
     return None
 
 
+def may_succeed(words: str) -> bool:
+    return False
+
+
 def lost_host(words: str) -> str:
     return ""
 

@@ -17,10 +17,10 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
     )
-    plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 or 1,2,4 (default: up to "
-                      "those there are, or 16)")  # fmt: skip
+    plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
+                      "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
     plan.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
-                      "8 on a node that nobody described")  # fmt: skip
+                      "8 with GPUs that nobody described, 1 on CPUs")  # fmt: skip
     what = plan.add_argument_group("what if")
     what.add_argument("--gpu", metavar="NAME", help="with GPUs of this kind")
     what.add_argument("--network", metavar="NET", help="with this network: 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'")
@@ -43,7 +43,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
                        "network of the catalogue such as ResNet-50 (default: NAME.profile.json beside NAME.py; none: nothing)")  # fmt: skip
     about.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) and end "
                        "the script after 25 steps")  # fmt: skip
-    about.add_argument("--warn-below", type=_part, default=0.8, metavar="PERCENT", help="warn when the wire holds the job below this "
+    about.add_argument("--warn-below", type=_part, default=0.8, metavar="PERCENT", help="warn of a job that stays below this "
                        "part of its ideal speed (default: 80%%; 0: never)")  # fmt: skip
 
 

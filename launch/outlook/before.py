@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -12,7 +12,7 @@ from distrib_launch.outlook.ask import workload_of
 from distrib_launch.outlook.record import Outlook
 
 from distrib.bandwidth import workloads
-from distrib.bandwidth.advice import Advice, advise, best_exact, options_of
+from distrib.bandwidth.advice import Advice, advise, best_alike, is_alike, options_of
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import foretell, note_on_processors
 from distrib.bandwidth.workload import Workload
@@ -78,51 +78,58 @@ def look(
     if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
         other = "GPUs" if "cuda" in devices else "CPUs"
         return None, strategy, (f"nothing is foretold: {source} is of {workload.device}, the ranks run on {other}",)
-    hosts = tuple(host.name for host in plan.hosts)
-    each = tuple(host.ranks for host in plan.hosts)
+    working = [host for host in plan.hosts if host.workers]
+    hosts = tuple(host.name for host in working)
+    each = tuple(host.workers for host in working)
     profiled = workload
     threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
     if threads:
         workload = workloads.on_processors(workload, min(threads))
     notes = note_on_processors(profiled, workload)
+
+    as_placed = msgspec.structs.replace(strategy, servers=_servers_apart(plan))
+    if workload.device != "cpu":  # NCCL chooses its own way there
+        as_placed = msgspec.structs.replace(as_placed, all_reduce="auto")
     try:
-        foretold = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=each)
-        advice = advise(topology, workload, hosts=hosts, ranks_per_host=each)
+        foretold = foretell(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+        advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
         if auto:
-            strategy, foretold, why = _choose(strategy, foretold, advice, lambda s: foretell(
-                topology, workload, s, hosts=hosts, ranks_per_host=each))  # fmt: skip
+            strategy, foretold, why = _choose(strategy, foretold, advice)
             notes += (why,)
     except DistribError as error:
         return None, strategy, (f"nothing is foretold: {error}",)
+    warning = _warning(plan, foretold, advice, options.warn_below, auto=auto)
+    fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
+    if warning or not fed:
+        notes += tuple(note for note in foretold.notes if note not in notes)
+    if foretold.fits_memory is False:
+        notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
     outlook = Outlook(
         workload=workload.name,
         source=source,
         foretold=foretold,
         expected_error=(foretold.expected_error**2 + workload.expected_error**2) ** 0.5,
-        warning=_warning(plan, foretold, advice, options.warn_below, auto=auto),
+        warning=warning,
     )
     return outlook, strategy, notes
 
 
-def _choose(
-    strategy: Strategy, foretold: Prediction, advice: Sequence[Advice], predict: Callable[[Strategy], Prediction]
-) -> tuple[Strategy, Prediction, str]:
-    """The best exact strategy, with what the user has chosen himself left as it is, and a line that says what and why."""
-    best = best_exact(advice)
-    if best:
-        chosen = msgspec.structs.replace(
-            strategy,
-            all_reduce=best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce,
-            bucket_bytes=strategy.bucket_bytes or best.strategy.bucket_bytes,
-        )
-        prediction = predict(chosen)
-        if prediction.efficiency >= foretold.efficiency + 0.5 * WORTH:
-            gain = f"{prediction.efficiency:.0%} of the ideal speed instead of {foretold.efficiency:.0%}"
-            return (
-                chosen,
-                prediction,
-                f"mode auto: {' '.join(options_of(chosen))}, for {gain}; the arithmetic is the same",
-            )
+def _servers_apart(plan: LaunchPlan) -> int | None:
+    """How many parameter servers the model is to count as dedicated; None where each worker's host has its share of them."""
+    servers = sum(host.servers for host in plan.hosts)
+    beside = sum(host.servers > 0 for host in plan.hosts if host.workers)
+    return None if not servers or beside == sum(host.workers > 0 for host in plan.hosts) else servers
+
+
+def _choose(strategy: Strategy, foretold: Prediction, advice: Sequence[Advice]) -> tuple[Strategy, Prediction, str]:
+    """The fastest with the arithmetic of what the user has chosen himself, and a line that says what and why."""
+    best = best_alike(advice, foretold.strategy)
+    if best and best.prediction.efficiency >= foretold.efficiency + 0.5 * WORTH:
+        way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
+        chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
+        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {foretold.efficiency:.0%}"
+        why = f"mode auto: {' '.join(options_of(chosen))}, for {gain}; the arithmetic is the same"
+        return chosen, best.prediction, why
     return (
         strategy,
         foretold,
@@ -134,40 +141,49 @@ def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], t
     """What is said of a job that the wire will hold below the threshold; empty for others."""
     if foretold.efficiency >= threshold:
         return ""
-    counts = {host.ranks for host in plan.hosts}
+    counts = {host.workers for host in plan.hosts if host.workers}
     ranks = str(counts.pop()) if len(counts) == 1 else f"up to {max(counts)}"
-    hosts = f"{len(plan.hosts)} host{'' if len(plan.hosts) == 1 else 's'}"
+    hosts = f"{foretold.hosts} host{'' if foretold.hosts == 1 else 's'}"
     cap = foretold.cap
     why = foretold.losses[0].what if foretold.losses else "no link, the ranks themselves"
-    if cap:
+    if cap and why == f"link {cap.link}":
         why = f"link {cap.link}, {words.rate(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
             why += f"; {cap.wanted_efficiency:.0%} needs {words.rate(cap.needed_bytes_per_second)}"
     said = f"{hosts} x {ranks} ranks will reach {foretold.efficiency:.0%} ({why})"
-    exact = best_exact(advice)
-    if exact and not auto and exact.prediction.efficiency >= foretold.efficiency + WORTH:
-        said += f". {_named(exact)} would reach {exact.prediction.efficiency:.0%}: --mode auto"
-    other = mildest(advice, threshold)
+    chosen = foretold.strategy
+    # --mode auto takes the place of another mode, with what was chosen beside it.
+    same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
+    if same and not auto and same.prediction.efficiency >= foretold.efficiency + WORTH:
+        said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
+    other = mildest(advice, threshold, chosen)
     if other and other.prediction.efficiency >= foretold.efficiency + 2 * WORTH:
-        said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(other.options)}"
+        said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
     return said
+
+
+def _options(advice: Advice, plan: LaunchPlan) -> tuple[str, ...]:
+    """What to give for it: servers that the hostfile places need no option."""
+    servers = advice.strategy.servers
+    placed = plan.strategy.servers is None and servers == _servers_apart(plan)
+    return options_of(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 
 _LADDER = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
 """What changes the arithmetic, mildest first."""
 
 
-def mildest(advice: Sequence[Advice], threshold: float) -> Advice | None:
-    """Of the options that change the arithmetic, the mildest that reaches the threshold, else the fastest."""
-    changing = [each for each in advice if not each.exact and each.options]
+def mildest(advice: Sequence[Advice], threshold: float, chosen: Strategy) -> Advice | None:
+    """Of what changes the arithmetic from that of `chosen`, the mildest that reaches the threshold, else the fastest."""
+    changing = [each for each in advice if not (each.exact or each.batch or is_alike(each.strategy, chosen))]
     enough = [each for each in changing if each.prediction.efficiency >= threshold]
-    return min(enough, key=lambda each: _LADDER.index(_kind(each.strategy)), default=changing[0] if changing else None)
+    return min(enough, key=lambda each: _harshness(each.strategy), default=changing[0] if changing else None)
 
 
-def _kind(strategy: Strategy) -> str:
-    if strategy.mode != "sync":
-        return strategy.mode
-    return "accumulate" if strategy.accumulate > 1 else strategy.gradients.format
+def _harshness(strategy: Strategy) -> tuple[int, ...]:
+    """The steps of the ladder that it takes, the harshest first."""
+    steps = [strategy.mode, "accumulate" if strategy.accumulate > 1 else "", strategy.gradients.format]
+    return tuple(sorted((_LADDER.index(step) for step in steps if step in _LADDER), reverse=True))
 
 
 def _named(advice: Advice) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,10 @@ SLOWER = 0.15
 
 LESS = 0.7
 """A link that carries less than this part of what is expected of it is named."""
+
+
+PATIENCE = 2
+"""How often a rank tells something before it is looked at without those that told nothing: in mode async some may be lost."""
 
 
 class _Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +43,7 @@ class Watch:
         self._host_of = host_of
         self._workers = sum(rank.role == "worker" for rank in plan.ranks)
         self._pending: dict[int, _Told] = {}
+        self._times: Counter[int] = Counter()
         self._rounds: list[Measured] = []
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()
@@ -48,7 +54,9 @@ class Watch:
             self._pending[rank] = checked(msgspec.convert(told, _Told))
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
-        if len(self._pending) == self._workers:
+        self._times[rank] += 1
+        if len(self._pending) == self._workers or self._times[rank] > PATIENCE:
+            self._times.clear()
             round_ = self._summary(self._pending)
             self._pending = {}
             self._rounds.append(round_)
@@ -168,7 +176,7 @@ class Watch:
         if seen.compute_seconds - foretold.compute_seconds > more / 2:
             return (
                 f"rank {rank.rank} on {rank.host} computes for {words.time(seen.compute_seconds)}, {words.time(foretold.compute_seconds)} "
-                "was profiled; is its processor shared, or hot?"
+                "was foretold; is its processor shared, or hot?"
             )
         cap = foretold.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""

@@ -71,6 +71,8 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
 def _held_by(prediction: Prediction) -> str:
     """What costs a job most: a link with what it carries, or something else."""
     cap, most = prediction.cap, next(iter(prediction.losses), None)
+    if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE * prediction.step_seconds):
+        return "loading data"
     if cap and (most is None or most.what == f"link {cap.link}"):
         return f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}"
     return most.what if most and most.seconds > NEGLIGIBLE * prediction.step_seconds else "compute"
@@ -84,7 +86,10 @@ def _needed(question: Question, answer: Answer) -> str:
         held = f", held back by {answer.limit.losses[0].what}" if answer.limit.losses else ""
         return f"{where}: no network reaches that; the fastest would bring {answer.limit.efficiency:.0%}{held}"
     if answer.needed_bytes_per_second is None:
-        return f"{where}: no wire is needed"
+        held = ""
+        if last.efficiency < answer.wanted_efficiency:
+            held = f", but it reaches {last.efficiency:.0%}: held back by {_held_by(last)}"
+        return f"{where}: no wire between hosts is needed{held}"
     has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
     return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
@@ -122,7 +127,7 @@ def advice_table(advice: Sequence[Advice]) -> list[str]:
     costs = {each.convergence: chr(ord("a") + number) for number, each in enumerate(_each_cost_once(advice))}
     rows = [
         (
-            " ".join(each.options) or (f"batches of {each.batch} in the script" if each.batch else "as it is"),
+            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "as it is",
             number(each.prediction.samples_per_second),
             f"{each.prediction.efficiency:.1%}",
             "exact" if each.exact else costs[each.convergence],

@@ -9,7 +9,8 @@ import msgspec
 
 from distrib.cluster.catalog import find_gpu, near_gpus
 from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
-from distrib.cluster.topology import Topology
+from distrib.cluster.topology import Switch, Topology
+from distrib.cluster.ways import switch_oversubscription
 from distrib.errors import ConfigError
 
 GPUS_PER_NODE = 8
@@ -103,6 +104,11 @@ def check_gpudirect(topology: Topology) -> None:
         )
 
 
+def _as_oversubscribed(topology: Topology, switch: Switch) -> Switch:
+    ratio = switch_oversubscription(topology, switch)
+    return msgspec.structs.replace(switch, uplink=None, oversubscription=f"{ratio:.6g}:1" if ratio > 1 else None)
+
+
 def changed(topology: Topology, gpu: str | None, network: Network | None, gpudirect: bool | None) -> Topology:
     """The topology with other GPUs, another network, or GPUDirect RDMA on or off; what was measured of them falls away."""
     groups = []
@@ -133,8 +139,9 @@ def changed(topology: Topology, gpu: str | None, network: Network | None, gpudir
     if measured and gpu:
         inside = tuple(link for link in measured.inside if link.source == link.target == "memory")
         measured = msgspec.structs.replace(measured, inside=inside, collectives=())
-    # Uplinks were chosen for the network that there was.
-    switches = () if network else topology.switches
+    switches = topology.switches
+    if network:  # of another network uplinks would be as much narrower than what is below them as they are of this one
+        switches = tuple(_as_oversubscribed(topology, switch) for switch in switches)
     return Topology(
         nodes=tuple(groups), name=topology.name, switches=switches, measured=measured, source=topology.source
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distrib_launch.show.drawing import AMBER, GREEN, GREY, INK, LINE, NETWORKS, PANEL, PAPER, box, short
-from distrib_launch.show.view import fold
 
+from distrib.cluster.node import fold_hosts
 from distrib.units import format_rate
 
 if TYPE_CHECKING:
@@ -98,7 +98,9 @@ class Network:
     ) -> None:
         box(axes, x, y - height, width, height, PANEL, LINE)
         axes.text(x + width / 2, y - 0.17, name, size=10, weight="bold", color=INK, ha="center", va="center")
-        axes.text(x + width / 2, y - 0.39, short(fold(members), width), size=8, color=GREY, ha="center", va="center")
+        axes.text(
+            x + width / 2, y - 0.39, short(fold_hosts(members), width), size=8, color=GREY, ha="center", va="center"
+        )
         shown = members[:MAX_HOSTS]
         columns = min(len(shown), self.columns)
         begin = x + (width - columns * 0.34) / 2

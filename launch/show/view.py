@@ -11,7 +11,7 @@ from distrib_launch.ranges import ranges
 
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.links import KIND_NAMES, parse_bus, parse_uplink
-from distrib.cluster.node import Nic, NodeGroup, indices
+from distrib.cluster.node import Nic, NodeGroup, fold_hosts, indices
 from distrib.cluster.rules import Rule, rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts
 from distrib.cluster.ways import InsideWay, Way, inside_link, link_between, switch_oversubscription
@@ -143,22 +143,6 @@ def view_of(hosts: HostList | None, topology: Topology | None) -> View:
     )
 
 
-def fold(names: Sequence[str]) -> str:
-    """`gpu[01-16]`, or the names with commas where they have no numbers."""
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
-
-    from distrib.cluster.node import expand_hosts
-
-    if len(names) > 1:
-        try:
-            folded = str(NodeSet.fromlist(list(names)))
-            if sorted(expand_hosts(folded)) == sorted(names):
-                return folded
-        except (NodeSetException, ValueError):
-            pass
-    return ",".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def _groups(hosts: HostList | None, topology: Topology | None, names: Sequence[str]) -> tuple[GroupView, ...]:
     listed = {host.name: host for host in hosts.hosts} if hosts else {}
     numbers = {id(group): number for number, group in enumerate(topology.nodes)} if topology else {}
@@ -171,7 +155,7 @@ def _groups(hosts: HostList | None, topology: Topology | None, names: Sequence[s
     return tuple(
         _group(topology.nodes[number], topology, members, slots, role)
         if topology and number >= 0
-        else GroupView(hosts=fold(members), names=tuple(members), slots=slots, role=role, described=False)
+        else GroupView(hosts=fold_hosts(members), names=tuple(members), slots=slots, role=role, described=False)
         for (number, slots, role), members in alike.items()
     )
 
@@ -182,7 +166,7 @@ def _group(
     spec = group.gpus.spec if group.gpus else None
     links = group.links
     return GroupView(
-        hosts=fold(names),
+        hosts=fold_hosts(names),
         names=tuple(names),
         slots=slots,
         role=role,
@@ -291,7 +275,11 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
             if not ways:
                 continue
             sides = (classes[first], classes[second])
-            label = f"among {fold(sides[0])}" if first == second else f"{fold(sides[0])} and {fold(sides[1])}"
+            label = (
+                f"among {fold_hosts(sides[0])}"
+                if first == second
+                else f"{fold_hosts(sides[0])} and {fold_hosts(sides[1])}"
+            )
             found.append(_link(label, ways))
     return tuple(found)
 
@@ -330,7 +318,7 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
         views.append(
             SwitchView(
                 name=switch.name,
-                hosts=fold(members),
+                hosts=fold_hosts(members),
                 names=members,
                 switches=switch.switches,
                 oversubscription=switch_oversubscription(topology, switch),

@@ -268,8 +268,10 @@ class Cluster:
         self._kill_all(host)
 
     def restore(self, host: str) -> None:
-        """Bring a cut or lost host back: link up, and sshd again if it had died."""
-        _sh("ip", "-n", self._net, "link", "set", f"p{self.hosts.index(host) + 1}", "up")
+        """Bring a cut or lost host back: link up and carrying frames, and sshd again if it had died."""
+        port = f"p{self.hosts.index(host) + 1}"
+        _sh("ip", "-n", self._net, "link", "set", port, "up")
+        self._wait_link(host, port)
         if not (self.directory / f"{host}.pid").exists():  # lost, maybe by another process
             self._start_sshd(host)
             self._wait_sshd(host)
@@ -283,6 +285,18 @@ class Cluster:
         path.write_text("\n".join(lines) + "\n")
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _wait_link(self, host: str, port: str) -> None:
+        """The kernel tells both ends and the bridge of a carrier later, on a busy machine by a second."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            (far,) = json.loads(_sh("ip", "-n", self._net, "-d", "-j", "link", "show", port))
+            (near,) = json.loads(_sh("ip", "-n", self.namespace(host), "-j", "link", "show", "eth0"))
+            forwards = far["linkinfo"]["info_slave_data"]["state"] == "forwarding"
+            if forwards and far["operstate"] == near["operstate"] == "UP":
+                return
+            time.sleep(0.02)
+        raise RuntimeError(f"the link of {host} is not up after 10 s")
 
     @property
     def _net(self) -> str:

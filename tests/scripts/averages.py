@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distrib
 from distrib.strategy import Strategy, parse_gradients
+from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.gradients.hook import Averaging, attach
 
 STEPS = 50
@@ -88,13 +89,66 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
 
 def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
     """A gradient that is no number reaches every rank, and is forgotten in the next step."""
-    for name in ("fp32", "int8", "topk:0.5"):
+    for name in ("fp32", "int8", "topk:0.5", "powersgd:1"):
         wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients(name)), hosts)
-        for bad in (False, True, False, False, False, False):
+        first: list[torch.Tensor] = []
+        for step in range(EXACT_STEPS + 6):
+            bad = step in (1, EXACT_STEPS, EXACT_STEPS + 2)
             wrapped(torch.full((1, 40), float("nan") if bad and job.rank == 1 else 1.0)).sum().backward()
-            seen = all(bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())  # type: ignore[union-attr]
-            assert seen is not bad, (name, bad)
+            gradients = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
+            assert all(bool(gradient.isfinite().all()) for gradient in gradients) is not bad, (name, step)
+            first = first or gradients
             wrapped.zero_grad()
+        if name == "powersgd:1":  # enough for those of one sample
+            for gradient, other in zip(gradients, first, strict=True):
+                torch.testing.assert_close(gradient, other, rtol=0, atol=0.03 * float(other.abs().max()))
+
+
+def begins(job: distrib.Job, hosts: list[str] | None) -> None:
+    """The first steps of PowerSGD are DDP's, however many buckets there are; then it begins."""
+    theirs, mine = fresh(), fresh()
+    wrapped, _ = ours(mine, Strategy(gradients=parse_gradients("powersgd:4")), hosts)
+    for model in (DistributedDataParallel(theirs), wrapped):
+        train(model, job.rank, EXACT_STEPS)
+    for a, b in pairs(theirs, mine):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    train(wrapped, job.rank, 1)
+    train(DistributedDataParallel(theirs), job.rank, 1)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs(theirs, mine)) > 1e-5
+
+
+def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
+    """With PowerSGD a layer that has had no gradient for long learns once it has one."""
+    wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients("powersgd:2")), hosts)
+    for step in range(EXACT_STEPS + 5):
+        wrapped.zero_grad()
+        (wrapped(torch.ones(1, 40)).sum() * (0.0 if step < EXACT_STEPS + 2 else 1.0)).backward()
+    for parameter in wrapped.parameters():
+        assert parameter.grad is not None and float(parameter.grad.norm()) > 0.01
+
+
+def scales(job: distrib.Job, hosts: list[str] | None) -> None:
+    """What is put aside is in units of the gradients, whatever a GradScaler makes of these from step to step."""
+    directions = torch.randn(40, 3, generator=torch.Generator().manual_seed(5))
+    for name in ("int8", "topk:0.02", "powersgd:2"):
+        reached = []
+        for enabled in (False, True):
+            model = fresh()
+            strategy = Strategy(gradients=parse_gradients(name), bucket_bytes=100_000)  # not cut by the clock
+            wrapped, _ = ours(model, strategy, hosts)
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=enabled)
+            optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+            wrapped, optimizer, scaler = job.prepare(wrapped, optimizer, scaler, on_nan="skip")
+            generator = torch.Generator().manual_seed(100 + job.rank)
+            for step in range(30):
+                inputs = torch.randn(16, 40, generator=generator)
+                loss = nn.functional.cross_entropy(wrapped(inputs), (inputs @ directions).argmax(dim=1))
+                optimizer.zero_grad()
+                scaler.scale(loss * (float("inf") if (step, job.rank) == (20, 1) else 1.0)).backward()
+                scaler.step(optimizer)
+                scaler.update(2.0 ** (5 * step % 12))
+            reached.append(torch.cat([p.detach().view(-1) for p in model.parameters()]))
+        torch.testing.assert_close(*reached, rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def mixed(job: distrib.Job, hosts: list[str] | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import os
 import sys
 import time
@@ -14,11 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.optim import swa_utils
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import distrib
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
+from distrib.training import steps
 
 STRATEGY = from_environment(os.environ)
 
@@ -308,6 +312,364 @@ def streamed(job: distrib.Job) -> None:
         losses.append(job.all_reduce(total))
         assert_alike(model)
     assert differed and losses[-1] < 0.1 * losses[0], losses
+
+
+def make_plain_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def thrown_away(job: distrib.Job) -> None:
+    """What a script clears before it steps counts nowhere, as the generator's gradients that went through the discriminator."""
+    generator = torch.Generator().manual_seed(job.rank)
+    for set_to_none in (True, False):
+        model, reference = make_plain_model(), make_plain_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = job.prepare(model, optimizer)
+        for _ in range(2):
+            group = []
+            for _ in range(STRATEGY.accumulate):
+                optimizer.zero_grad(set_to_none)
+                real, fake, other = torch.randn(3, 4, 6, generator=generator)
+                for inputs in (real, fake):
+                    model(inputs).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                model(other).sum().mul(100).backward()
+                group += gathered((real, fake))
+            reference_optimizer.zero_grad()
+            for parts in group:
+                for inputs in parts:
+                    (reference(inputs).square().mean() / len(group)).backward()
+            nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+            reference_optimizer.step()
+        torch.testing.assert_close(parameters_of(model), parameters_of(reference), rtol=0, atol=1e-5)
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization as most scripts have it: with steps of another name, and another optimizer inside."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["old"] = parameter.clone()
+                parameter.add_(parameter.grad, alpha=0.05 / (norm.item() + 1e-12))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(self.state[parameter]["old"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+def uncounted(job: distrib.Job) -> None:
+    """A step that does not go through the prepared optimizer is named, with what to prepare; and then ranks agree."""
+
+    def steps(model: nn.Module, sam: Sam, count: int) -> None:
+        for _ in range(count):
+            inputs = torch.randn(4, 6)
+            model(inputs).square().mean().backward()
+            sam.first_step()
+            model(inputs).square().mean().backward()
+            sam.second_step()
+
+    torch.manual_seed(job.rank)
+    plain = make_plain_model()
+    sam = Sam(plain.parameters(), lr=0.1)
+    model, _ = job.prepare(plain, sam)
+    raises("a step of SGD on what Sam trains, .* job.prepare", lambda: steps(model, sam, 1))
+
+    plain = make_plain_model()
+    sam = Sam(plain.parameters(), lr=0.1)
+    before = parameters_of(plain)
+    model, _ = job.prepare(plain, sam.base_optimizer)
+    steps(model, sam, 2 * STRATEGY.accumulate)
+    job.settle()
+    assert_alike(plain)
+    assert not torch.equal(parameters_of(plain), before)
+
+
+def part(job: distrib.Job, left_out: set[int]) -> None:
+    """Rank 1 judges by itself that some of twelve batches make no step."""
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in range(12):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 6)).square().mean()
+        if job.rank == 1 and batch in left_out:
+            loss = loss * float("inf")
+        loss.backward()
+        if torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            optimizer.step()
+
+
+def parted_in_the_middle(job: distrib.Job) -> None:
+    part(job, {4})
+
+
+def parted_at_the_end(job: distrib.Job) -> None:
+    part(job, {9, 10})
+
+
+def fused(job: distrib.Job) -> None:
+    """A fused optimizer takes its scale from a GradScaler: not from one that nobody counts for; and nothing grows with the steps."""
+
+    def steps(scaler: torch.amp.GradScaler, count: int) -> None:
+        model = make_plain_model()
+        model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 6)).square().mean()
+            scaler.scale(loss * (float("inf") if len(tensors) == 2 and job.rank == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            steps_taken.append(job.stepped)
+            tensors.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
+        assert_alike(job.unwrap(model))
+
+    tensors: list[int] = []
+    steps_taken: list[bool] = []
+    if STRATEGY.accumulate > 1:
+        raises("a GradScaler leaves out steps", lambda: steps(torch.amp.GradScaler("cpu"), 1))
+    steps(job.prepare(torch.amp.GradScaler("cpu")), 24)
+    assert tensors[11] == tensors[23], tensors
+    every = STRATEGY.accumulate
+    assert [n for n, taken in enumerate(steps_taken) if taken] == [n for n in range(every - 1, 24, every) if n != 2]
+
+
+def late(job: distrib.Job) -> None:
+    """Where a nan is only known one step later, as on a GPU, it is told all the same, and no checkpoint has it."""
+    steps.Finite = functools.partial(steps.Finite, late=True)  # type: ignore[assignment,misc]
+    path = Path(sys.argv[1]) / "late.pt"
+    words = r"step 2: the gradient of 0.weight \(and of \d+ more\) is nan or infinite"
+    for end in ("a step", "the epoch", "a checkpoint"):
+        model = make_plain_model()
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        good = copy.deepcopy(model.state_dict())
+        for step in (1, 2):
+            optimizer.zero_grad()
+            inputs = torch.full((4, 6), float("nan") if step == 2 and job.rank == 1 else 1.0)
+            model(inputs).sum().backward()
+            optimizer.step()
+        model.load_state_dict(good)  # the nan is not in the gradients of the next step
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        if end == "a step":
+            raises(f"{words} on rank 1;", optimizer.step)
+        elif end == "the epoch":
+            raises(f"{words} on rank 1;", job.settle)
+        else:
+            raises(words, lambda model=model: job.save(path, model=model))
+            assert not path.exists()
+            raises(words, job.settle)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (make_data(self.samples)[index] for index in range(self.samples))
+
+
+def in_evaluation(job: distrib.Job) -> None:
+    """A model that is trained in evaluation mode, so that normalization stays as it is, is one that trains."""
+
+    def train(loader: Any) -> int:
+        batches = 0
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            batches += 1
+            xs, ys = (torch.cat(part) for part in zip(*gathered((inputs, targets)), strict=True))
+            reference_optimizer.zero_grad()
+            nn.functional.cross_entropy(reference(xs), ys).backward()
+            reference_optimizer.step()
+        return batches
+
+    model, reference = make_model(), make_model().eval()
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.eval()
+    stream = job.prepare(DataLoader(Stream(4 * (2 * job.world_size + 1)), 4))
+    assert train(stream) == 2
+    with torch.no_grad():
+        read = sum(1 for _ in stream)
+    assert sum(gathered(read)) == 2 * job.world_size + 1  # an evaluation leaves nothing out
+    assert train(job.prepare(DataLoader(make_data(5 * job.world_size + 1), 4))) == 2
+    torch.testing.assert_close(parameters_of(model), parameters_of(reference), rtol=0, atol=1e-5)
+    single = job.prepare(DataLoader(make_data(2 * job.world_size + 1), 1))
+    raises("some ranks have a batch less .* call model.train()", lambda: train(single))
+
+
+def stepped(job: distrib.Job) -> None:
+    """A script knows when a step was taken; and when it was left out."""
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), on_nan="skip")
+    seen = []
+    for group in range(12):
+        for _ in range(STRATEGY.accumulate):
+            optimizer.zero_grad()
+            model(torch.full((4, 6), float("nan") if group and job.rank == 1 else 1.0)).sum().backward()
+            before = parameters_of(model)
+            optimizer.step()
+            assert job.stepped == (not torch.equal(parameters_of(model), before))
+            seen.append(job.stepped)
+    assert seen.index(True) == STRATEGY.accumulate - 1 and sum(seen) == 1
+
+
+def targets(job: distrib.Job) -> None:
+    """A model that does not learn, such as a copy to compare with, is rank 0's on every rank."""
+    torch.manual_seed(job.rank)
+    target = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    target[1].running_mean.fill_(job.rank)  # type: ignore[operator,union-attr]
+    assert_alike(job.prepare(target))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+        optimizer.step()
+
+
+def unfrozen(job: distrib.Job) -> None:
+    """A layer that is unfrozen later is named, or learns with the others once its model is prepared again."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16).requires_grad_(False), nn.Linear(16, 3))
+    inner = model
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = job.prepare(model, optimizer)
+    train(model, optimizer, job.rank, 2)
+    before = inner[0].weight.detach().clone()
+    inner[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(inner[0].parameters())})
+    if STRATEGY.mode == "sync":
+        raises(
+            "0.weight learns only since job.prepare, and is not averaged", lambda: train(model, optimizer, job.rank, 1)
+        )
+        assert torch.equal(inner[0].weight, before)
+        model = job.prepare(job.unwrap(model))
+    if STRATEGY.backend == "torch":
+        train(model, optimizer, job.rank, 5)
+        job.settle()
+        assert not torch.equal(inner[0].weight, before)
+        assert_alike(inner)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        optimizer.param_groups[-1]["params"][0].grad = torch.ones(2)
+        raises(r"a parameter \[2\] of the optimizer is of no prepared model", optimizer.step)
+
+
+def frozen(job: distrib.Job) -> None:
+    """A layer that is frozen later is named before the other ranks wait for it, or its model is prepared again."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, job.rank, 2)
+    job.unwrap(model)[0].requires_grad_(False)  # type: ignore[index,operator]
+    model = job.prepare(job.unwrap(model))
+    train(model, optimizer, job.rank, 3)
+    assert_alike(job.unwrap(model))
+    job.unwrap(model)[1].bias.requires_grad_(False)  # type: ignore[index,union-attr,operator]
+    raises("1.bias of Sequential was frozen after job.prepare", lambda: train(model, optimizer, job.rank, 1))
+
+
+def ported(job: distrib.Job) -> None:
+    """A model that a script has put into DistributedDataParallel itself is one of the job's, where ranks go in step."""
+    own = nn.parallel.DistributedDataParallel(make_model())
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    if STRATEGY.mode != "sync":
+        raises("is in DistributedDataParallel already", lambda: job.prepare(own, optimizer))
+        return
+    model, optimizer = job.prepare(own, optimizer)
+    assert model is own
+    train(model, optimizer, job.rank, 3)
+    assert_alike(job.unwrap(model))
+    if job.is_main:  # its buffers would be waited for
+        with torch.no_grad():
+            model(torch.ones(4, 6))
+
+
+def averaged(job: distrib.Job) -> None:
+    """A prepared model can be copied; the mean of its past is saved under the names of before."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300))  # large enough for an all-reduce of ours
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    train(model, optimizer, job.rank, 2)
+    twin, mean = copy.deepcopy(model), swa_utils.AveragedModel(model)
+    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.01)
+    for _ in range(3):
+        train(model, optimizer, job.rank, 3)
+        train(twin, twin_optimizer, job.rank, 3)
+        mean.update_parameters(model)
+    if STRATEGY.mode == "sync":
+        torch.testing.assert_close(parameters_of(twin), parameters_of(model))
+    job.settle()
+    path = Path(sys.argv[1]) / "mean.pt"
+    job.save(path, mean=mean)
+    job.barrier()
+    alone = swa_utils.AveragedModel(nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300)))
+    job.restore(path, mean=alone)
+    if job.is_main:
+        assert torch.equal(parameters_of(alone), parameters_of(mean))
+    again = swa_utils.AveragedModel(model)
+    job.restore(path, mean=again)
+    assert torch.equal(parameters_of(again), parameters_of(alone))
+
+
+def normalized(job: distrib.Job) -> None:
+    """Without running means rank 0 evaluates alone all the same."""
+    layer = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))
+    model, _ = job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), sync_batchnorm=True)
+    if job.is_main:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(3, 4))
+    job.barrier()
+
+
+def sparse(job: distrib.Job) -> None:
+    """Sparse gradients are averaged as they are."""
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.tensor([job.rank])).sum().backward()
+    optimizer.step()
+    assert_alike(job.unwrap(model))
+
+
+def momentum(job: distrib.Job) -> None:
+    """The outer momentum outlives a layer's unfreezing, and a restart with other fragments."""
+    path = Path(sys.argv[1]) / "momentum.pt"
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16).requires_grad_(False), nn.Linear(16, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = job.prepare(model, optimizer)
+    if path.exists():
+        job.restore(path, model=model, optimizer=optimizer)
+    else:
+        train(model, optimizer, job.rank, STRATEGY.inner_steps or 0)
+        job.settle()
+        job.save(path, model=model, optimizer=optimizer)
+        model[0].requires_grad_(True)
+    optimizer.param_groups[0]["lr"] = 0.0
+    first, second = (layer.weight.detach().clone() for layer in model)
+    train(model, optimizer, job.rank, STRATEGY.inner_steps or 0)
+    job.settle()
+    assert torch.equal(model[0].weight, first) and not torch.allclose(model[1].weight, second, rtol=0, atol=1e-5)
+    model[0].requires_grad_(True)
+    raises("the outer momentum of 2 parameter", lambda: job.restore(path, model=model, optimizer=optimizer))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A script of so many steps that computes for a known time: `steps.py STEPS SECONDS ELEMENTS [how]`; prints its last loss.
 
 `how`: a file for a profile, or what is different: thread, unprepared, no-backward, two-optimizers; `accumulates`: a step of
-the optimizer after four batches; `hiccup`: one step takes a second longer.
+the optimizer after four batches; `hiccup`: one step takes a second longer; `loads`: two processes load the data, with 3 ms of
+processor time for each sample.
 """
 
 import sys
@@ -42,14 +43,22 @@ class Model(nn.Module):
         return self.last(Work.apply(x) if self.training else x)
 
 
+class Busy(TensorDataset):
+    def __getitem__(self, index):
+        end = time.process_time() + 0.003
+        while time.process_time() < end:
+            pass
+        return super().__getitem__(index)
+
+
 torch.manual_seed(1)
 job = distrib.init()
 if how.endswith(".json"):
     job.profile(how, warmup_steps=2, steps=8)
-data = TensorDataset(torch.randn(4096, 8))
+data = (Busy if how == "loads" else TensorDataset)(torch.randn(4096, 8))
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-loader = DataLoader(data, 4, shuffle=True)
+loader = DataLoader(data, 4, shuffle=True, num_workers=2 if how == "loads" else 0)
 if how != "unprepared":
     model, optimizer, loader = job.prepare(model, optimizer, loader)
 if how == "two-optimizers":

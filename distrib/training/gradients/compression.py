@@ -24,6 +24,9 @@ BLOCK = 256
 EXACT_STEPS = 10
 """Steps before PowerSGD begins: the first gradients are large and DDP has settled its buckets by then."""
 
+DUST = 1e-10
+"""How large the random numbers are that keep PowerSGD's matrices from becoming nothing; beside others they are not noticed."""
+
 Waits = Iterator[torch.futures.Future[Any]]
 Errors = Callable[[int], torch.Tensor]
 """Given a stage, what this rank has left out of this piece so far: to be read, and overwritten with what is left out now."""
@@ -35,8 +38,8 @@ class Origin:
 
     index: int
     shapes: tuple[torch.Size, ...]
-    last: bool
-    """Whether it is the last one of the step that comes to this rank."""
+    step: int
+    """How many steps were averaged before this one."""
 
 
 class Way(Protocol):
@@ -53,6 +56,10 @@ class Way(Protocol):
     ) -> Waits: ...
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         """What a rank sends for a piece of so many elements."""
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        """Gradients come so many times as large from now on: what the way itself has put aside must follow."""
+        return
 
 
 class Exact(Way):
@@ -109,7 +116,11 @@ class Shared(Way):
 
 def _keep(errors: torch.Tensor, wanted: torch.Tensor, sent: torch.Tensor) -> None:
     """What was left out is for the next step; not so after gradients that were no numbers, which must not stay for ever."""
-    torch.sub(wanted, sent, out=errors).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    _without_nan(torch.sub(wanted, sent, out=errors))
+
+
+def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class Halves:
@@ -181,7 +192,7 @@ class Largest(Way):
         places = torch.topk(wanted.abs(), kept, sorted=False).indices
         values = wanted[places]
         wanted[places] = 0
-        wanted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)  # see _keep
+        _without_nan(wanted)  # see _keep
         sent = torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
         received = torch.empty(ranks * sent.numel(), dtype=torch.uint8, device=sent.device)
         yield gather(received, sent, group=groups[0], async_op=True).get_future()
@@ -197,30 +208,72 @@ class Largest(Way):
         return 8 * (hosts - 1) * self.kept(elements)
 
 
-class LowRank(Way):
+class PowerSgd:
     """torch's own PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv:1905.13727), with its error feedback and warm start.
 
-    The first `EXACT_STEPS` steps are exact. Its callbacks wait for collectives inside Gloo's threads: two buckets at once
-    would wait for each other for ever.
+    The first `EXACT_STEPS` steps are exact. What it keeps from one step to the next stays numbers: torch adds what it has left
+    out to all later gradients, and begins with the matrices of the step before, which once they are nan or nothing stay so.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup | None) -> None:
+        self.state = PowerSGDState(
+            group,
+            matrix_approximation_rank=rank,
+            start_powerSGD_iter=EXACT_STEPS,
+            orthogonalization_epsilon=1e-8,  # a layer without gradients must not become NaN
+        )
+        self._dust: dict[int, torch.Tensor] = {}
+
+    def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """The mean of the gradients of a bucket of DDP, or of what looks like one, over the group."""
+        index = bucket.index()
+
+        def tidied(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            if index in self.state.error_dict:
+                _without_nan(self.state.error_dict[index])
+                # All ranks have the same matrix here, and must keep the same one.
+                start = _without_nan(self.state.q_memory_dict[index])
+                start += self._dust_for(index, start)
+            return done.value()
+
+        return powerSGD_hook(self.state, bucket).then(tidied)
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        for errors in self.state.error_dict.values():
+            errors *= factor
+
+    def _dust_for(self, index: int, start: torch.Tensor) -> torch.Tensor:
+        """Random numbers, the same on every rank, with which what has become nothing begins anew."""
+        if index not in self._dust:
+            numbers = torch.randn(start.shape, generator=torch.Generator().manual_seed(index))
+            self._dust[index] = (max(DUST, torch.finfo(start.dtype).tiny) * numbers).to(start)
+        return self._dust[index]
+
+
+class LowRank(Way):
+    """`PowerSgd` on CPU hosts.
+
+    Its callbacks wait for collectives inside Gloo's threads: two buckets at once would wait for each other for ever.
     """
 
     stages, window, whole = 1, 1, True
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._state: PowerSGDState | None = None
+        self._hook: PowerSgd | None = None
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         assert origin is not None
-        if self._state is None:
-            self._state = PowerSGDState(
-                groups[0],
-                matrix_approximation_rank=self.rank,
-                start_powerSGD_iter=EXACT_STEPS,
-                orthogonalization_epsilon=1e-8,  # a layer without gradients must not become NaN
-            )
+        if self._hook is None:
+            self._hook = PowerSgd(self.rank, groups[0])
+        # torch counts steps by last buckets, which not every rank is given: lanes take turns with them.
+        self._hook.state.iter = origin.step
         piece.mul_(groups[0].size())  # it averages over the group; what comes here is to be summed
-        yield powerSGD_hook(self._state, _Bucket(piece, origin))
+        yield self._hook.average(_Bucket(piece, origin))
+
+    def rescale(self, factor: torch.Tensor) -> None:
+        if self._hook is not None:
+            self._hook.rescale(factor)
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         assert origin is not None
@@ -247,11 +300,36 @@ class _Bucket:
         return self._piece
 
     def is_last(self) -> bool:
-        return self._origin.last
+        return False  # see LowRank.sum
 
     def gradients(self) -> list[torch.Tensor]:
         parts = torch.split(self._piece, [shape.numel() for shape in self._origin.shapes])
         return [part.view(shape) for part, shape in zip(parts, self._origin.shapes, strict=True)]
+
+
+class Units:
+    """The scale of the gradients, which a GradScaler changes from step to step: what is put aside is in units of it."""
+
+    def __init__(self) -> None:
+        self._scaler: torch.amp.GradScaler | None = None
+        self._scale = torch.ones(())
+
+    def follow(self, scaler: torch.amp.GradScaler) -> None:
+        """The gradients of this step are times the present scale of `scaler`."""
+        if scaler is self._scaler or not scaler.is_enabled():
+            return
+        scale = scaler._get_scale_async()  # without waiting for the GPU
+        if scale is not None:
+            self._scaler, self._scale = scaler, scale.clone()
+
+    def growth(self) -> torch.Tensor | None:
+        """How many times as large as before gradients now come; None where that is known to be 1."""
+        scale = self._scaler._get_scale_async() if self._scaler else None
+        if scale is None or (scale.device.type == "cpu" and bool(scale == self._scale)):
+            return None
+        growth = scale / self._scale
+        self._scale = scale.clone()
+        return growth
 
 
 def way_of(gradients: Gradients) -> Way:

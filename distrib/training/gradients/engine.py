@@ -121,6 +121,12 @@ class Engine:
         """Drops the errors that compression keeps; to be called between steps, when pieces are cut anew."""
         self._errors.clear()
 
+    def rescale(self, factor: torch.Tensor) -> None:
+        """Gradients come so many times as large from now on; to be called between steps."""
+        for errors in self._errors.values():
+            errors *= factor
+        self._way.rescale(factor)
+
     def stop(self) -> None:
         """Ends the thread; what was promised and is not kept never will be.
 

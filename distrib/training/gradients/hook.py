@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets
 from distrib.bandwidth.pieces import FIRST_PIECE_BYTES
 from distrib.strategy import Strategy
-from distrib.training.gradients.compression import Origin, way_of
+from distrib.training.gradients.compression import Origin, PowerSgd, Units, way_of
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
@@ -30,7 +31,21 @@ WORTHWHILE = 0.02
 """How much sooner the last piece must be through, or it is left to DDP's buckets."""
 
 
-class Averaging:
+class Hook:
+    """What a model of DDP holds to have its gradients averaged. A copy of the model has none, and is averaged by DDP itself."""
+
+    def __init__(self) -> None:
+        self.units = Units()
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """What DDP calls when a bucket is full, in the order of the buckets."""
+        raise NotImplementedError
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+class Averaging(Hook):
     """Averages the gradients of one model on CPU hosts. Every rank must make it at the same time.
 
     `hosts` names every rank's host (default: found out).
@@ -39,6 +54,7 @@ class Averaging:
     def __init__(
         self, parameters: Sequence[nn.Parameter], strategy: Strategy, hosts: Sequence[Hashable] | None = None
     ) -> None:
+        super().__init__()
         self._way = way_of(strategy.gradients)
         self._even_bytes = strategy.bucket_bytes
         size = sum(parameter.nbytes for parameter in parameters)
@@ -125,7 +141,6 @@ class Averaging:
             self._engine.forget()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls when a bucket is full, in the order of the buckets."""
         if bucket.index() == 0:
             self._begin_step()
         buffer = bucket.buffer()
@@ -161,8 +176,7 @@ class Averaging:
         origin = None
         if self._way.whole:
             shapes = tuple(gradient.shape for gradient in bucket.gradients())
-            last = bucket.index() >= len(self._layout) - self._hierarchy.lanes
-            origin = Origin(index=bucket.index(), shapes=shapes, last=last)
+            origin = Origin(index=bucket.index(), shapes=shapes, step=self._steps)
         dtype = bucket.buffer().dtype
         self._engine.copied(Piece(key=self._keys, start=self._sent, end=stop, dtype=dtype, origin=origin))
         self._keys += 1
@@ -172,6 +186,8 @@ class Averaging:
         self._begun = time.perf_counter()
         self._seen, self._times = [], []
         self._filled = self._sent = self._keys = 0
+        if (growth := self.units.growth()) is not None:
+            self._engine.rescale(growth)
 
     def _end_step(self) -> None:
         if self._seen != self._layout:
@@ -180,10 +196,11 @@ class Averaging:
         self._steps += 1
 
 
-class GpuAveraging:
+class GpuAveraging(Hook):
     """Averages the gradients of one model on GPUs in a form for which torch has no hook, on a stream of its own."""
 
     def __init__(self, device: torch.device, strategy: Strategy) -> None:
+        super().__init__()
         self._way = way_of(strategy.gradients)
         self._groups = [dist.new_group() for _ in range(self._way.stages)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -192,7 +209,6 @@ class GpuAveraging:
         self.sent_bytes = 0
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """What DDP calls when a bucket is full, in the order of the buckets."""
         buffer = bucket.buffer()
         elements, width = buffer.numel(), buffer.element_size()
 
@@ -205,6 +221,9 @@ class GpuAveraging:
         self.sent_bytes += self._way.sent_bytes(elements, width, self._groups[0].size(), None)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
+            if bucket.index() == 0 and (growth := self.units.growth()) is not None:
+                for kept in self._errors.values():
+                    kept *= growth
             buffer.mul_(self._scale)
             for waiting in self._way.sum(buffer, self._groups, errors, None):
                 waiting.wait()  # makes the stream wait, not this thread
@@ -214,12 +233,34 @@ class GpuAveraging:
         return future
 
 
-def attach(model: DistributedDataParallel, averaging: Averaging) -> None:
-    """Lets `averaging` average the gradients of `model`."""
-    model.register_comm_hook(averaging, lambda state, bucket: state.average(bucket))  # torch cannot read annotations
+class GpuLowRank(Hook):
+    """PowerSGD of the gradients of one model on GPUs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._hook = PowerSgd(rank, dist.group.WORLD)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0 and (growth := self.units.growth()) is not None:
+            self._hook.rescale(growth)
+        return self._hook.average(bucket)
+
+
+def attach(model: DistributedDataParallel, hook: Hook) -> None:
+    """Lets `hook` average the gradients of `model`."""
+    model.register_comm_hook(hook, lambda state, bucket: state.average(bucket))  # torch cannot read annotations
+    if not isinstance(hook, Averaging):
+        return
+    own, averaging = weakref.ref(model), hook
 
     def before_forward(module: nn.Module, _: object) -> None:
-        if module.training and torch.is_grad_enabled():
+        if module is own() and module.training and torch.is_grad_enabled():  # not a copy, which has taken this along
             averaging.plan()
 
     model.register_forward_pre_hook(before_forward)
+
+
+def hook_of(model: nn.Module) -> Hook | None:
+    """What averages the gradients of `model`, where that is not DDP itself."""
+    held = model._comm_hooks if isinstance(model, DistributedDataParallel) else []
+    return next((state for _, state in held if isinstance(state, Hook)), None)

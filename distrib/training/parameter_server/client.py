@@ -269,6 +269,8 @@ class Client:
         """The workers of this host, where they push as one."""
         self.rejoin: Callable[[], None] = lambda: None
         self.round = 0
+        self.waited_seconds = 0.0
+        """How long training has stood still for answers."""
         self.loop = Loop()
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -363,11 +365,15 @@ class Client:
     def wait(self, slots: Iterable[Slot]) -> None:
         """Until every push of these slots is answered. Raises TrainingError when one will never be."""
         for slot in slots:
+            if not slot.waits:
+                continue
+            begun = time.monotonic()
             while slot.waits:
                 with self._changed:
                     if slot.waits:
                         self._changed.wait(1.0)
                 self.check()
+            self.waited_seconds += time.monotonic() - begun
 
     def check(self) -> None:
         """Raises what went wrong meanwhile."""

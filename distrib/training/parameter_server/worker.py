@@ -59,17 +59,27 @@ class Asynchronous(Backend):
         self._kept = 0
 
     @property
+    def waited_seconds(self) -> float:
+        return self.client.waited_seconds
+
+    @property
     def averaged(self) -> int:
         return self.world.size if self.strategy.staleness == 0 else 1
 
     @property
     def ranks_in_step(self) -> int:
-        return self.world.local_size if self._reduces and self.strategy.staleness != 0 else super().ranks_in_step
+        together = self._reduces and not self._beside_all_servers and self.strategy.staleness != 0
+        return self.world.local_size if together else super().ranks_in_step
 
     @property
     def _reduces(self) -> bool:
         """Whether the ranks of a host may push as one: there are several hosts, or the address would not be told."""
         return self.strategy.host_reduction and "DISTRIB_ADDRESS" in os.environ
+
+    @property
+    def _beside_all_servers(self) -> bool:
+        """Whether what this host's ranks push crosses no wire."""
+        return all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses)
 
     @property
     def is_main(self) -> bool:
@@ -184,11 +194,7 @@ class Asynchronous(Backend):
         host = host_identity()
         told = {who: unpacked(part) for who, part in self._gather(packed([host, door.getsockname().hex()]))}
         doors = {who: bytes.fromhex(name) for who, (where, name) in told.items() if where == host}
-        if (
-            len(doors) == 1
-            or self.world.rank not in doors
-            or all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses)
-        ):
+        if len(doors) == 1 or self.world.rank not in doors or self._beside_all_servers:
             door.close()
             return
         number, in_step = self.world.size + min(doors), self.strategy.staleness == 0

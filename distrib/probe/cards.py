@@ -1,0 +1,190 @@
+"""What the hosts' own descriptions show: cards of several rates, or slower than they could be, GPUDirect RDMA, PCIe. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+
+from distrib.cluster.catalog import LinkKind
+from distrib.cluster.links import Link, parse_network
+from distrib.cluster.measured import Collective
+from distrib.cluster.node import fold_hosts
+from distrib.probe.finding import Finding, rate_text
+from distrib.probe.records import Facts, PairSeen
+from distrib.probe.settings import Way
+from distrib.probe.suspects import class_of_pair, classes_of, one_way
+from distrib.units import format_size
+
+OF_USABLE = 0.75
+"""Of what the catalogue expects of such a card; below this something is wrong."""
+
+ONE_STREAM_BYTES_PER_SECOND = 1.25e9
+"""One TCP connection fills links of this rate; a faster one tells nothing of itself by a single one."""
+
+GPUDIRECT_GAIN = 1.05
+"""Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
+
+
+def card_speeds(
+    facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str | None] | None = None
+) -> dict[str, float]:
+    """The nominal rates of the cards that are used, by host; none unless all are known. `cards`: which, where not the job's own."""
+    found = {}
+    for host, each in facts.items():
+        name = cards.get(host) if cards is not None else each.interface
+        if cards is None or name:
+            card = each.named(name)
+            speed = card.speed_bytes_per_second if card else None
+            found[host] = each.rdma_bytes_per_second if way == "mpi" else speed
+    return {host: speed for host, speed in found.items() if speed} if all(found.values()) else {}
+
+
+def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
+    """Hosts whose cards are slower than most: they are judged among themselves, and a job over all waits for them.
+
+    One host alone more likely has a bad cable, with which its card agreed on a lower rate.
+    """
+    if not speeds:
+        return []
+    usual = statistics.mode(speeds.values())
+    found = []
+    for speed in sorted({speed for speed in speeds.values() if speed < usual}):
+        hosts = tuple(host for host, own in speeds.items() if own == speed)
+        found.append(
+            Finding(
+                kind="mixed_cards", severity="note" if len(hosts) > 1 else "warning",
+                what=f"{fold_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
+                f"{rate_text(speed)}, where {rate_text(usual)} is usual here",
+                evidence="the rates that the cards say they have; links are compared with those of their own rate",
+                advice="a job over all hosts goes at the pace of the slowest: use the slower ones in jobs of their own, "
+                "or see whether cable and switch port allow no more (ethtool)",
+                hosts=hosts, ratio=speed / usual, loss=1 - speed / usual,
+            )
+        )  # fmt: skip
+    return found
+
+
+def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
+    """An all-reduce of the whole cluster that is no faster with GPUDirect RDMA than without."""
+    times: dict[bool, dict[int, float]] = {}
+    most = max((each.ranks for each in collectives), default=0)
+    for each in collectives:
+        if each.ranks == most and each.gpudirect is not None:
+            times[each.gpudirect] = {point.size_bytes: point.seconds for point in each.curve}
+    shared = set(times.get(True, ())) & set(times.get(False, ()))
+    if not shared:
+        return []
+    size = max(shared)
+    ratio = times[False][size] / times[True][size]
+    if ratio > GPUDIRECT_GAIN:
+        return []
+    return [
+        Finding(
+            kind="gpudirect_off", severity="warning",
+            what="GPUDirect RDMA makes all-reduce no faster: gradients pass through host memory",
+            evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
+            advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
+            hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,
+        )
+    ]  # fmt: skip
+
+
+def of_facts(
+    facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way, collectives: Sequence[Collective]
+) -> list[Finding]:
+    """Rate below the card's, wrong interface, GPUDirect RDMA off, narrow PCIe."""
+    found = [*_below_nominal(facts, seen, way), *_gpudirect(facts, collectives)]
+    for host, each in facts.items():
+        found += _faster_interface(each, {record.interface for record in seen if record.source == host})
+        for gpu in each.gpus:
+            width, possible = gpu.pcie_width, gpu.pcie_width_possible
+            if width and possible and width < possible:
+                found.append(
+                    Finding(
+                        kind="narrow_pcie", severity="warning",
+                        what=f"{host}: GPU {gpu.index} has a PCIe x{width} link where x{possible} is possible",
+                        evidence=f"NVML, {gpu.name}", advice="reseat the card, or put it into a wider slot",
+                        hosts=(host,), ratio=width / possible, loss=0.3 * (1 - width / possible),
+                    )
+                )  # fmt: skip
+    return found
+
+
+def _below_nominal(facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+    """Hosts that alone, with cards as fast as their own, reach less than the catalogue expects over this way."""
+    cards = {host: card for host, each in facts.items() if (card := _card(each, way))}
+    classes = classes_of({host: card.rate_bytes_per_second for host, card in cards.items()})
+    best: dict[str, tuple[float, Link]] = {}
+    for record in one_way(seen, way, "alone"):
+        rate = class_of_pair(classes, record)
+        if way == "tcp" and record.streams == 1 and rate > ONE_STREAM_BYTES_PER_SECOND:
+            continue
+        for host, other in ((record.source, record.target), (record.target, record.source)):
+            if rate and rate >= classes[host]:
+                card = min(cards[host], cards[other], key=lambda link: link.rate_bytes_per_second)
+                part = record.bandwidth_bytes_per_second / card.usable_bytes_per_second
+                if host not in best or part > best[host][0]:
+                    best[host] = part, card
+    return [
+        Finding(
+            kind="below_nominal", severity="warning",
+            what=f"{host}: reaches {part:.0%} of what its card is good for",
+            evidence=f"{rate_text(part * card.usable_bytes_per_second)} at best; {way.upper()} gets about "
+            f"{rate_text(card.usable_bytes_per_second)} of {rate_text(card.rate_bytes_per_second)}",
+            advice="see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
+            "or the switch is slower than the card", hosts=(host,), ratio=part, loss=0.3 * (1 - part),
+        )
+        for host, (part, card) in best.items()
+        if part < OF_USABLE
+    ]  # fmt: skip
+
+
+def _card(facts: Facts, way: Way) -> Link | None:
+    """The card that a host uses, as the catalogue knows it; of several RDMA ports one, as MPI need not use them all."""
+    if way == "mpi":
+        ports = facts.rdma_bytes_per_second
+        return _link(ports / facts.rdma_ports, facts.rdma_kind) if ports else None
+    own = facts.named(facts.interface)
+    speed = own.speed_bytes_per_second if own and own.physical else None
+    return _link(speed, "ethernet") if speed else None
+
+
+def _link(bytes_per_second: float, kind: LinkKind) -> Link:
+    return parse_network(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
+
+
+def _faster_interface(facts: Facts, tried: Collection[str | None]) -> list[Finding]:
+    """A card that is faster than the one that is used, and was not measured itself."""
+    own = facts.named(facts.interface)
+    if own is None or not own.speed_bytes_per_second:
+        return []
+    others = [i for i in facts.interfaces if i.physical and i.up and i is not own and i.name not in tried]
+    faster = max(others, key=lambda i: i.speed_bytes_per_second or 0.0, default=own)
+    if (faster.speed_bytes_per_second or 0.0) <= 1.5 * own.speed_bytes_per_second:
+        return []
+    return [
+        Finding(
+            kind="wrong_interface", severity="warning",
+            what=f"{facts.host}: {own.name} is used, but {faster.name} is faster",
+            evidence=f"{own.name} is rated {rate_text(own.speed_bytes_per_second)}, {faster.name} "
+            f"{rate_text(faster.speed_bytes_per_second or 0)}",
+            advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(facts.host,), loss=0.4,
+        )
+    ]  # fmt: skip
+
+
+def _gpudirect(facts: Mapping[str, Facts], collectives: Sequence[Collective]) -> list[Finding]:
+    """Hosts on which GPUDirect RDMA may be off; all-reduce with and without it, where that was measured, says more."""
+    hosts = tuple(host for host, each in facts.items() if each.gpus and each.rdma_bytes_per_second and not each.peermem)
+    if not hosts or {True, False} <= {each.gpudirect for each in collectives}:
+        return []
+    return [
+        Finding(
+            kind="gpudirect_off", severity="note",
+            what=f"{fold_hosts(hosts)}: GPUDirect RDMA may be off; then gradients pass through host memory",
+            evidence="GPUs and an RDMA port are there, the kernel module nvidia_peermem is not; "
+            "all-reduce was not measured with and without",
+            advice="drivers with DMA-BUF need no module (NCCL_DEBUG=INFO shows GDRDMA or DMA-BUF); else modprobe nvidia_peermem",
+            hosts=hosts, loss=0.3,
+        )
+    ]  # fmt: skip

@@ -1,0 +1,446 @@
+"""How a probe runs: what rank 0 does with the answers it gets, and what the command makes of a job that goes wrong."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from distrib_launch import job, results, topo
+from distrib_launch import plan as planning
+from distrib_launch.console import Console
+from distrib_launch.control import Kind
+from distrib_launch.supervisor import Supervisor
+
+from distrib.cluster import hostfile
+from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measured_part import write_measured
+from distrib.cluster.topology import read_topology
+from distrib.errors import LaunchError, PreflightError
+from distrib.probe import leader
+from distrib.probe.leader import Leader
+from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Spec, Task, Transfer
+from distrib.probe.records import (
+    CollectiveSeen,
+    Ended,
+    Facts,
+    GroupsSeen,
+    InsideSeen,
+    Interface,
+    PairSeen,
+    Started,
+    StepDone,
+    encode,
+)
+from tests.test_probe import Network
+
+RATE = 100e6
+OTHER_NETWORK = "10.1.0.0/16"
+SECOND_LOOK = "second look"
+
+
+# -- rank 0 -----------------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """Hosts with so many ranks each that answer as `answer` says, at once; None is no answer."""
+
+    def __init__(self, hosts, *, ranks=1, answer=None, networks=1, net=0):
+        self.hosts = tuple(f"n{n + 1}" for n in range(hosts))
+        self.ranks = ranks
+        self.size = hosts * ranks
+        self.answer = answer or usual
+        self.tasks = []
+        self.replies = []
+        self.late = []
+        self.hellos = []
+        for number in range(hosts):
+            cards = tuple(
+                Interface(name=f"eth{n}", physical=True, up=True, kind="physical", addresses=(f"10.{n}.0.{number}/16",))
+                for n in range(networks)
+            )
+            facts = Facts(
+                host=self.hosts[number], address=f"10.{net}.0.{number}", interface=f"eth{net}", cpus=1, interfaces=cards
+            )
+            self.hellos += [Hello(facts=facts), *[Hello()] * (ranks - 1)]
+
+    def perform(self, task):
+        return self.answer(0, task)
+
+    def send(self, words, rank, tag):
+        task = msgspec.msgpack.decode(words, type=Task)
+        self.tasks.append(task)
+        if not isinstance(task, Leave) and (reply := self.answer(rank, task)):
+            self.replies.append(reply)
+
+    def iprobe(self, *, tag):
+        """What is late comes when it is no longer waited for."""
+        if not self.replies:
+            self.replies = [reply for reply, waited_for in self.late if waited_for]
+            self.late = [(reply, True) for reply, waited_for in self.late if not waited_for]
+        return bool(self.replies)
+
+    def recv(self, *, tag):
+        return msgspec.msgpack.encode(self.replies.pop(0))
+
+    def probe(self, mode="default", done=(), before=()):
+        """The records of a probe of these hosts."""
+        found = []
+        spec = Spec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
+        Leader(self, self, spec, self.hellos, found.append, before).run()
+        return found
+
+
+def usual(rank, task, rate=RATE):
+    if isinstance(task, Inside):
+        link = InsideLink(
+            host=f"n{rank + 1}", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
+        )
+        return Reply(number=task.number, rank=rank, inside=(link,))
+    if isinstance(task, AllReduce):
+        curve = tuple(Point(size, 1e-3) for size in task.sizes)
+        made = Collective(name="all_reduce", backend="gloo", hosts=("n1",), ranks=2, curve=curve)
+        return Reply(number=task.number, rank=rank, collectives=(made,) * (not rank))
+    arrived = Arrived(latency_seconds=1e-5, bandwidth_bytes_per_second=rate, variation=0.0, repetitions=9, outliers=0)
+    takes = rank == task.target or task.both_ways
+    return Reply(number=task.number, rank=rank, arrived=arrived if takes else None)
+
+
+@pytest.fixture(autouse=True)
+def little_patience(monkeypatch):
+    for name in ("PATIENCE_SECONDS", "ANSWER_SECONDS", "INSIDE_PATIENCE_SECONDS"):
+        monkeypatch.setattr(leader, name, -3.0, raising=False)
+
+
+def of(kind, records):
+    return [record for record in records if isinstance(record, kind)]
+
+
+def notes(records):
+    return [note for record in of(StepDone, records) for note in record.notes]
+
+
+def test_what_an_all_reduce_failed_of_and_where_is_told():
+    def answer(rank, task):
+        if isinstance(task, AllReduce) and rank == 5:
+            return Reply(number=task.number, rank=rank, failed="CUDA out of memory")
+        return usual(rank, task)
+
+    records = Cluster(3, ranks=2, answer=answer).probe()
+    assert notes(records) == ["all-reduce failed: CUDA out of memory (n3)"]
+    assert not next(record for record in of(StepDone, records) if record.step == "all-reduce").whole
+    assert of(CollectiveSeen, records)
+
+
+def test_all_reduce_is_left_out_aloud_where_a_host_does_not_answer():
+    def answer(rank, task):
+        return None if rank == 2 and not isinstance(task, Inside) else usual(rank, task)
+
+    assert any(
+        "all-reduce was left out" in n and "no answer from n3" in n for n in notes(Cluster(3, answer=answer).probe())
+    )
+
+
+def test_a_host_that_was_late_once_takes_part_in_all_reduce():
+    def answer(rank, task):
+        return None if rank == 2 and isinstance(task, Inside) else usual(rank, task)
+
+    records = Cluster(3, answer=answer).probe()
+    assert of(CollectiveSeen, records)
+    assert notes(records) == ["inside the hosts not everything was measured: no answer came in time (n3)"]
+
+
+def test_an_answer_that_comes_late_is_waited_for_before_all_reduce():
+    def answer(rank, task):
+        last = isinstance(task, Transfer) and task.step == "together/mpi/2" and task.source == 1
+        if rank == 1 and last:
+            cluster.late.append((usual(rank, task), False))
+            return None
+        return usual(rank, task)
+
+    cluster = Cluster(3, answer=answer)
+    assert of(CollectiveSeen, cluster.probe())
+
+
+def test_ways_inside_a_host_are_kept_when_others_fail():
+    def answer(rank, task):
+        reply = usual(rank, task)
+        return msgspec.structs.replace(reply, failed="gpu3: no memory") if isinstance(task, Inside) and rank else reply
+
+    records = Cluster(2, answer=answer).probe("quick")
+    assert {record.link.host for record in of(InsideSeen, records)} == {"n1", "n2"}
+    assert notes(records) == ["inside the hosts not everything was measured: gpu3: no memory (n2)"]
+
+
+def fails_on(network, where):
+    """Answers of ranks between which nothing passes on that network, where `where` says so of the hosts' numbers."""
+
+    def answer(rank, task):
+        on_it = isinstance(task, Transfer) and task.addresses[0].startswith(network)
+        if on_it and where(task.source, task.target):
+            return Reply(number=task.number, rank=rank, failed="timed out")
+        return usual(rank, task)
+
+    return answer
+
+
+def test_a_further_network_on_which_nothing_passes_is_given_up():
+    records = Cluster(6, networks=2, answer=fails_on("10.1.", lambda a, b: True)).probe()
+    assert len([record for record in of(PairSeen, records) if record.network == OTHER_NETWORK]) == 3
+    [note] = notes(records)
+    assert note.startswith(f"{OTHER_NETWORK} was given up") and "timed out" in note
+    assert not any(record.whole for record in of(StepDone, records) if record.step.startswith(f"alone/{OTHER_NETWORK}"))
+    assert len({(r.source, r.target) for r in of(PairSeen, records) if r.network is None}) == 30
+
+
+def test_a_way_that_does_not_judge_the_links_is_given_up_where_nothing_passes():
+    def answer(rank, task):
+        if isinstance(task, Transfer) and task.way == "mpi":
+            return Reply(number=task.number, rank=rank, failed="no answer to a ping")
+        return usual(rank, task)
+
+    records = Cluster(4, answer=answer).probe()
+    assert len([record for record in of(PairSeen, records) if record.way == "mpi"]) < 6
+    assert notes(records)[0].startswith("mpi was given up")
+
+
+@pytest.mark.parametrize("hosts", [3, 4, 6])
+def test_a_network_is_not_given_up_for_one_host(hosts):
+    records = Cluster(hosts, networks=2, answer=fails_on("10.1.", lambda a, b: 1 in (a, b))).probe()
+    seen = {(r.source, r.target) for r in of(PairSeen, records) if r.network and not r.failed}
+    assert len(seen) == (hosts - 1) * (hosts - 2)
+    assert notes(records) == []
+
+
+def uplink(rank, task):
+    """Half of the hosts behind an uplink for two: what crosses it beside others is slow."""
+    alone = isinstance(task, Transfer) and task.load == "alone"
+    crosses = isinstance(task, Transfer) and (task.source < 4) != (task.target < 4)
+    return usual(rank, task, RATE / 2 if crosses and not alone else RATE)
+
+
+@pytest.mark.parametrize("mode", ["quick", "default"])
+def test_a_probe_that_was_interrupted_in_its_second_look_looks_again(mode):
+    first = Cluster(8, answer=uplink).probe(mode)
+    finished = [record for record in of(StepDone, first) if not record.step.startswith(("again", SECOND_LOOK, "all"))]
+    before = [
+        record
+        for record in first
+        if isinstance(record, Started) or (isinstance(record, PairSeen) and record.step in {s.step for s in finished})
+    ]
+    second = Cluster(8, answer=uplink)
+    records = second.probe(mode, tuple(record.step for record in finished), before)
+    assert [record.step for record in of(PairSeen, records) if not record.step.startswith(("again", "sharing"))] == []
+    assert any(record.step.startswith("sharing") for record in of(PairSeen, records))
+    assert of(GroupsSeen, records) or notes(records)
+    # After the second look it is not taken again.
+    done = tuple(record.step for record in of(StepDone, first))
+    assert of(PairSeen, Cluster(8, answer=uplink).probe(mode, done, before)) == []
+
+
+def test_what_was_measured_over_another_network_does_not_count():
+    first = Cluster(3, networks=2, net=0).probe("quick")
+    done = tuple(record.step for record in of(StepDone, first))
+    before = [record for record in first if isinstance(record, (Started, PairSeen))]
+    same = Cluster(3, networks=2, net=0).probe("quick", done, before)
+    assert of(PairSeen, same) == []
+    other = Cluster(3, networks=2, net=1).probe("quick", done, before)
+    assert {(r.source, r.target) for r in of(PairSeen, other) if r.load == "together"} == {
+        (a, b) for a in ("n1", "n2", "n3") for b in ("n1", "n2", "n3") if a != b
+    }
+
+
+def test_one_machine_has_an_all_reduce_over_its_ranks():
+    cluster = Cluster(1, ranks=4)
+    records = cluster.probe()
+    assert [record.step for record in of(StepDone, records)] == ["inside", SECOND_LOOK, "all-reduce"]
+    assert {task.counts for task in cluster.tasks if isinstance(task, AllReduce)} == {(1,)}
+    assert of(CollectiveSeen, records) and of(InsideSeen, records) and not notes(records)
+    assert [r.step for r in of(StepDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jobs(monkeypatch, tmp_path):
+    """Jobs that print what `jobs.records` says instead of being started."""
+    monkeypatch.chdir(tmp_path)
+    made = SimpleNamespace(
+        specs=[], inputs=[], records=lambda spec: [*Network(len(spec.hosts)).records(), Ended(seconds=1.0)]
+    )
+
+    def launch(plan, options, *, streams, script_input=b"", input_ranks=None):
+        spec = msgspec.json.decode(plan.script[-1], type=Spec)
+        made.specs.append(spec)
+        made.inputs.append((script_input, input_ranks))
+        for record in made.records(spec):
+            streams[0].write(f"[0@{spec.present[0]}] {encode(record)}\n")
+        whole = made.records(spec) and isinstance(made.records(spec)[-1], Ended)
+        failure = results.Failure(
+            rank=1, host="unknown", time=0.0, exit_code=1, signal=None, message="rank 1 died", traceback="", log=""
+        )
+        return results.Result(
+            status="succeeded" if whole else "failed", exit_code=0, world_size=1, hosts=spec.present, seconds=1.0,
+            restarts=0, ranks=(), first_failure=None if whole else failure, warnings=(),
+        )  # fmt: skip
+
+    monkeypatch.setattr(job, "launch", launch)
+    return made
+
+
+def probe(*words):
+    return topo.main(["probe", "--quick", *map(str, words)])
+
+
+def earlier(path, hosts):
+    """A file with a whole probe in it."""
+    names = [f"n{n + 1}" for n in range(hosts)]
+    pairs = tuple(
+        PairLink(source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
+        for a in names for b in names if a != b
+    )  # fmt: skip
+    write_measured(path, Measured(when="2025-05-05", software={}, hosts=tuple(names), pairs=pairs))
+
+
+def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\nn3 role=server\n")
+    assert probe("-H", "hosts", "-o", "t.yaml") == 0
+    assert [spec.hosts for spec in jobs.specs] == [("n1", "n2", "n3")]
+    assert len(read_topology("t.yaml").measured.pairs) > 6
+
+
+def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):
+    earlier("t.yaml", 4)
+    jobs.records = lambda spec: Network(4).records()
+    assert probe("-H", "n[1-4]", "-o", "t.yaml") == 1
+    out, err = capsys.readouterr()
+    assert "bandwidth over tcp" in out
+    assert "t.yaml stays as it was: the probe did not come to its end" in err
+    assert "error: the probe did not come to its end: rank 1 died" in err
+    assert read_topology("t.yaml").measured.when == "2025-05-05"
+
+
+def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs, capsys, tmp_path):
+    earlier("t.yaml", 4)
+    start, *pairs = Network(4).records()
+    failed = [
+        msgspec.structs.replace(r, failed="timed out")
+        for r in of(PairSeen, pairs)
+        if {r.source, r.target} != {"n1", "n2"}
+    ]
+    kept = [r for r in of(PairSeen, pairs) if {r.source, r.target} == {"n1", "n2"}]
+    jobs.records = lambda spec: [start, *kept, *failed, Ended(seconds=1.0)]
+    assert probe("-H", "n[1-4]", "-o", "t.yaml") == 1
+    out, err = capsys.readouterr()
+    assert "could not be measured" in out
+    assert "t.yaml stays as it was: of 12 links that it has, 2 could be measured now" in err
+    assert (tmp_path / "t.yaml.partial.jsonl").exists()
+    assert read_topology("t.yaml").measured.when == "2025-05-05"
+
+
+@pytest.mark.parametrize("text", ["{nodes: [{hosts: 'n[1-2]'}]}\n", "  nodes:\n    - hosts: n[1-2]\n"])
+def test_a_file_that_cannot_take_what_is_measured_is_refused_before_the_probe(jobs, capsys, tmp_path, text):
+    (tmp_path / "t.yaml").write_text(text)
+    assert probe("-H", "n[1-2]", "-o", "t.yaml") == 2
+    assert "write `nodes:` in block style" in capsys.readouterr().err
+    assert jobs.specs == []
+
+
+def test_findings_are_shown_whatever_becomes_of_the_file(jobs, capsys, tmp_path):
+    def records(spec):
+        (tmp_path / "t.yaml").write_text("{nodes: [{hosts: 'n[1-4]'}]}\n")
+        return [*Network(4, slow={2: 0.5}).records(), Ended(seconds=1.0)]
+
+    jobs.records = records
+    assert probe("-H", "n[1-4]", "-o", "t.yaml") == 2
+    out, err = capsys.readouterr()
+    assert "n3: its link is slow" in out
+    assert "cannot take a measured part" in err
+    assert (tmp_path / "t.yaml.partial.jsonl").stat().st_size > 100
+
+
+def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsys):
+    curve = (Point(1 << 20, 1.0),)
+    made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
+
+    def records(spec):
+        if not spec.gpudirect:
+            raise LaunchError("mpirun did not start")
+        return [*Network(2).records(), CollectiveSeen(step="all-reduce", collective=made), Ended(seconds=1.0)]
+
+    jobs.records = records
+    assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
+    assert "without GPUDirect RDMA was not measured to its end: mpirun did not start" in capsys.readouterr().out
+    assert read_topology("t.yaml").measured.collectives == (made,)
+
+
+def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
+    def records(spec):
+        if "n3" in spec.present:
+            raise PreflightError("n3: no route to host", hosts={"n3": "no route to host"})
+        seen = [r for r in of(PairSeen, Network(4).records()) if "n3" not in (r.source, r.target)]
+        return [Network(4).records()[0], *seen, Ended(seconds=1.0)]
+
+    jobs.records = records
+    assert probe("-H", "n[1-4]") == 3
+    assert "--drop-bad-hosts probes the 3 other hosts" in capsys.readouterr().err
+    assert probe("-H", "n[1-4]", "--drop-bad-hosts", "--json") == 0
+    out, err = capsys.readouterr()
+    output = json.loads(out)
+    assert (output["left_out_hosts"], output["lost_hosts"], output["findings"]) == (["n3"], [], [])
+    assert output["notes"] == ["n3 was left out from the beginning: no route to host"]
+    assert "n3 is left out: no route to host" in err
+    assert probe("-H", "n[1-4]", "--exclude", "n3") == 0
+    assert jobs.specs[-1].hosts == jobs.specs[-1].present == ("n1", "n2", "n4")
+
+
+def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):
+    earlier("t.yaml", 4)
+    assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0
+    err = capsys.readouterr().err
+    assert "$.nodes[0].hosts: n4 is not in -H" in err
+    assert "t.yaml has links of n4, measured 2025-05-05" in err
+
+
+@pytest.mark.parametrize("words", [(), ("-H", "localhost")])
+def test_this_machine_alone_can_be_probed(jobs, capsys, words):
+    start = Started(when="2026-01-01", mode="quick", hosts=("localhost",), primary="tcp", facts=())
+    link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
+    jobs.records = lambda spec: [start, InsideSeen(step="inside", link=link), Ended(seconds=1.0)]
+    assert probe(*words, "-o", "t.yaml") == 0
+    out = capsys.readouterr().out
+    assert "inside hosts" in out and "1 host(s) probed" in out and "links" not in out.splitlines()
+    assert [spec.hosts for spec in jobs.specs] == [("localhost",)]
+    assert read_topology("t.yaml").measured.inside == (link,)
+
+
+def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0_alone(jobs, capsys, tmp_path):
+    start, *seen = Network(2).records()
+    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
+    assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
+    err = capsys.readouterr().err
+    assert "going on with the probe of 2026-01-01T00:00:00+00:00 from t.yaml.partial.jsonl" in err
+    assert "--no-resume begins anew" in err
+    assert jobs.specs[0].done == ("together/tcp/0",)
+    [(known, ranks)] = jobs.inputs
+    assert ranks == (0,)
+    assert known.startswith(b'{"type":"started"') and b'"type":"pair"' in known
+
+
+def test_input_goes_to_the_ranks_that_want_it(tmp_path):
+    plan = planning.make_plan(
+        planning.Options(script="x", arguments=(), interpreter="python", directory="/", run_dir=str(tmp_path)),
+        hostfile.parse_host_list("a:2,b:2"), None,
+    )  # fmt: skip
+    for wanted, ranks in (((0,), [0]), (None, [0, 1, 2, 3])):
+        supervisor = Supervisor(plan, Console([]), script_input=b"words", input_ranks=wanted)
+        sent = []
+        supervisor._send = lambda state, kind, payload, sent=sent: sent.append((state.plan.rank, kind))
+        for state in supervisor.ranks:
+            state.hello = {"port": 1}
+        supervisor._assign()
+        assert [rank for rank, kind in sent if kind is Kind.INPUT] == ranks
+        supervisor.selector.close()
