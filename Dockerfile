@@ -1,9 +1,10 @@
-# A worker image: distrib, CUDA-enabled torch, sshd for Open MPI's launcher, and a user that is not root.
+# A worker image: distrib, CUDA-enabled torch, sshd for Open MPI's launcher, what NCCL and UCX need for InfiniBand, and a
+# user that is not root.
 FROM nvidia/cuda:12.8.1-cudnn-runtime-ubuntu24.04
 
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-       openssh-server openssh-client python3 python3-venv rsync \
+       openssh-server openssh-client python3 python3-venv rsync libibverbs1 ibverbs-providers librdmacm1 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 2000 --user-group --create-home --shell /bin/bash trainer \
     && mkdir -p /run/sshd

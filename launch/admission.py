@@ -45,7 +45,7 @@ def admit(
     while True:
         report = preflight.assess(
             answers,
-            preflight.wants_of(plan),
+            preflight.wants_of(plan, answers.own_names, os.environ),
             question=question,
             interface=options.interface,
             environ={**os.environ, **plan.ranks[0].environment},

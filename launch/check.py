@@ -61,7 +61,11 @@ def run(options: argparse.Namespace) -> int:
         with Connections() as connections:
             answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections)
     report = preflight.assess(
-        answers, preflight.wants_of(plan), question=question, interface=options.interface, environ=os.environ
+        answers,
+        preflight.wants_of(plan, answers.own_names, os.environ),
+        question=question,
+        interface=options.interface,
+        environ=os.environ,
     )
     with perhaps_unread():
         if options.json:

@@ -159,10 +159,10 @@ def cuda(e: Evidence) -> Iterator[Check]:
         e, "cuda", "driver", drivers, None, lambda _, v: f"install the NVIDIA driver {v}", serious=False
     )
     for host, facts in on_gpus.items():
-        if any(port.active for port in facts.rdma) and not facts.peermem:
+        if any(port.active for port in facts.rdma) and not facts.gpudirect:
             yield warning(
-                host, "cuda", "nvidia_peermem is not loaded: GPUDirect RDMA may be off",
-                "modprobe nvidia_peermem (not needed where NCCL_DEBUG=INFO shows DMA-BUF)",
+                host, "cuda", "neither nvidia_peermem nor a driver with DMA-BUF: GPUDirect RDMA is off",
+                "modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later",
             )  # fmt: skip
 
 
@@ -240,7 +240,10 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
                 pids = " ".join(str(holder.pid) for holder in holders)
                 fix = f"if nobody needs them: ssh {host} kill {pids}"
             else:
-                who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v /dev/nvidia{gpu.minor}"
+                who, fix = (
+                    "a process that cannot be seen",
+                    f"on {host}: sudo fuser -v /dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}",
+                )
             yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
 
 

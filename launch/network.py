@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from distrib.cluster.inventory import Address, Interface, Inventory, RdmaPort
+from distrib.cluster.inventory import Address, Interface, Inventory, RdmaPort, fastest_ports, total_rate
 from distrib.errors import ConfigError, PreflightError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -243,17 +242,16 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
             f"{', '.join(without[:5])}: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them"
         )
         return dict.fromkeys(inventories, ())
-    layers = Counter(layer for ports in active.values() for layer in {port.link_layer for port in ports})
-    layer = max((name for name, n in layers.items() if n == len(inventories)), key="InfiniBand".__eq__, default=None)
+    fastest = {
+        layer: [fastest_ports(port for port in ports if port.link_layer == layer) for ports in active.values()]
+        for layer in sorted({port.link_layer for ports in active.values() for port in ports}, reverse=True)
+    }
+    everywhere = {layer: chosen for layer, chosen in fastest.items() if all(chosen)}
+    layer = max(everywhere, key=lambda layer: min(map(total_rate, everywhere[layer])), default=None)
     if layer is None:
         notes.append("some hosts have InfiniBand and others RoCE: no host uses either, NCCL cannot mix them")
         return dict.fromkeys(inventories, ())
-    chosen = {}
-    for host, ports in active.items():
-        fitting = [port for port in ports if port.link_layer == layer]
-        fastest = max(port.rate_bytes_per_second or 0.0 for port in fitting)
-        chosen[host] = tuple(port for port in fitting if (port.rate_bytes_per_second or 0.0) == fastest)
-    return chosen
+    return dict(zip(active, everywhere[layer], strict=True))
 
 
 # -- variables --------------------------------------------------------------------------------------------------------

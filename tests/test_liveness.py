@@ -44,8 +44,8 @@ def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(m
     liveness = Liveness(0.2)
     liveness.watch("gone", "198.18.0.99", None)
     begun = time.monotonic()
-    assert wait_for(liveness, 3) == ["gone"]
-    assert 0.7 < time.monotonic() - begun < 1.5
+    assert wait_for(liveness, 10) == ["gone"]
+    assert 0.7 < time.monotonic() - begun < 5
     assert wait_for(liveness, 0.5) == []
 
 

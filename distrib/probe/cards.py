@@ -98,12 +98,13 @@ def of_facts(
         found += _faster_interface(each, {record.interface for record in seen if record.source == host})
         for gpu in each.gpus:
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
-            if width and possible and width < possible:
+            awake = gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
+            if awake and width and possible and width < possible:
                 found.append(
                     Finding(
                         kind="narrow_pcie", severity="warning",
                         what=f"{host}: GPU {gpu.index} has a PCIe x{width} link where x{possible} is possible",
-                        evidence=f"NVML, {gpu.name}", advice="reseat the card, or put it into a wider slot",
+                        evidence=f"NVML, {gpu.name}", advice="reseat the card, and look at its riser: what is possible here counts the slot already",
                         hosts=(host,), ratio=width / possible, loss=0.3 * (1 - width / possible),
                     )
                 )  # fmt: skip
@@ -175,16 +176,18 @@ def _faster_interface(facts: Facts, tried: Collection[str | None]) -> list[Findi
 
 def _gpudirect(facts: Mapping[str, Facts], collectives: Sequence[Collective]) -> list[Finding]:
     """Hosts on which GPUDirect RDMA may be off; all-reduce with and without it, where that was measured, says more."""
-    hosts = tuple(host for host, each in facts.items() if each.gpus and each.rdma_bytes_per_second and not each.peermem)
+    hosts = tuple(
+        host for host, each in facts.items() if each.gpus and each.rdma_bytes_per_second and not each.gpudirect
+    )
     if not hosts or {True, False} <= {each.gpudirect for each in collectives}:
         return []
     return [
         Finding(
             kind="gpudirect_off", severity="note",
             what=f"{fold_hosts(hosts)}: GPUDirect RDMA may be off; then gradients pass through host memory",
-            evidence="GPUs and an RDMA port are there, the kernel module nvidia_peermem is not; "
+            evidence="GPUs and an RDMA port are there, neither the module nvidia_peermem nor a driver with DMA-BUF is; "
             "all-reduce was not measured with and without",
-            advice="drivers with DMA-BUF need no module (NCCL_DEBUG=INFO shows GDRDMA or DMA-BUF); else modprobe nvidia_peermem",
+            advice="modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later (NCCL_DEBUG=INFO shows GDRDMA)",
             hosts=hosts, loss=0.3,
         )
     ]  # fmt: skip

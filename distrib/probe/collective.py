@@ -36,9 +36,10 @@ class Ranks:
             rank=comm.rank, size=comm.size, local_rank=int(os.environ.get("LOCAL_RANK", 0)),
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source="mpi", comm=comm,
         )  # fmt: skip
+        self._timeout = timedelta(seconds=patience_seconds)
         try:
             self.device = find_device(self.world.local_rank)
-            rendezvous.join(self.world, self.device, timedelta(seconds=patience_seconds))
+            rendezvous.join(self.world, self.device, self._timeout)
         except TrainingError as error:
             raise RuntimeError(str(error)) from error
         self.backend = "nccl" if self.device.type == "cuda" and dist.is_nccl_available() else "gloo"
@@ -55,7 +56,7 @@ class Ranks:
         for position, count in enumerate(sorted(task.counts, reverse=True)):
             hosts = tuple(names[:count])
             members = [rank for rank, host in enumerate(self.hosts) if host in hosts]
-            group = dist.new_group(members)
+            group = dist.new_group(members, timeout=self._timeout)  # or it would be torch's 10 to 30 minutes
             if self.world.rank in members:
                 share = WHOLE_SHARE * left if not position else left / (len(task.counts) - position)
                 points = self._points(data, task.sizes, group, max(SHORTEST_SECONDS, share))

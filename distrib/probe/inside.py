@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from distrib.cluster.measured import InsideLink
+from distrib.cluster.processors import cpu_list
 from distrib.probe import samples
 
 MEMORY_BYTES = 64 << 20
@@ -20,8 +22,8 @@ REPETITIONS = 8
 COPIES = 4
 """Copies that are timed as one on a GPU: starting one costs microseconds."""
 
-WARM = 2
-"""Repetitions that wake the GPU and map the memory, and do not count."""
+WARM = 3
+"""Copies that wake the GPU, map the memory and open the way between two GPUs, and do not count."""
 
 
 def measure(
@@ -37,6 +39,11 @@ def measure(
     if os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 (torch is imported only where there are GPUs)
         import torch
 
+        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            try:
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
+            except RuntimeError as error:
+                return tuple(found), (f"GPUs: {_first_line(error)}",)
         if torch.cuda.is_available():
             links, problems = gpu_links(host, torch, seconds, backwards=backwards, deadline=deadline)
             found += links
@@ -62,13 +69,14 @@ def gpu_links(
 
     What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
     """
-    gpus = {f"gpu{index}": index for index in range(torch.cuda.device_count())}
-    buffers: dict[str, Any] = {}
+    gpus = {f"gpu{_number(torch, index)}": index for index in range(torch.cuda.device_count())}
+    buffers: dict[str, tuple[Any, Any]] = {}  # on the GPU, and in the memory beside it
     why: dict[str, str] = {}  # each reason once, and where it was met first
-    for name in ("memory", *gpus):
-        place = {"pin_memory": True} if name == "memory" else {"device": f"cuda:{gpus[name]}"}
+    for name, index in gpus.items():
         try:
-            buffers[name] = torch.empty(GPU_BYTES, dtype=torch.uint8, **place)
+            with _beside(torch, index):
+                pinned = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
+            buffers[name] = torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}"), pinned
         except RuntimeError as error:
             why.setdefault(_first_line(error), name)
     ways = [way for name in gpus for way in (("memory", name), (name, "memory"))]
@@ -78,16 +86,51 @@ def gpu_links(
         if time.monotonic() > deadline:
             why[f"for time, {len(ways) - number} of {len(ways)} ways were left out"] = "GPUs"
             break
-        if source not in buffers or target not in buffers:
+        if not {source, target} - {"memory"} <= buffers.keys():
             continue
         try:
             path = _path(torch, gpus[source], gpus[target]) if source in gpus and target in gpus else "PCIe"
             device = gpus[source] if source in gpus else gpus[target]
-            rates = _copies(torch, device, buffers[target], buffers[source], seconds)
+            begin = buffers[target][1] if source == "memory" else buffers[source][0]
+            end = buffers[source][1] if target == "memory" else buffers[target][0]
+            rates = _copies(torch, device, end, begin, seconds)
             found.append(_link(host, source, target, path, rates))
         except RuntimeError as error:
             why.setdefault(_first_line(error), f"{source} to {target}")
     return found, tuple(f"{where}: {what}" for what, where in why.items())
+
+
+def _handle(torch: Any, index: int) -> Any:
+    """NVML's handle of one of torch's GPUs, which are those that it may see, counted from 0."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
+
+
+def _number(torch: Any, index: int) -> int:
+    """The number of one of torch's GPUs by NVML, which is that of nvidia-smi and of topology files."""
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        return int(pynvml.nvmlDeviceGetIndex(_handle(torch, index)))
+    return index
+
+
+@contextlib.contextmanager
+def _beside(torch: Any, index: int) -> Iterator[None]:
+    """Memory that is asked for here lies with the processors beside the GPU, where its rank is bound when it trains."""
+    before = os.sched_getaffinity(0)
+    with contextlib.suppress(Exception):
+        import pynvml
+
+        told = pynvml.nvmlDeviceGetPciInfo(_handle(torch, index)).busId
+        bus = (told.decode() if isinstance(told, bytes) else told).lower()[-12:]
+        os.sched_setaffinity(0, cpu_list(Path(f"/sys/bus/pci/devices/{bus}/local_cpulist")) & before or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _first_line(error: Exception) -> str:
@@ -100,7 +143,10 @@ def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -
     spent = 0.0
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()
-        while len(rates) < WARM or (len(rates) < REPETITIONS + WARM and spent < seconds):
+        for _ in range(WARM):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()
+        while not rates or (len(rates) < REPETITIONS and spent < seconds):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
             for _ in range(COPIES):
@@ -110,7 +156,7 @@ def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -
             taken = begin.elapsed_time(end) / 1000
             spent += taken
             rates.append(COPIES * GPU_BYTES / taken)
-    return rates[min(WARM, len(rates) - 1) :]
+    return rates
 
 
 def _path(torch: Any, source: int, target: int) -> str:
@@ -120,8 +166,7 @@ def _path(torch: Any, source: int, target: int) -> str:
     with contextlib.suppress(Exception):
         import pynvml
 
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in (source, target)]
+        handles = [_handle(torch, index) for index in (source, target)]
         state = pynvml.nvmlDeviceGetP2PStatus(*handles, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if state == pynvml.NVML_P2P_STATUS_OK:
             return "NVLink"

@@ -58,7 +58,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of its fastest active ports, all InfiniBand or all RoCE, whichever carry more; None where there are none."""
     rdma_ports: int = 1
     rdma_kind: Literal["infiniband", "roce"] = "infiniband"
-    peermem: bool = False
+    gpudirect: bool = False
     """Whether the kernel module is loaded by which network cards reach GPU memory."""
     gpus: tuple[Gpu, ...] = ()
     software: dict[str, str] = {}

@@ -20,6 +20,7 @@ from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
+from distrib.training.rendezvous import timeout_of_job
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
 from distrib.training.world import World
 
@@ -45,7 +46,7 @@ class Backend:
     @functools.cached_property
     def counting_group(self) -> dist.ProcessGroup:
         """Where counts go: what ranks that have parted tell each other must not meet gradients. Every rank, the first time."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_of_job())
         return group
 
     @property

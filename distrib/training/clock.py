@@ -28,6 +28,10 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
+    def has_happened(self, mark: Any) -> bool:
+        """Whether the device has come to a mark."""
+        return not self._cuda or bool(mark.query())
+
     def seconds(self, since: Any, until: Any) -> float:
         """Between two marks that have happened; negative where `until` was first."""
         seconds: float = since.elapsed_time(until) / 1000 if self._cuda else until - since

@@ -27,6 +27,14 @@ class _Seen(NamedTuple):
     norms: torch.Tensor
     names: list[str]
     witnesses: dict[str, torch.Tensor]
+    verdict: torch.Tensor
+    """Whether all norms are finite: of a GPU that is not waited for, on its way into the host's memory."""
+    arrived: Any
+
+    def is_finite(self) -> bool:
+        if self.arrived is not None:
+            self.arrived.synchronize()  # with this step, not with what the GPU was given since
+        return bool(self.verdict)
 
 
 class Finite:
@@ -81,13 +89,13 @@ class Finite:
         late = self._on_nan == "raise" and (self._late or gradients[0].is_cuda)
         # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
         # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
-        norms = torch._foreach_norm(gradients, float("inf") if late else 2)
-        seen = _Seen(step, torch.stack([norm.to(gradients[0].device) for norm in norms]), names, witnesses)
+        norms = _norms(gradients, float("inf") if late else 2)
+        seen = _Seen(step, norms, names, witnesses, *_verdict(norms, late=late))
         if late:
             self.flush()
             self._waiting = seen
             return True
-        if bool(seen.norms.isfinite().all()) or all(bool(gradient.isfinite().all()) for gradient in gradients):
+        if seen.is_finite() or all(bool(gradient.isfinite().all()) for gradient in gradients):
             return True
         if self._on_nan == "skip":
             return False
@@ -96,7 +104,7 @@ class Finite:
     def flush(self, *, alone: bool = False) -> None:
         """Looks at the step that was not waited for. Raises TrainingError as `after` does. Every rank, or this one `alone`."""
         seen, self._waiting = self._waiting, None
-        if seen and not bool(seen.norms.isfinite().all()):
+        if seen and not seen.is_finite():
             if alone:
                 self._waiting = seen  # for the others, who name the rank when they come to it
             raise self._error(seen, alone=alone)
@@ -132,6 +140,31 @@ class Finite:
         if name := self._names.get(parameter):
             return name.removeprefix("module.")
         return f"a parameter {list(parameter.shape)}"
+
+
+def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
+    """The norm of each. Tensors of several types in one call would be gone through one by one."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    if len(alike) == 1:
+        return torch.stack(torch._foreach_norm(tensors, order))
+    found: dict[int, torch.Tensor] = {}
+    for numbers in alike.values():
+        found.update(zip(numbers, torch._foreach_norm([tensors[n] for n in numbers], order), strict=True))
+    return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
+
+
+def _verdict(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
+    """Whether all are finite, and the event after which that can be read; None where reading it waits by itself."""
+    verdict = norms.isfinite().all()
+    if not (late and norms.is_cuda):
+        return verdict, None
+    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host.copy_(verdict, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record(torch.cuda.current_stream(norms.device))
+    return host, arrived
 
 
 def _several(names: list[str]) -> str:

@@ -12,7 +12,7 @@ back half and half with what they have become meanwhile.
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
 from distrib.training.backend import Backend, of_no_model
+from distrib.training.clock import Clock
 from distrib.training.flat import broadcast, flatten, unflatten
 
 MIXED = 0.5
@@ -46,6 +47,8 @@ class Local(Backend):
         self._models: list[nn.Module] = []
         self._rounds: dict[Optimizer, Round] = {}
         self._loaded: list[dict[str, Any]] = []
+        self._clock = Clock(self.device)
+        self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
 
     def optimizer(self, optimizer: Optimizer) -> None:
@@ -63,14 +66,21 @@ class Local(Backend):
                 if parameter not in known:
                     raise of_no_model(parameter)
         result = update()
-        begun = time.monotonic()
+        begun = self._clock.mark()
         round_.go_on()
-        self._waited += time.monotonic() - begun
+        self._waits.append((begun, self._clock.mark()))
+        self._count_waits()
         return result
 
     @property
     def waited_seconds(self) -> float:
+        self._count_waits()
         return self._waited
+
+    def _count_waits(self) -> None:
+        """A GPU waits for the others by itself, later than it was told to."""
+        while self._waits and self._clock.has_happened(self._waits[0][1]):
+            self._waited += self._clock.seconds(*self._waits.popleft())
 
     def settle(self) -> None:
         for round_ in self._rounds.values():

@@ -52,6 +52,12 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     )
 
 
+def timeout_of_job() -> timedelta:
+    """How long collectives of the job may take, which groups that are made later do not take over by themselves."""
+    timeout: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    return timeout
+
+
 def choose_interface(on_one_host: bool) -> None:
     """Names to Gloo and NCCL the network interface that has DISTRIB_ADDRESS, unless the user named one.
 

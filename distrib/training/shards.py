@@ -174,7 +174,9 @@ def _seeded(seed: int, source: Any) -> Iterator[None]:
     python_state = random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(
+                seed
+            )  # that of GPUs is the script's: ranks may want other numbers there
             random.seed(seed)
             if numpy:
                 numpy.random.seed(seed % 2**32)

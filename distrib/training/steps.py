@@ -263,7 +263,7 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
 
     def update(new_scale: float | torch.Tensor | None = None) -> None:
         if new_scale is None and scaler.is_enabled() and any(one.mean.begun for one in scaled):
-            new_scale = scaler.get_scale()
+            new_scale = scaler._get_scale_async()  # as it is, on the GPU: nobody need wait for it
         own_update(new_scale)
 
     scaler.step, scaler.update = step, update  # type: ignore[method-assign]

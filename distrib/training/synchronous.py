@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth.buckets import plain_bytes
 from distrib.bandwidth.pieces import FINE_BYTES, FINE_PARTS, left_to_ddp
+from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
@@ -43,6 +44,11 @@ def synchronous(
     if not learning:
         broadcast([*model.parameters(), *model.buffers()])
         return model
+    if device.type == "cuda" and _has_sparse_gradients(model):
+        raise TrainingError(
+            f"{type(model).__name__} has sparse gradients, which NCCL does not average",
+            hint="make its nn.Embedding or nn.EmbeddingBag with sparse=False",
+        )
     if _only_ddp_can(model, learning):
         if not strategy.gradients.exact:
             _note(f"{type(model).__name__} has sparse or complex gradients, all of it travels uncompressed, "
@@ -66,9 +72,11 @@ def synchronous(
 
 
 def _only_ddp_can(model: nn.Module, learning: list[nn.Parameter]) -> bool:
-    if any(getattr(module, "sparse", False) for module in model.modules()):
-        return True
-    return not all(parameter.dtype.is_floating_point for parameter in learning)
+    return _has_sparse_gradients(model) or not all(parameter.dtype.is_floating_point for parameter in learning)
+
+
+def _has_sparse_gradients(model: nn.Module) -> bool:
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
 
 
 def _note(text: str) -> None:

@@ -83,7 +83,8 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
         if device.index >= gpus:
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
-                hint="start at most one rank for each GPU, or set DISTRIB_DEVICE=cpu",
+                hint="start at most one rank for each GPU, or none: distrib-launch -x CUDA_VISIBLE_DEVICES= trains on CPUs; "
+                "where each rank is shown one GPU of its own, set DISTRIB_DEVICE=cuda:0",
             )
         torch.cuda.set_device(device)
     return device
@@ -112,14 +113,25 @@ def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
     planned_rank = _integer(environ, "RANK", comm.rank)
     if planned_rank != comm.rank:
         raise TrainingError(f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)")
+    local_rank = _first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
+    local_size = _first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
+    if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself
+        local_rank, local_size = _place_on_host(comm)
     return World(
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=_first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=0),
-        local_size=_first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=1),
-        source="mpi",
-        comm=comm,
-    )
+        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, source="mpi", comm=comm,
+    )  # fmt: skip
+
+
+def _place_on_host(comm: Any) -> tuple[int, int]:
+    """Which of its host's ranks this is, and how many there are. Every rank."""
+    if comm.size == 1:
+        return 0, 1
+    from mpi4py import MPI
+
+    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    place = here.rank, here.size
+    here.Free()
+    return place
 
 
 def _first_integer(environ: Mapping[str, str], *names: str, default: int) -> int:

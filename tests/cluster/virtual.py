@@ -272,6 +272,9 @@ class Cluster:
         port = f"p{self.hosts.index(host) + 1}"
         _sh("ip", "-n", self._net, "link", "set", port, "up")
         self._wait_link(host, port)
+        for other in self.hosts:  # an address that nobody answered for is unreachable for seconds more
+            if other != host:
+                _sh("ip", "-n", self.namespace(other), "neigh", "flush", "to", self.address(host), check=False)
         if not (self.directory / f"{host}.pid").exists():  # lost, maybe by another process
             self._start_sshd(host)
             self._wait_sshd(host)

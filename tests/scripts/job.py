@@ -24,8 +24,12 @@ if "--mpi" in arguments:
     assert int(os.environ["WORLD_SIZE"]) == MPI.COMM_WORLD.allreduce(1)
 orders = dict(item.split(":", 1) for item in arguments)
 order = orders.get(str(rank), orders.get("*", "finish"))
+ignoring = Path(os.environ.get("DISTRIB_RUN_DIR", "."), "ignoring")
 
-if order == "raise":
+if order == "raise-then":
+    while not ignoring.exists():
+        time.sleep(0.05)
+if order.startswith("raise"):
     raise RuntimeError(f"boom in rank {rank}")
 if order.startswith("exit="):
     sys.exit(int(order[5:]))
@@ -41,6 +45,7 @@ if order.startswith("sleep="):
     time.sleep(float(order[6:]))
 if order == "ignore":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignoring.touch()
     print(f"rank {rank} ignores", flush=True)
     time.sleep(60)
 if order == "children":

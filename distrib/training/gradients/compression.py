@@ -198,11 +198,9 @@ class Largest(Way):
         yield gather(received, sent, group=groups[0], async_op=True).get_future()
         rows = received.view(ranks, 2, 4 * kept)
         piece.zero_()
-        piece.index_add_(
-            0,
-            rows[:, 1].contiguous().view(torch.int32).view(-1),
-            rows[:, 0].contiguous().view(torch.float32).view(-1).to(piece.dtype),
-        )
+        # Rank by rank: a GPU adds what meets at one place in any order, and ranks would no longer have the same parameters.
+        for values, places in rows:
+            piece.index_add_(0, places.view(torch.int32), values.view(torch.float32).to(piece.dtype))
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         return 8 * (hosts - 1) * self.kept(elements)

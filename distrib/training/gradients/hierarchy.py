@@ -14,6 +14,7 @@ from distrib.bandwidth.buckets import Wire, evenly
 from distrib.training.gradients.compression import Way
 from distrib.training.gradients.engine import COUNTERS, Engine, Lane, Piece
 from distrib.training.gradients.neighbours import Doorway, Neighbours, this_host
+from distrib.training.rendezvous import timeout_of_job
 
 MEETING_SECONDS = 60.0
 TRIAL_BYTES = 4 << 20
@@ -67,11 +68,9 @@ class Hierarchy:
         result = self._neighbours.shared(self._result_start, self._result_start + size_bytes, torch.uint8)
         self.own_input = parts[mine.index(rank)]
         lane = None
-        # That of distrib.init(), which new groups do not take over by themselves.
-        timeout = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
         for number, ranks in enumerate(lanes):
             stages = range(way.stages if self.hosts > 1 else 0)
-            groups = [dist.new_group(ranks, backend="gloo", timeout=timeout) for _ in stages]
+            groups = [dist.new_group(ranks, backend="gloo", timeout=timeout_of_job()) for _ in stages]
             if rank in ranks:
                 lane = Lane(number=number, count=len(lanes), hosts=self.hosts, groups=groups)
         self.lane = lane

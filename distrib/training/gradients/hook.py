@@ -21,6 +21,7 @@ from distrib.training.gradients.compression import Origin, PowerSgd, Units, way_
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
+from distrib.training.rendezvous import timeout_of_job
 
 SETTLED_STEPS = 3
 """After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more."""
@@ -202,10 +203,12 @@ class GpuAveraging(Hook):
     def __init__(self, device: torch.device, strategy: Strategy) -> None:
         super().__init__()
         self._way = way_of(strategy.gradients)
-        self._groups = [dist.new_group() for _ in range(self._way.stages)]
+        self._groups = [dist.new_group(timeout=timeout_of_job()) for _ in range(self._way.stages)]
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._scale = 1 / dist.get_world_size()
         self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._used: set[tuple[int, int, int]] = set()
+        """Keys of `_errors` in this step."""
         self.sent_bytes = 0
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -214,6 +217,7 @@ class GpuAveraging(Hook):
 
         def errors(stage: int) -> torch.Tensor:
             key = bucket.index(), elements, stage
+            self._used.add(key)
             if key not in self._errors:
                 self._errors[key] = torch.zeros(elements, device=buffer.device)
             return self._errors[key]
@@ -228,6 +232,9 @@ class GpuAveraging(Hook):
             for waiting in self._way.sum(buffer, self._groups, errors, None):
                 waiting.wait()  # makes the stream wait, not this thread
             buffer.record_stream(self._stream)
+            if bucket.is_last():  # DDP makes other buckets after the first step
+                self._errors = {key: kept for key, kept in self._errors.items() if key in self._used}
+                self._used.clear()
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
             future.set_result(buffer)
         return future

@@ -43,8 +43,8 @@ class HeldTable:
                     name = names.get(parameter, f"number {len(specs)}")
                     specs.append(Parameter(name, tuple(parameter.shape), index, _kind(name, parameter)))
                     self.parameters.append(parameter)
-        on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        shared = on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
+        self._on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
+        shared = self._on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
         self.description = Description(
             recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire, shared
         )
@@ -53,9 +53,10 @@ class HeldTable:
         self._arenas: dict[int, Arena] = {}
         if client.group:
             arena = Arena(self._sizes)
-            arena.pin()
+            if not self._on_cpu:
+                arena.pin()
             self._arenas = dict.fromkeys(range(len(client.addresses)), arena)
-        elif on_cpu:
+        elif self._on_cpu:
             self._arenas = self._arenas_of_servers()
         self.slots = self._slots_in(self._arenas)
         self.chunks_of: dict[torch.Tensor, list[int]] = {parameter: [] for parameter in self.parameters}
@@ -82,7 +83,7 @@ class HeldTable:
         dtype = wire_dtype(self.description.wire, chunk.kind)
         if arena:
             return arena.gradients[chunk.number].view(dtype), arena.values[chunk.number].view(dtype)
-        made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=torch.cuda.is_available()) for _ in range(2)]
+        made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=not self._on_cpu) for _ in range(2)]
         return made[0], made[1]
 
     def _arenas_of_servers(self) -> dict[int, Arena]:
@@ -254,6 +255,8 @@ class HeldTable:
             target = slot.gradient[offset : offset + size]
             gradient = self.parameters[piece.parameter].grad
             if gradient is None or empty:
+                if target.is_pinned():  # what a GPU was told to copy there before must not come later
+                    torch.cuda.current_stream().synchronize()
                 target.zero_()
             else:
                 _refuse_sparse(gradient)
@@ -287,7 +290,7 @@ class HeldTable:
                 data.view(-1)[piece.start : piece.stop].copy_(value[offset : offset + size], non_blocking=True)
             else:  # such as channels last
                 whole = data.reshape(-1)
-                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device)
+                whole[piece.start : piece.stop] = value[offset : offset + size].to(data.device, non_blocking=True)
                 data.copy_(whole.view(data.shape))
             offset += size
 
@@ -331,7 +334,7 @@ class HeldTable:
                     parts = [states[p][name].reshape(-1)[start:stop] for p, start, stop in pieces if p in states]
                     state[name] = torch.cat(parts).cpu()
                 else:
-                    state[name] = value
+                    state[name] = value.cpu() if isinstance(value, torch.Tensor) else value  # servers have no GPU
             file = io.BytesIO()
             torch.save({"value": self._flat(chunk), "state": state}, file)
             frame = Frame(Kind.SET_STATE, table=self.number, chunk=slot.chunk)
@@ -359,6 +362,6 @@ def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
     """What to wait for before memory that a GPU was told to copy into is read."""
     if parameter.device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # or a core would be busy waiting
     event.record()
     return event.synchronize

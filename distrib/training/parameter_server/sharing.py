@@ -6,6 +6,7 @@ both see the same memory. Where they do not (containers, other users) everything
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Mapping
@@ -34,11 +35,13 @@ class Arena:
         """What others need to find it."""
 
     def pin(self) -> None:
-        """Keeps it where GPUs copy to and from fastest, if there are any."""
+        """Keeps it where this process's GPU copies to and from fastest."""
         if torch.cuda.is_available():
             whole = torch.frombuffer(self._memory, dtype=torch.uint8)
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)  # slower, not wrong, if it fails
+            if int(runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)):  # slower, not wrong, if it fails
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")  # or torch would blame the next kernel for it
 
 
 class Shared:

@@ -251,7 +251,7 @@ class Table:
 
     def load(self, chunk: int, data: Any) -> None:
         """Takes over what `saved` gave."""
-        content = torch.load(io.BytesIO(data), weights_only=True)
+        content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if content["value"].numel() != self.chunks[chunk].elements:
             raise TrainingError(f"chunk {chunk} does not fit: {content['value'].numel()} elements")
         self.set(chunk, raw(content["value"].contiguous()), replace=True)
