@@ -28,6 +28,7 @@ from distrib_launch.ranges import ranges
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
 SIOCGIFADDR = 0x8915
+WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
 CALL_BACK_SECONDS = 20.0
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
@@ -100,8 +101,9 @@ def visible_gpus(environ: dict[str, str]) -> int:
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
     with contextlib.suppress(OSError):
-        return sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev"))
-    return 0
+        if found := sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev")):
+            return found
+    return int(os.path.exists(WSL_DRIVER))  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
 def oom_kills() -> tuple[int, int]:

@@ -274,6 +274,16 @@ def test_pmix_is_used_where_it_works(launch, tmp_path, words, kind):
     assert ("this Slurm has no PMIx" in run.out) == (kind == "none")
 
 
+def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch, tmp_path):
+    """Each rank takes its own GPU among those of its host."""
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    words = ("--engine", "srun", "-H", "a:2", "--dry-run", JOB)
+    assert "--gpu-bind" not in launch(*words, env=env).out
+    assert "--gpu-bind=none " in launch(*words, env={**env, "SLURM_GPUS_PER_TASK": "1"}).out
+
+
 def test_hosts_with_interpreters_of_their_own(launch, tmp_path):
     (tmp_path / "srun").write_text("#!/bin/sh\n")
     (tmp_path / "srun").chmod(0o755)

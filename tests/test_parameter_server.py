@@ -117,9 +117,10 @@ def batch(step: int, rank: int) -> torch.Tensor:
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    # With their own epsilon the smallest gradients, of which rounding alone decides the sign, would make whole steps.
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3, eps=1e-3),
     "Adafactor": lambda p: torch.optim.Adafactor(p, 1e-2),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, eps=1e-3),
 }
 
 

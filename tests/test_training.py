@@ -425,6 +425,19 @@ def test_a_rank_that_fails_leaves_at_once(how, code, variables):
     assert time.monotonic() - begin < 20
 
 
+def test_a_launcher_that_does_not_tell_the_place_on_the_host(tmp_path):
+    """As srun by itself: the ranks of a host find out who of them takes which GPU."""
+    script = tmp_path / "places.py"
+    script.write_text(
+        "import os\nfor name in [n for n in os.environ if 'LOCAL' in n]:\n    del os.environ[name]\n"
+        "import distrib\nwith distrib.init() as job:\n"
+        "    print(job.rank, job.local_rank, job.local_world_size, flush=True)\n"
+    )
+    result = run_ranks(3, script)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert sorted(result.stdout.split("\n")[:-1]) == ["0 0 3", "1 1 3", "2 2 3"]
+
+
 def test_the_plan_and_mpi_must_agree(tmp_path):
     result = run_ranks(2, SCRIPTS / "lessons.py", "collectives", WORLD_SIZE="3")
     assert result.returncode == 1
