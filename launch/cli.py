@@ -192,7 +192,7 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
     text = json.dumps(manifest, indent=2)
     if not options.json:
         text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree, where nothing refers to anything
-    for note in plan.notes:
+    for note in filter(None, (*plan.notes, kubernetes.note_on_secrets(environment))):
         print(f"distrib-launch: note: {note}", file=sys.stderr)
     if options.manifest:
         try:

@@ -169,8 +169,14 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return (host.python or self.script[0], *(roles.COMMAND if role == "server" else self.script[1:]))
 
 
-_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASS|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE)
-"""Names of variables, such as WANDB_API_KEY and HF_TOKEN, whose values are for the ranks alone."""
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|APIKEY|(^|_)(KEYS?|PASS|SSHPASS|PWD|PAT|AUTH)(_|$)", re.IGNORECASE
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether the value of a variable of this name, such as WANDB_API_KEY and HF_TOKEN, is for the ranks alone."""
+    return name != "PWD" and _SECRET.search(name) is not None
 
 
 def without_secrets(plan: LaunchPlan) -> LaunchPlan:
@@ -178,7 +184,7 @@ def without_secrets(plan: LaunchPlan) -> LaunchPlan:
     ranks = tuple(
         msgspec.structs.replace(
             rank,
-            environment={name: "***" if _SECRET.search(name) else value for name, value in rank.environment.items()},
+            environment={name: "***" if is_secret(name) else value for name, value in rank.environment.items()},
         )
         for rank in plan.ranks
     )

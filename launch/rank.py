@@ -103,7 +103,7 @@ def visible_gpus(environ: dict[str, str]) -> int:
     with contextlib.suppress(OSError):
         if found := sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev")):
             return found
-    return int(os.path.exists(WSL_DRIVER))  # Windows' Linux has one device file for all; nearly always that is one GPU
+    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
 def oom_kills() -> tuple[int, int]:

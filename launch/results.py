@@ -142,6 +142,7 @@ def make_run_dir(path: Path) -> None:
             path / "result.json",
             path / "report.html",
             path / "metrics.jsonl",
+            path / "engine.first.log",
             *(path / "ranks").glob("*.out"),
             *(path / "ranks").glob("*.err"),
             *(path / "ranks").glob("*.value"),

@@ -176,6 +176,7 @@ class Supervisor:
         host = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
         where = f" on {host}" if host else ""
         self._warn(f"{self.plan.engine} could not start its daemon{where} and did not say why; trying once more")
+        (self.run_dir / "engine.log").rename(self.run_dir / "engine.first.log")
         return self._start_engine(entrance)
 
     def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:

@@ -621,6 +621,31 @@ def test_a_slow_loader_is_told_of():
     assert any("for data" in note for note in told.notes)
 
 
+def test_data_that_comes_while_gradients_travel_is_not_waited_for():
+    """Processes load on meanwhile; where the script loads by itself it comes after everything else."""
+    slow = lab("1 GbE")
+    plain, free = foretell(slow, job(), hosts=2), job().compute_seconds
+    exposed = plain.exposed_seconds
+    for loader_seconds in (0.5 * exposed, 2 * exposed):
+        itself = msgspec.structs.replace(job(), loader_seconds=loader_seconds)
+        processes = msgspec.structs.replace(itself, loading_processor_seconds=1e-3)
+        told = foretell(slow, processes, hosts=2)
+        assert told.step_seconds == pytest.approx(plain.step_seconds + max(0.0, loader_seconds - exposed))
+        assert told.exposed_seconds == pytest.approx(max(0.0, exposed - loader_seconds))
+        assert told.efficiency == pytest.approx((free + loader_seconds) / told.step_seconds)
+        assert foretell(slow, itself, hosts=2).step_seconds == pytest.approx(plain.step_seconds + loader_seconds)
+
+
+def test_servers_are_no_faster_than_processors_and_tcp():
+    """Their part of a fast card is what a server was seen to take, however many there are."""
+    work = job(1000, 40)
+    ndr, hdr = (
+        foretell(lab(name), work, Strategy(mode="async"), hosts=2).communication_seconds for name in ("NDR", "HDR")
+    )
+    assert ndr == pytest.approx(hdr)
+    assert ndr > 1e9 / 3.4e9 / 2
+
+
 def test_processes_that_load_data_share_the_processors_of_their_host():
     """Eight batches, each of 0.4 s of a processor, keep 16 processors busy for 0.2 s, and a step alone takes 0.152 s."""
     described = parse_topology(LAB.replace("RATE", "HDR").replace("count: 2", "count: 8") + "    cores: 16\n", "x")
@@ -778,6 +803,10 @@ def test_what_was_chosen_stays_in_what_is_advised(chosen, device):
         assert all(each.accumulate >= chosen.accumulate and each.backend == chosen.backend for each in others)
         assert chosen.gradients.exact or not any(each.gradients.exact for each in others)
         assert chosen.bucket_bytes is None or {each.bucket_bytes for each in others} == {chosen.bucket_bytes}
+        elsewhere = [each.strategy for each in found if each.strategy.mode != "sync"]
+        half = chosen.gradients.format in ("fp16", "bf16")
+        assert {each.accumulate for each in elsewhere} <= {chosen.accumulate}
+        assert {each.gradients for each in elsewhere} <= {chosen.gradients if half else Gradients()}
     else:
         assert any(each.strategy == Strategy() for each in found)
     assert len({(each.options, each.batch) for each in found}) == len(found)

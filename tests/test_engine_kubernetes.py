@@ -90,6 +90,20 @@ def test_options_for_the_job_travel_and_those_for_the_hosts_do_not(manifest):
     assert (env["NCCL_DEBUG"], env["LEARNING_RATE"]) == ("INFO", "0.1")
 
 
+def test_secrets_are_not_in_the_manifest(launch):
+    run = launch(
+        *IMAGE, *HOSTS, "--json", "-x", "MY_PASSWORD=s3cret", SCRIPT, env={"WANDB_API_KEY": "s3cret", "HF_HOME": "/h"}
+    )
+    assert run.code == 0 and "s3cret" not in run.out, run
+    job = json.loads(run.out)
+    jsonschema.validate(job, SCHEMA)
+    env = {item["name"]: item for item in container(job, "Launcher")["env"]}
+    assert env["HF_HOME"]["value"] == "/h"
+    for name in ("WANDB_API_KEY", "MY_PASSWORD"):
+        assert env[name]["valueFrom"] == {"secretKeyRef": {"name": "distrib-secrets", "key": name}}
+        assert f'--from-literal={name}="${name}"' in run.err
+
+
 def test_what_the_launcher_inside_is_given_is_a_command_line_that_it_reads(manifest, launch):
     job = manifest(*HOSTS, "--timeout", "90", "--hang-timeout", "2m", "--grace", "30", "--bind", "numa", "-v", SCRIPT)
     command = container(job, "Launcher")["command"]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from distrib_launch.plan import is_secret
 
 from tests.conftest import LAUNCH, SCRIPTS, our_processes
 
@@ -42,6 +43,21 @@ def test_the_environment_is_the_one_that_torchrun_sets(launch):
         assert (env["COLOUR"], env["TASTE"]) == ("blue sky", "sweet")
         assert "DISTRIB_TOKEN" not in env
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"]
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *(
+            (name, True)
+            for name in ("HF_TOKEN", "WANDB_API_KEY", "COMET_APIKEY", "PGPASSWORD", "MYSQL_PWD", "API_KEYS")
+        ),
+        *((name, True) for name in ("GITHUB_PAT", "SSHPASS", "AWS_SECRET_ACCESS_KEY", "my_passwd")),
+        *((name, False) for name in ("TOKENIZERS_PARALLELISM", "PWD", "OLDPATH", "KEYBOARD", "NCCL_DEBUG", "AUTHOR")),
+    ],
+)
+def test_secrets_are_known_by_their_names(name, secret):
+    assert is_secret(name) == secret
 
 
 def test_secrets_reach_the_ranks_and_no_file(launch):
@@ -400,6 +416,7 @@ def test_sigusr1_reaches_every_rank_and_the_job_goes_on(tmp_path):
     deadline = time.monotonic() + 10
     while not all((tmp_path / f"saved-{r}").exists() for r in range(2)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    assert all((tmp_path / f"saved-{r}").exists() for r in range(2))
     assert process.poll() is None
     (tmp_path / "enough").touch()
     out, err = process.communicate(timeout=10)

@@ -115,7 +115,9 @@ def test_a_short_cut_does_not_end_the_job(make_cluster, tmp_path):
         longest = max(longest, time.monotonic() - begun)
         time.sleep(1)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 0 or longest > 1.6, err  # this machine stood still: that was no short cut
+    if longest > 1.6:
+        pytest.skip(f"this machine stood still, and the cut lasted {longest:.1f} s")
+    assert process.returncode == 0, err
 
 
 def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):

@@ -442,6 +442,12 @@ def test_what_is_advised_comes_on_top_of_what_was_chosen():
     assert "--gradients" in shorter and "fp16" not in shorter and "--accumulate" not in shorter
 
 
+def test_options_of_one_mode_are_named_where_another_would_do(tmp_path):
+    said = dry("--workload", "VGG-16", "--mode", "local", "--inner-steps", "1", "--warn-below", "99%").stdout
+    (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    assert ": --mode auto" not in warning or ": --mode auto without --inner-steps" in warning
+
+
 def test_a_profile_beside_the_script_is_found(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")

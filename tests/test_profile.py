@@ -42,6 +42,14 @@ def test_what_the_processes_of_a_loader_take_is_measured(launch, tmp_path):
     assert read_workload(tmp_path / "p.json").loading_processor_seconds == 0
 
 
+def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_path):
+    """Four processes take 0.4 s for a batch each and begin together: of four steps three wait for nothing, and one for all."""
+    assert launch("--profile", tmp_path / "p.json", STEPS, 100_000, 0.02, 1600, "bursts").code == 0
+    found = read_workload(tmp_path / "p.json")
+    assert found.loader_seconds > 0.04
+    assert found.loader_seconds + found.compute_seconds == pytest.approx(0.1, rel=0.3)
+
+
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
     words = [sys.executable, str(STEPS), "30", "0", "1600"]
     plain = subprocess.run(words, capture_output=True, text=True, timeout=60)

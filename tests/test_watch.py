@@ -104,9 +104,15 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
 def test_a_rank_that_computes_slowly_is_named(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
     assert said == [
-        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes for 190 ms, 90 ms was foretold; is its processor "
-        "shared, or hot?"
+        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes and loads data for 190 ms, 90 ms was foretold; "
+        "is its processor shared, or hot, or its storage slow?"
     ]
+
+
+def test_the_wire_is_not_blamed_for_what_data_costs(plan):
+    """80 of 110 ms that are lost are a loader's: the wire's part is told where the step is longer than foretold."""
+    assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("the wire holds")]
+    assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("the wire holds")]
 
 
 def test_each_warning_comes_once_and_all_looks_count(plan):

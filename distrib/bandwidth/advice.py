@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -14,7 +15,7 @@ from distrib.bandwidth.workload import Workload
 from distrib.bandwidth.workloads import scaled
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
-from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Strategy, checked
+from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, checked
 
 BUCKETS_MIB, ACCUMULATED, INNER = (1, 5, 100), (4, 16), (10, 100)
 """What is tried of bucket sizes, batches of a step, and steps of a round."""
@@ -131,17 +132,25 @@ def _shorter(strategy: Strategy, fastest: Strategy, half: Gradients) -> list[Str
 
 def _seldom(strategy: Strategy) -> list[Strategy]:
     """Steps alone, and now and then a mean of parameters."""
-    local = strategy if strategy.mode == "local" else Strategy(mode="local", inner_steps=1)
+    local = strategy if strategy.mode == "local" else _in_mode(strategy, "local", inner_steps=1)
     fewest = local.inner_steps or INNER_STEPS
     return [msgspec.structs.replace(local, inner_steps=count) for count in INNER if count > fewest]
 
 
 def _servers(strategy: Strategy, hosts: int) -> list[Strategy]:
     """A share of the parameters on every host, or servers apart."""
-    plain = strategy if strategy.mode == "async" else Strategy(mode="async")
+    plain = strategy if strategy.mode == "async" else _in_mode(strategy, "async")
     if plain.servers:
         return []
     return [plain, *(msgspec.structs.replace(plain, servers=count) for count in sorted({1, max(1, hosts // 4)}))]
+
+
+def _in_mode(strategy: Strategy, mode: Mode, **more: Any) -> Strategy:
+    """Another mode, with what was chosen beside the mode and means something there."""
+    half = strategy.gradients.format in ("fp16", "bf16")
+    return Strategy(
+        mode=mode, gradients=strategy.gradients if half else Gradients(), accumulate=strategy.accumulate, **more
+    )
 
 
 def _goes_together(strategy: Strategy) -> bool:
@@ -177,15 +186,17 @@ def _larger(times: int) -> str:
 
 def convergence_of(strategy: Strategy, ranks: int) -> str:
     """What a strategy does to convergence, said plainly."""
+    said = []
     if strategy.mode == "async":
         bound = f"at most {strategy.staleness} steps" if strategy.staleness is not None else "without bound"
-        return f"gradients are applied to parameters that others have changed meanwhile ({bound}): worse per step, often for good"
+        said.append(
+            f"gradients are applied to parameters that others have changed meanwhile ({bound}): worse per step, often for good"
+        )
     if strategy.mode == "local":
-        return (
+        said.append(
             f"ranks drift apart for {strategy.inner_steps or 'H'} steps and are averaged: more samples for the same loss, "
             "more so with more ranks; tune H"
         )
-    said = []
     if strategy.accumulate > 1:
         said.append(_larger(strategy.accumulate))
     gradients = strategy.gradients

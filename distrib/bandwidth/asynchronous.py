@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from distrib.bandwidth import collectives, pieces, timeline
 from distrib.bandwidth.fabric import Fabric
 from distrib.bandwidth.payload import payload_of
 from distrib.bandwidth.timeline import Step
+from distrib.bandwidth.wires import Wire
 from distrib.bandwidth.workload import Workload
 from distrib.strategy import Strategy
 
@@ -35,6 +38,11 @@ TURNAROUND_SECONDS = 10e-3
 """From the last gradient to the parameters that it has changed, but for the wire; seen there, too."""
 
 
+SERVER_BYTES_PER_SECOND = 3.4e9
+"""What a server takes in, adds up and gives back at most, each way: 6.8 GB/s in both together with worker and server on one host
+(docs/parameter_server.md). It works on processors and over TCP, however fast the cards are."""
+
+
 def chunk_bytes(total_bytes: int, servers: int, *, shared: bool = False) -> int:
     """How large a chunk of the parameters is at most: what travels and is updated at once.
 
@@ -59,7 +67,7 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     0 the slowest worker sets the pace (`slowness` is then that of the slowest).
     """
     alone = timeline.synchronous(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
-    wire = fabric.wire or fabric.inside
+    wire = _way_to_servers(fabric)
     if wire is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
     pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in pieces.of_ddp(workload.gradients))
@@ -74,9 +82,16 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 
+def _way_to_servers(fabric: Fabric) -> Wire | None:
+    wire = fabric.wire or fabric.inside
+    if wire is None or wire.bytes_per_second <= SERVER_BYTES_PER_SECOND:
+        return wire
+    return msgspec.structs.replace(wire, curve=wire.curve.slower(wire.bytes_per_second / SERVER_BYTES_PER_SECOND))
+
+
 def _busy_seconds(fabric: Fabric, strategy: Strategy, size_bytes: float) -> float:
     """How long one step of every worker keeps the busiest wire busy; parameters come back as large as gradients go."""
-    wire = fabric.wire or fabric.inside
+    wire = _way_to_servers(fabric)
     assert wire is not None
     together = pushed_by(fabric, strategy)
     each = fabric.ranks_per_host // together

@@ -150,11 +150,14 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
     efficiency = _efficiency(fabric, workload, strategy, step)
     cap = _cap(fabric, workload, strategy, parts, step)
     notes = fabric.notes
-    if workload.loader_seconds > NEGLIGIBLE * alone:
-        part = workload.loader_seconds * strategy.accumulate / alone
-        notes += (
-            f"each step waits {part:.0%} of its time alone for data: more num_workers, or faster storage, would shorten it",
+    part = strategy.accumulate * workload.loader_seconds / alone
+    if part > NEGLIGIBLE:
+        what = (
+            "faster storage, or less work for each sample,"
+            if step.starved_seconds
+            else "more num_workers, or faster storage,"
         )
+        notes += (f"each step waits {part:.0%} of its time alone for data: {what} would shorten it",)
     return Prediction(
         hosts=fabric.hosts,
         ranks_per_host=fabric.ranks_per_host,
@@ -194,6 +197,13 @@ def _step(
     fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
 ) -> Step:
     step = _fed_step(fabric, workload, strategy, parts, spans=spans)
+    if workload.loading_processor_seconds and workload.loader_seconds:
+        # Processes that load go on while gradients travel: for data that comes meanwhile nobody waits.
+        hidden = min(workload.loader_seconds, step.exposed_seconds / strategy.accumulate)
+        later = msgspec.structs.replace(workload, loader_seconds=workload.loader_seconds - hidden)
+        step = _fed_step(fabric, later, strategy, parts, spans=spans)
+        left = max(0.0, step.exposed_seconds - strategy.accumulate * hidden)
+        step = msgspec.structs.replace(step, exposed_seconds=left)
     return steps.starved(step, max(0.0, _loading_seconds(fabric, workload, strategy) - step.seconds))
 
 
@@ -202,10 +212,9 @@ def _loading_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> 
     if not workload.loading_processor_seconds:
         return 0.0
     wanted = strategy.accumulate * workload.loading_processor_seconds
-    if not fabric.gpus:
-        passes = workload.loader_seconds + workload.forward_seconds + workload.backward_seconds
-        computed = strategy.accumulate * passes + workload.optimizer_seconds
-        wanted += workload.processor_share * workload.processors * computed
+    passes = workload.loader_seconds + workload.forward_seconds + workload.backward_seconds
+    computed = strategy.accumulate * passes + workload.optimizer_seconds
+    wanted += workload.processor_share * workload.processors * computed
     return fabric.ranks_per_processor * wanted
 
 

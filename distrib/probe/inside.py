@@ -22,6 +22,9 @@ REPETITIONS = 8
 COPIES = 4
 """Copies that are timed as one on a GPU: starting one costs microseconds."""
 
+NO_GPUS = ("", "-1", "NoDevFiles")
+"""What CUDA_VISIBLE_DEVICES is where GPUs shall not be used; the last is Slurm's word."""
+
 WARM = 3
 """Copies that wake the GPU, map the memory and open the way between two GPUs, and do not count."""
 
@@ -39,7 +42,7 @@ def measure(
     if os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 (torch is imported only where there are GPUs)
         import torch
 
-        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
             try:
                 torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
             except RuntimeError as error:
@@ -69,7 +72,7 @@ def gpu_links(
 
     What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
     """
-    gpus = {f"gpu{_number(torch, index)}": index for index in range(torch.cuda.device_count())}
+    gpus = {f"gpu{number}": index for index, number in enumerate(_numbers(torch))}
     buffers: dict[str, tuple[Any, Any]] = {}  # on the GPU, and in the memory beside it
     why: dict[str, str] = {}  # each reason once, and where it was met first
     for name, index in gpus.items():
@@ -108,13 +111,16 @@ def _handle(torch: Any, index: int) -> Any:
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
-def _number(torch: Any, index: int) -> int:
-    """The number of one of torch's GPUs by NVML, which is that of nvidia-smi and of topology files."""
+def _numbers(torch: Any) -> list[int]:
+    """The numbers of torch's GPUs by NVML, which are those of nvidia-smi and of topology files; torch's own where NVML cannot tell."""
+    count = torch.cuda.device_count()
     with contextlib.suppress(Exception):
         import pynvml
 
-        return int(pynvml.nvmlDeviceGetIndex(_handle(torch, index)))
-    return index
+        numbers = [int(pynvml.nvmlDeviceGetIndex(_handle(torch, index))) for index in range(count)]
+        if len(set(numbers)) == count:
+            return numbers
+    return list(range(count))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ where it waits elsewhere, and not in each step, the backend counts that, and eac
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 
 from distrib.training import wires
-from distrib.training.clock import Clock
+from distrib.training.clock import Clock, usual
 
 WARMUP_STEPS = 5
 WINDOW_STEPS = 20
@@ -118,21 +119,23 @@ class Meter:
         self._clock.settle()
         seconds = self._clock.seconds
         steps = [seconds(begin, end) for begin, _, _, end in self._marks]
+        in_bursts = bool(multiprocessing.active_children())  # as what loads would be
         if self._since is None:
             waits = [max(0.0, seconds(ready, called)) for _, ready, called, _ in self._marks]
-            step, wait = statistics.median(steps), statistics.median(waits)
+            step, wait = usual(steps, in_bursts=in_bursts), statistics.median(waits)
         else:  # in some steps it waits long, in most of them not at all
             waits = [after - before for before, after in itertools.pairwise(self._waits)]
             begun, before = self._since
             wait = (self._waits[-1] - before) / (self._steps - begun)
             step = statistics.median(a - b for a, b in zip(steps, waits, strict=True)) + wait
+        computes = [a - b for a, b in zip(steps, waits, strict=True)]
         self._marks.clear()
         self._report(
             {
                 "steps": len(steps),
                 "step_seconds": step,
                 "exposed_seconds": wait,
-                "compute_seconds": max(0.0, statistics.median(a - b for a, b in zip(steps, waits, strict=True))),
+                "compute_seconds": max(0.0, usual(computes, in_bursts=in_bursts)),
                 "sent_bytes_per_second": wires.rates(self._sent, wires.sent()),
             }
         )

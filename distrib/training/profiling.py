@@ -29,7 +29,7 @@ from distrib._version import __version__
 from distrib.bandwidth.workload import Gradient, Workload
 from distrib.cluster.catalog import find_gpu
 from distrib.errors import TrainingError
-from distrib.training.clock import Clock
+from distrib.training.clock import Clock, usual
 
 ENVIRONMENT = "DISTRIB_PROFILE"
 WARMUP_STEPS = 5
@@ -301,24 +301,26 @@ class Profiler:
             forward_seconds=max(0.0, statistics.median(forwards)),
             backward_seconds=statistics.median(backwards),
             optimizer_seconds=max(0.0, statistics.median(optimizers)),
-            loader_seconds=statistics.median(waits),
+            loader_seconds=self._waiting_seconds(waits),
             loading_processor_seconds=self._loading_seconds(),
             gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_seconds)),
             parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
             memory_bytes=self._memory_bytes(),
             processor_share=min(1.0, used),
             processors=torch.get_num_threads(),
-            variation=_variation(totals),
+            variation=_variation([total - wait for total, wait in zip(totals, waits, strict=True)]),
             software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         )
 
-    def _loading_seconds(self) -> float:
-        """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do.
+    def _waiting_seconds(self, waits: Sequence[float]) -> float:
+        """For data, in a step. With an epoch new processes may begin, which costs more than a batch."""
+        inside = [wait for step, wait in zip(self._steps, waits, strict=True) if not step.begins_epoch] or waits
+        return usual(inside, in_bursts=bool(multiprocessing.active_children()))  # as what loads would be
 
-        With an epoch new processes may begin, which costs more than a batch.
-        """
-        usual = [step for step in self._steps if not step.begins_epoch] or self._steps
-        return max(0.0, statistics.fmean(step.loading_seconds for step in usual))
+    def _loading_seconds(self) -> float:
+        """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do."""
+        inside = [step for step in self._steps if not step.begins_epoch] or self._steps
+        return max(0.0, statistics.fmean(step.loading_seconds for step in inside))
 
     def _device_name(self) -> str:
         if self._device.type == "cpu":

@@ -173,10 +173,12 @@ def _seeded(seed: int, source: Any) -> Iterator[None]:
     numpy_state = numpy.random.get_state() if numpy else None
     python_state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(
-                seed
-            )  # that of GPUs is the script's: ranks may want other numbers there
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(devices=gpus):
+            # Not torch.manual_seed: that of GPUs would stay changed, and dropout there be the same on all ranks.
+            torch.default_generator.manual_seed(seed)
+            if gpus:
+                torch.cuda.manual_seed(seed)
             random.seed(seed)
             if numpy:
                 numpy.random.seed(seed % 2**32)

@@ -263,7 +263,9 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
 
     def update(new_scale: float | torch.Tensor | None = None) -> None:
         if new_scale is None and scaler.is_enabled() and any(one.mean.begun for one in scaled):
-            new_scale = scaler._get_scale_async()  # as it is, on the GPU: nobody need wait for it
+            present = scaler._get_scale_async()  # as it is, on the GPU: nobody need wait for it
+            here = present is not None and present.device.type == scaler._device
+            new_scale = present if here else scaler.get_scale()
         own_update(new_scale)
 
     scaler.step, scaler.update = step, update  # type: ignore[method-assign]

@@ -76,7 +76,11 @@ def _only_ddp_can(model: nn.Module, learning: list[nn.Parameter]) -> bool:
 
 
 def _has_sparse_gradients(model: nn.Module) -> bool:
-    return any(getattr(module, "sparse", False) is True for module in model.modules())
+    return any(
+        module.sparse and module.weight.requires_grad
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    )
 
 
 def _note(text: str) -> None:

@@ -116,7 +116,9 @@ def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
     local_rank = _first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
     local_size = _first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
     if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself
-        local_rank, local_size = _place_on_host(comm)
+        place, count = _place_on_host(comm)
+        local_rank = place if local_rank < 0 else local_rank
+        local_size = count if local_size < 0 else local_size
     return World(
         rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, source="mpi", comm=comm,
     )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from distrib_launch.plan import is_secret
 
 from distrib.errors import ConfigError
 
@@ -31,6 +32,9 @@ SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
 SSH_PORT = 2222
 
 HOSTFILE = "/etc/mpi/hostfile"
+SECRET = "distrib-secrets"
+"""The name of the Secret that has what must not stand in a manifest."""
+
 """Where the operator mounts the hosts."""
 
 KEEP_SECONDS = 24 * 3600
@@ -151,7 +155,7 @@ def manifest(
     launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
     container = launcher_pod["spec"]["containers"][0]
     # The launcher passes them on; a login over ssh, as on the workers, would not see them.
-    container["env"] = [{"name": key, "value": _literal(value)} for key, value in environment.items()]
+    container["env"] = [_variable(name, value) for name, value in environment.items()]
     container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
     # The launcher needs time to stop the ranks, let them save, and write the result.
     launcher_pod["spec"]["terminationGracePeriodSeconds"] = 60
@@ -227,6 +231,22 @@ def job_name(plan: LaunchPlan) -> str:
     if not stem[:1].isalpha():
         stem = f"job-{stem}".strip("-")
     return f"{stem[: NAME_LIMIT - len(plan.job) - 1].rstrip('-')}-{plan.job}"
+
+
+def _variable(name: str, value: str) -> dict[str, Any]:
+    """A manifest is shown, sent and kept: what is secret comes from a Secret of the cluster."""
+    if is_secret(name):
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
+    return {"name": name, "value": _literal(value)}
+
+
+def note_on_secrets(environment: Mapping[str, str]) -> str:
+    """How to make the Secret that the manifest refers to; empty where it refers to none."""
+    named = [name for name in environment if is_secret(name)]
+    if not named:
+        return ""
+    words = " ".join(f'--from-literal={name}="${name}"' for name in named)
+    return f"the pods take {', '.join(named)} from a Secret: kubectl create secret generic {SECRET} {words}"
 
 
 def _literal(text: str) -> str:

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 3.0
 """An srun that is told to end has Slurm kill all at once, and with proctrack/linuxproc what would have cleared up too."""
 
 PROBE_SECONDS = 10.0
-BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND")
+BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
 """With these in its environment srun shows each rank one GPU only."""
 GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
 
@@ -84,12 +84,12 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if in_allocation():
         words += ["--overlap", "--overcommit"]
-        if any(name in os.environ for name in BINDS_GPUS):  # each rank chooses among all of its host
-            words += ["--gpu-bind=none"]
     else:
         words += [f"--signal={LIMIT_SIGNAL}"]
         if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
             words += [f"--gres=gpu:{gpus}"]
+    if any(name in os.environ for name in BINDS_GPUS):  # each rank chooses among all of its host
+        words += ["--gpu-bind=none"]
     if kind := _mpi(srun):
         words += [f"--mpi={kind}"]
     if any(host.python for host in plan.hosts):

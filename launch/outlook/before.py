@@ -11,6 +11,7 @@ from distrib_launch.outlook import beside, words
 from distrib_launch.outlook.ask import workload_of
 from distrib_launch.outlook.record import Outlook
 
+from distrib import units
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise, best_alike, is_alike, options_of
 from distrib.bandwidth.prediction import Prediction
@@ -88,6 +89,9 @@ def look(
     notes = note_on_processors(profiled, workload)
 
     as_placed = msgspec.structs.replace(strategy, servers=_servers_apart(plan))
+    if as_placed.servers and len(working) == 1:
+        said = "the servers are on other hosts than the only one with workers"
+        return None, strategy, (f"nothing is foretold: {said}",)
     if workload.device != "cpu":  # NCCL chooses its own way there
         as_placed = msgspec.structs.replace(as_placed, all_reduce="auto")
     try:
@@ -155,11 +159,20 @@ def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], t
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
     if same and not auto and same.prediction.efficiency >= foretold.efficiency + WORTH:
+        own = () if chosen.mode == "sync" else _only_of(chosen)
         said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
+        said += f" without {' '.join(own)}" if own else ""
     other = mildest(advice, threshold, chosen)
     if other and other.prediction.efficiency >= foretold.efficiency + 2 * WORTH:
         said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
     return said
+
+
+def _only_of(chosen: Strategy) -> tuple[str, ...]:
+    """The options that mean something in its mode alone, and would be refused in another."""
+    shared = msgspec.structs.replace(Strategy(), gradients=chosen.gradients, accumulate=chosen.accumulate)
+    elsewhere = {*options_of(shared), "--mode", chosen.mode}
+    return tuple(word for word in options_of(chosen) if word.startswith("--") and word not in elsewhere)
 
 
 def _options(advice: Advice, plan: LaunchPlan) -> tuple[str, ...]:
@@ -195,7 +208,7 @@ def _named(advice: Advice) -> str:
     if not strategy.gradients.exact:
         parts.append(f"gradients as {strategy.gradients}")
     if strategy.bucket_bytes:
-        parts.append(f"buckets of {words.size(strategy.bucket_bytes)}")
+        parts.append(f"buckets of {units.format_size(strategy.bucket_bytes)}")
     if strategy.accumulate > 1:
         parts.append(f"accumulating {strategy.accumulate} batches")
     if strategy.mode == "local":

@@ -123,7 +123,10 @@ class Watch:
             return
         outlook = self._plan.outlook
         waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
-        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2:
+        most = (
+            seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
+        )  # of what is lost, the rest being data or ranks
+        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
             foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
             self._warn(
                 "wire",
@@ -173,10 +176,11 @@ class Watch:
             return f"{where} {carries} {words.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
         more = seen.step_seconds - foretold.step_seconds
-        if seen.compute_seconds - foretold.compute_seconds > more / 2:
+        expected = foretold.step_seconds - foretold.exposed_seconds
+        if seen.compute_seconds - expected > more / 2:
             return (
-                f"rank {rank.rank} on {rank.host} computes for {words.time(seen.compute_seconds)}, {words.time(foretold.compute_seconds)} "
-                "was foretold; is its processor shared, or hot?"
+                f"rank {rank.rank} on {rank.host} computes and loads data for {words.time(seen.compute_seconds)}, "
+                f"{words.time(expected)} was foretold; is its processor shared, or hot, or its storage slow?"
             )
         cap = foretold.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""

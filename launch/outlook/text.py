@@ -88,7 +88,8 @@ def _needed(question: Question, answer: Answer) -> str:
     if answer.needed_bytes_per_second is None:
         held = ""
         if last.efficiency < answer.wanted_efficiency:
-            held = f", but it reaches {last.efficiency:.0%}: held back by {_held_by(last)}"
+            most = last.losses[0].what if last.losses else "compute"
+            held = f", but it reaches {last.efficiency:.0%}: held back by {most}"
         return f"{where}: no wire between hosts is needed{held}"
     has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""

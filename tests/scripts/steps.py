@@ -2,7 +2,7 @@
 
 `how`: a file for a profile, or what is different: thread, unprepared, no-backward, two-optimizers; `accumulates`: a step of
 the optimizer after four batches; `hiccup`: one step takes a second longer; `loads`: two processes load the data, with 3 ms of
-processor time for each sample.
+processor time for each sample; `bursts`: four processes load the data, 0.1 s for each sample.
 """
 
 import sys
@@ -51,14 +51,21 @@ class Busy(TensorDataset):
         return super().__getitem__(index)
 
 
+class Far(TensorDataset):
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return super().__getitem__(index)
+
+
 torch.manual_seed(1)
 job = distrib.init()
 if how.endswith(".json"):
     job.profile(how, warmup_steps=2, steps=8)
-data = (Busy if how == "loads" else TensorDataset)(torch.randn(4096, 8))
+kind, processes = {"loads": (Busy, 2), "bursts": (Far, 4)}.get(how, (TensorDataset, 0))
+data = kind(torch.randn(4096, 8))
 model = Model()
 optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-loader = DataLoader(data, 4, shuffle=True, num_workers=2 if how == "loads" else 0)
+loader = DataLoader(data, 4, shuffle=True, num_workers=processes)
 if how != "unprepared":
     model, optimizer, loader = job.prepare(model, optimizer, loader)
 if how == "two-optimizers":
