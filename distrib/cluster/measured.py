@@ -44,7 +44,7 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 
 class InsideLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A way inside a host: `memory` copies, `gpuN` to or from `memory`, `gpuN` to `gpuM`; `path` is NVLink, PCIe, ..."""
+    """A way inside a host: `memory` copies, `gpuN` to or from `memory`, `gpuN` to `gpuM` or itself; `path` is NVLink, PCIe, ..."""
 
     host: str
     source: str

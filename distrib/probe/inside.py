@@ -68,21 +68,22 @@ def _memory(host: str) -> InsideLink:
 def gpu_links(
     host: str, torch: Any, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
 ) -> tuple[list[InsideLink], tuple[str, ...]]:
-    """Copies between pinned memory and each GPU, and between each two GPUs, by torch, timed with CUDA events.
+    """Copies between pinned memory and each GPU, inside each and between each two GPUs, by torch, timed with CUDA events.
 
     What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
     """
     gpus = {f"gpu{number}": index for index, number in enumerate(_numbers(torch))}
-    buffers: dict[str, tuple[Any, Any]] = {}  # on the GPU, and in the memory beside it
+    buffers: dict[str, tuple[Any, Any, Any]] = {}  # two on the GPU, one in the memory beside it
     why: dict[str, str] = {}  # each reason once, and where it was met first
     for name, index in gpus.items():
         try:
             with _beside(torch, index):
                 pinned = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
-            buffers[name] = torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}"), pinned
+            here = [torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(2)]
+            buffers[name] = here[0], here[1], pinned
         except RuntimeError as error:
             why.setdefault(_first_line(error), name)
-    ways = [way for name in gpus for way in (("memory", name), (name, "memory"))]
+    ways = [way for name in gpus for way in (("memory", name), (name, "memory"), (name, name))]
     ways += [(one, other) for one in gpus for other in gpus if one < other or (backwards and one != other)]
     found: list[InsideLink] = []
     for number, (source, target) in enumerate(ways):
@@ -94,8 +95,8 @@ def gpu_links(
         try:
             path = _path(torch, gpus[source], gpus[target]) if source in gpus and target in gpus else "PCIe"
             device = gpus[source] if source in gpus else gpus[target]
-            begin = buffers[target][1] if source == "memory" else buffers[source][0]
-            end = buffers[source][1] if target == "memory" else buffers[target][0]
+            begin = buffers[target][2] if source == "memory" else buffers[source][0]
+            end = buffers[source][2] if target == "memory" else buffers[target][1]
             rates = _copies(torch, device, end, begin, seconds)
             found.append(_link(host, source, target, path, rates))
         except RuntimeError as error:
@@ -167,6 +168,8 @@ def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -
 
 def _path(torch: Any, source: int, target: int) -> str:
     """How bytes go from one GPU to another: NVLink where NVML shows one that leads there, else as peers or through memory."""
+    if source == target:
+        return "its own memory"
     if not torch.cuda.can_device_access_peer(source, target):
         return "through memory"
     with contextlib.suppress(Exception):

@@ -1,0 +1,169 @@
+"""What only an NVIDIA GPU can show: streams, NCCL with one rank, pinned memory, NVML. `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distrib.cluster.inventory import Question, own_inventory
+from distrib.errors import TrainingError
+from distrib.probe import inside
+from distrib.probe.facts import own_facts
+from distrib.strategy import Strategy, parse_gradients
+from distrib.training import flat
+from distrib.training.clock import Clock
+from distrib.training.finite import Finite
+from distrib.training.gradients.hook import GpuAveraging, GpuLowRank, attach
+from distrib.training.parameter_server.sharing import Arena
+from tests.conftest import ROOT, TOPO
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, tmp_path) -> torch.device:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which the first optimizer sets
+    torch.cuda.set_device(0)
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def group(device: torch.device) -> Iterator[None]:
+    """A process group of this process alone, as distrib makes it on GPUs."""
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=60),
+        device_id=device,
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def network(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 10)).to(device)
+
+
+def test_the_inventory_and_the_probe_know_the_gpu(device):
+    facts = own_inventory(Question())
+    assert facts.nvml_error is None and facts.driver
+    assert len(facts.gpus) >= torch.cuda.device_count()
+    gpu = facts.gpus[0]
+    assert gpu.kind and gpu.bus_id and gpu.memory_bytes and gpu.memory_bytes > 1 << 30
+    (told, *_) = own_facts("here", "127.0.0.1").gpus
+    assert told.name and told.pcie_width and told.pcie_width_possible
+
+
+def test_ways_inside_are_those_of_torch(device):
+    """Within a tenth: benchmarks/gpu.py compares with care."""
+    links, problems = inside.measure("here", 0.2)
+    assert problems == ()
+    rates = {(link.source, link.target): link.bandwidth_bytes_per_second for link in links}
+    pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(pinned, device=device)
+    own = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(8):
+            there.copy_(pinned, non_blocking=True)
+        end.record()
+        end.synchronize()
+        own.append(8 * pinned.numel() / (begin.elapsed_time(end) / 1e3))
+    name = next(source for source, target in rates if target == "memory" and source != "memory")
+    assert rates["memory", name] == pytest.approx(max(own), rel=0.1)
+    assert rates[name, name] > rates["memory", name]
+
+
+def test_this_machine_is_probed(device, tmp_path):
+    command = [str(TOPO), "probe", "--quick", "--json", "--no-check", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done
+    inside_ = json.loads(done.stdout)["measured"]["inside"]
+    assert any(link["source"].startswith("gpu") for link in inside_), inside_
+
+
+@pytest.mark.parametrize("gradients", ["fp32", "fp16", "bf16", "int8", "topk:1", "powersgd:4"])
+def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, gradients):
+    plain = network(device)
+    strategy = Strategy(gradients=parse_gradients(gradients))
+    wrapped = DistributedDataParallel(copy.deepcopy(plain), device_ids=[0], bucket_cap_mb=0.05)
+    if gradients.startswith("powersgd"):
+        attach(wrapped, GpuLowRank(4))
+    elif gradients in ("int8", "topk:1"):
+        attach(wrapped, GpuAveraging(device, strategy))
+    for step in range(4):
+        x = torch.randn(32, 64, device=device, generator=torch.Generator(device).manual_seed(step))
+        for model in (plain, wrapped):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
+            scale = theirs.grad.abs().max().item() + 1e-6
+            assert torch.allclose(mine.grad, theirs.grad, atol=0.05 * scale), (gradients, step)
+
+
+def test_a_nan_is_told_a_step_late_and_nobody_waits(device):
+    model = network(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    finite = Finite(optimizer, "raise", together=False)
+    finite.name({parameter: name for name, parameter in model.named_parameters()})
+    x = torch.randn(8, 64, device=device)
+    for step in (1, 2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        assert finite.after(step)
+    model[3].weight.grad[0, 0] = float("nan")
+    assert finite.after(3)
+    with pytest.raises(TrainingError, match=r"step 3: the gradient of 3\.weight is nan or infinite"):
+        finite.flush()
+
+
+def test_buffers_of_all_types_are_sent(group, device):
+    tensors = [
+        torch.ones(3, dtype=kind, device=device) for kind in (torch.float32, torch.int64, torch.bool, torch.bfloat16)
+    ]
+    flat.broadcast(tensors)
+    flat.broadcast([*tensors, torch.ones(3, dtype=torch.int16, device=device)])  # of which NCCL knows nothing
+    assert all(bool((tensor == 1).all()) for tensor in tensors)
+
+
+def test_marks_are_in_the_order_of_the_gpu(device):
+    clock = Clock(device)
+    begin = clock.mark()
+    torch.cuda._sleep(50_000_000)
+    end = clock.mark()
+    clock.settle()
+    assert clock.has_happened(end) and clock.seconds(begin, end) > 0.001
+
+
+def test_shared_memory_is_pinned_once(device):
+    arena = Arena({0: 1 << 20})
+    arena.pin()
+    assert arena.values[0].is_pinned()
+    arena.pin()  # a second time fails in CUDA, and must not be blamed on what comes next
+    assert torch.ones(4, device=device).sum().item() == 4
+
+
+@pytest.mark.parametrize("words", [[], ["--mode", "async"], ["--mode", "local"], ["--accumulate", "2"]])
+def test_the_example_learns_on_one_gpu(device, tmp_path, words):
+    launch = [sys.executable, "-m", "distrib_launch.cli", "-np", "1", "--run-dir", str(tmp_path / "run"), *words]
+    done = subprocess.run(
+        [*launch, str(ROOT / "examples/train_cnn.py")], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
+    assert done.returncode == 0, done
+    assert json.loads((tmp_path / "run/result.json").read_text())["ranks"][0]["device"] == "cuda:0"
+    last = done.stdout.splitlines()[-1]
+    assert float(last.rpartition("validation accuracy ")[2].split()[0]) >= 94
