@@ -240,10 +240,8 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
                 pids = " ".join(str(holder.pid) for holder in holders)
                 fix = f"if nobody needs them: ssh {host} kill {pids}"
             else:
-                who, fix = (
-                    "a process that cannot be seen",
-                    f"on {host}: sudo fuser -v /dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}",
-                )
+                file = f"/dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}"
+                who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v {file}"
             yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
 
 

@@ -152,12 +152,10 @@ def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bo
     notes = fabric.notes
     part = strategy.accumulate * workload.loader_seconds / alone
     if part > NEGLIGIBLE:
-        what = (
-            "faster storage, or less work for each sample,"
-            if step.starved_seconds
-            else "more num_workers, or faster storage,"
+        what = "less work for each sample" if step.starved_seconds else "more num_workers"
+        notes += (
+            f"each step waits {part:.0%} of its time alone for data: {what}, or faster storage, would shorten it",
         )
-        notes += (f"each step waits {part:.0%} of its time alone for data: {what} would shorten it",)
     return Prediction(
         hosts=fabric.hosts,
         ranks_per_host=fabric.ranks_per_host,

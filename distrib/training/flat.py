@@ -18,9 +18,8 @@ def broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Makes `tensors` those of rank 0, whatever their types. Every rank."""
     for part in by_device(tensors):
         with torch.no_grad():
-            if (
-                part[0].is_cuda and {tensor.dtype for tensor in part} <= TYPES_OF_NCCL
-            ):  # with the fewest kernels, as DDP does
+            if part[0].is_cuda and {tensor.dtype for tensor in part} <= TYPES_OF_NCCL:
+                # With the fewest kernels, as DDP does.
                 dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in part], MESSAGE_BYTES, 0)  # type: ignore[attr-defined, arg-type]
                 continue
             message = torch.cat([_bytes(tensor) for tensor in part])

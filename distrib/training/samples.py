@@ -122,6 +122,9 @@ class Mean:
     def _take_up(self) -> None:
         """What lies in `.grad` counts."""
         weight = self._own * self._ranks / self._unit
+        first: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        more: list[torch.Tensor] = []
         for parameter, (gradient, version) in self._present.items():
             if parameter.grad is None:
                 continue
@@ -130,9 +133,15 @@ class Mean:
                 _values(gradient).masked_fill_(~_values(parameter.grad).any(), 0)
             kept = self._kept.get(parameter)
             if kept is None:
-                self._kept[parameter] = gradient.mul_(weight)
+                self._kept[parameter] = gradient
+                first.append(gradient)
             else:
-                kept.add_(gradient, alpha=weight)
+                sums.append(kept)
+                more.append(gradient)
+        if first:  # all in a few kernels: to start one for each takes a GPU longer than its work
+            torch._foreach_mul_(first, weight)
+        if sums:
+            torch._foreach_add_(sums, more, alpha=weight)
         self._present.clear()
 
     def _count(self) -> None:

@@ -123,9 +123,8 @@ class Watch:
             return
         outlook = self._plan.outlook
         waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
-        most = (
-            seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
-        )  # of what is lost, the rest being data or ranks
+        # Of what is lost, the rest of which is data, or slower ranks.
+        most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
             foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
             self._warn(
