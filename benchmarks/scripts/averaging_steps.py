@@ -201,6 +201,10 @@ def main() -> None:
                 taken = torch.tensor([b - a for a, b in itertools.pairwise(ends)])
                 dist.all_reduce(taken)
                 seconds[name] += (taken / job.world_size).tolist()
+        if "horovod" in names:  # whose thread may fall over MPI's end
+            import horovod.torch as hvd
+
+            hvd.shutdown()
         model = make(options.backward)
         told = {
             "seconds": seconds,
