@@ -130,7 +130,7 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         *arguments: str | os.PathLike[str],
         cluster: Cluster | None = None,
         on: str = "n1",
-        timeout: float = 120,
+        timeout: float = 240,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         wrapper: Sequence[str] = (),

@@ -121,9 +121,10 @@ rank, folder = os.environ["RANK"], pathlib.Path(os.environ["DISTRIB_RUN_DIR"])
 (folder / f"up-{rank}").touch()
 while len(list(folder.glob("up-*"))) < 4:
     time.sleep(0.01)
-now = time.time()
-time.sleep(1 + now // 1 - now)  # to the same instant, the beginning of a second
-print("all the same", flush=True)
+for turn in range(4):
+    now = time.time()
+    time.sleep(1 + now // 1 - now)  # to the same instant, the beginning of a second
+    print("all the same", turn, flush=True)
 time.sleep(2)
 print("own", rank)
 """
@@ -134,10 +135,11 @@ def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     script.write_text(TOGETHER)
     run = launch("-np", "4", script)
     assert run.code == 0, run
-    assert "[0-3] all the same\n" in run.out
+    # On a busy machine ranks may wake too far from each other, but not every time.
+    assert any(f"[0-3] all the same {turn}\n" in run.out for turn in range(4)), run
     assert sorted(run.out.splitlines()[-4:]) == [f"[{r}@localhost] own {r}" for r in range(4)]
     shown = launch("-np", "4", "--no-fold", script).out
-    assert shown.count("all the same") == 4
+    assert shown.count("all the same") == 16
 
 
 def ending(rank: int, **changes: object) -> failures.Ending:

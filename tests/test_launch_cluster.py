@@ -110,7 +110,7 @@ def test_a_short_cut_does_not_end_the_job(make_cluster, tmp_path):
     for _ in range(2):
         begun = time.monotonic()
         cluster.cut("n2")
-        time.sleep(1)
+        time.sleep(0.8)
         cluster.restore("n2")
         longest = max(longest, time.monotonic() - begun)
         time.sleep(1)
