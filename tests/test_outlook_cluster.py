@@ -8,7 +8,7 @@ import pytest
 
 from distrib.bandwidth.workloads import read_workload
 from tests.conftest import SCRIPTS, TOPO
-from tests.test_probe_cluster import measured_twice_if_need_be
+from tests.test_probe_cluster import measured_again_if_need_be
 
 pytestmark = pytest.mark.cluster
 ENV = {"OMP_NUM_THREADS": "1"}
@@ -62,7 +62,7 @@ def warnings_of(run):
     return told
 
 
-@measured_twice_if_need_be
+@measured_again_if_need_be
 def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="200mbit")
@@ -82,7 +82,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     assert cluster.left_over(within_seconds=6) == {}
 
 
-@measured_twice_if_need_be
+@measured_again_if_need_be
 def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="10gbit")
@@ -95,7 +95,7 @@ def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch,
     assert "the links of n3 (" in slower and re.search(r"carry 2[2-6] MB/s, .* was expected", slower), slower
 
 
-@measured_twice_if_need_be
+@measured_again_if_need_be
 def test_the_one_slow_link_is_named_before_the_launch(probed, launch, profiled):
     profile = profiled()
     cluster, where = probed(rate="10gbit", rates={"n3": "100mbit"})
