@@ -442,10 +442,18 @@ def test_what_is_advised_comes_on_top_of_what_was_chosen():
     assert "--gradients" in shorter and "fp16" not in shorter and "--accumulate" not in shorter
 
 
-def test_options_of_one_mode_are_named_where_another_would_do(tmp_path):
-    said = dry("--workload", "VGG-16", "--mode", "local", "--inner-steps", "1", "--warn-below", "99%").stdout
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("--mode", "local", "--inner-steps", "1"), "--inner-steps"),
+        (("--mode", "async", "--staleness", "0", "--servers", "1"), "--servers --staleness"),
+    ],
+)
+def test_options_that_the_advised_mode_refuses_are_named(words, refused):
+    said = dry("--workload", "ResNet-50", *words).stdout
     (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert ": --mode auto" not in warning or ": --mode auto without --inner-steps" in warning
+    assert f"--mode auto without {refused}. " in warning
+    assert dry("--workload", "ResNet-50", "--mode", "auto", *words[2:]).returncode == 2  # as they mean nothing there
 
 
 def test_a_profile_beside_the_script_is_found(tmp_path):
