@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from distrib.training.gradients.compression import BLOCK, Blocks, Halves
+from distrib.training.gradients.compression import BLOCK, Blocks
 from distrib.training.gradients.hierarchy import hosts_of, lanes_of
 from distrib.training.gradients.neighbours import Doorway, Neighbours
 from tests.conftest import SCRIPTS
@@ -65,18 +65,17 @@ def test_neighbours_share_memory_and_wake_each_other():
     assert ours_in_shared_memory() == before
 
 
-@pytest.mark.parametrize("form", [Halves(torch.float16), Halves(torch.bfloat16), Blocks()])
-def test_forms_give_back_about_what_they_were_given(form):
-    elements = form.padded(3 * BLOCK - 5)
+def test_blocks_give_back_about_what_they_were_given():
+    elements = Blocks.padded(3 * BLOCK - 5)
     rows = torch.randn(4, elements) * torch.tensor([[1e-3], [1.0], [30.0], [0.0]])
-    sent = form.encode(rows)
-    assert sent.shape == (4, form.row_bytes(elements)) and sent.dtype == torch.uint8
-    back = form.decode(sent, elements)
+    sent = Blocks.encode(rows)
+    assert sent.numel() == 2 * Blocks().sent_bytes(4 * elements, 4, 4, None) // 3 and sent.dtype == torch.uint8
+    back = Blocks.decode(sent, elements)
     for row, other in zip(rows, back, strict=True):
         assert (row - other).abs().max() <= row.abs().max() / 127
     rows[1, 3] = math.inf
-    assert not form.decode(form.encode(rows), elements)[1].isfinite().all()
-    assert form.decode(form.encode(rows), elements)[2].isfinite().all()
+    assert not Blocks.decode(Blocks.encode(rows), elements)[1].isfinite().all()
+    assert Blocks.decode(Blocks.encode(rows), elements)[2].isfinite().all()
 
 
 def test_averages_are_those_of_ddp(launch):
@@ -89,6 +88,11 @@ def test_with_fewer_bytes_models_learn_as_well(launch):
     run = launch("-np", "3", AVERAGES, "formats", "0,1,2", "0,0,1")
     assert run.code == 0, run
     assert run.out.count("of the bytes") == 10
+
+
+def test_gradients_in_16_bits_are_those_of_ddp_but_for_rounding(launch):
+    run = launch("-np", "4", AVERAGES, "halves", "0,1,2,3", "0,0,1,1", "0,0,0,1")
+    assert run.code == 0 and run.out.count("done") == 3, run
 
 
 def test_models_of_all_kinds(launch):

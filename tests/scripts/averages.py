@@ -1,4 +1,4 @@
-"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py exact|formats|numbers [HOSTS ...]`.
+"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py LESSON [HOSTS ...]`.
 
 HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another; without any, hosts are found out.
 """
@@ -87,9 +87,28 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
         job.print(f"{name}: loss {reached:.3f} beside {loss:.3f}, {sent:.3f} of the bytes")
 
 
+def halves(job: distrib.Job, hosts: list[str] | None) -> None:
+    """Every gradient in 16 bits is DDP's to two roundings, in every step, also after the stream was cut anew."""
+    for name, rounding in (("bf16", 2**-8), ("fp16", 2**-11)):
+        theirs, mine = fresh(), fresh()
+        plain = DistributedDataParallel(theirs)
+        wrapped, averaging = ours(mine, Strategy(gradients=parse_gradients(name)), hosts)
+        generator = torch.Generator().manual_seed(job.rank)
+        for step in range(30):
+            inputs = torch.randn(1 + step % 3, 40, generator=generator)
+            for model in (plain, wrapped):
+                model.zero_grad()
+                model(inputs).square().sum().backward()
+            for a, b in pairs(theirs, mine):
+                assert a.grad is not None and b.grad is not None
+                largest = job.all_reduce(float(a.grad.abs().max()), "max") * job.world_size
+                torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=2 * rounding * largest + 2**-24)
+        assert averaging.ends or averaging.hosts == 1
+
+
 def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
     """A gradient that is no number reaches every rank, and is forgotten in the next step."""
-    for name in ("fp32", "int8", "topk:0.5", "powersgd:1"):
+    for name in ("fp32", "bf16", "int8", "topk:0.5", "powersgd:1"):
         wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients(name)), hosts)
         first: list[torch.Tensor] = []
         for step in range(EXACT_STEPS + 6):

@@ -61,6 +61,10 @@ class Way(Protocol):
         """Gradients come so many times as large from now on: what the way itself has put aside must follow."""
         return
 
+    def forget(self) -> None:
+        """Pieces are cut otherwise from now on."""
+        return
+
 
 class Exact(Way):
     """The sum of the gradients as they are."""
@@ -74,44 +78,105 @@ class Exact(Way):
         return 2 * (hosts - 1) * elements * element_bytes // hosts
 
 
-class Shared(Way):
-    """Each rank sums a share of the piece that all sent to it in a smaller form, and sends the sum back in that form.
+class Halved(Way):
+    """The sum in 16 bits, `torch.float16` or `torch.bfloat16`: each rank sums a share of the piece that all sent to it, and sends
+    the sum back in 16 bits. Two crossings, as in a ring, yet every value is rounded only once on each.
 
-    Two crossings, as in a ring, yet every value is rounded only once on each.
-    """
+    What travels lies in memory that is kept from step to step: pages that are new each time cost more than the conversion.
+    """  # fmt: skip
 
     stages, window, whole = 2, 8, False
 
-    def __init__(self, form: Halves | Blocks) -> None:
-        self.form = form
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        """Memory that no piece uses at present, by its elements."""
+
+    def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
+        ranks, share = groups[0].size(), self._share(piece.numel(), groups[0].size())
+        sent, received = (self._memory(ranks * share, self.dtype) for _ in range(2))
+        total = self._memory(share, torch.float32)
+        sent[: piece.numel()].copy_(piece)
+        yield dist.all_to_all_single(_raw(received), _raw(sent), group=groups[0], async_op=True).get_future()
+        own, *others = received.view(ranks, share)
+        total.copy_(own)
+        for other in others:
+            total += other
+        own.copy_(total)
+        yield gather(_raw(sent), _raw(own), group=groups[1], async_op=True).get_future()
+        piece.copy_(sent[: piece.numel()])
+        for memory in (sent, received, total):
+            self._kept[memory.numel(), memory.dtype].append(memory)
+
+    def _share(self, elements: int, ranks: int) -> int:
+        return math.ceil(elements / ranks)
+
+    def _memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        kept = self._kept.setdefault((elements, dtype), [])
+        return kept.pop() if kept else torch.zeros(elements, dtype=dtype)
+
+    def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
+        return 2 * (hosts - 1) * 2 * self._share(elements, hosts)
+
+    def forget(self) -> None:
+        self._kept.clear()
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes: Gloo knows no bfloat16."""
+    return tensor.view(torch.uint8)
+
+
+class Blocks(Way):
+    """The sum in 8 bits and a scale for every `BLOCK`: the greatest magnitude there is 127 (Dettmers et al. 2022, arXiv:2110.02861,
+    quantize blockwise). As in `Halved` each rank sums a share; both crossings keep their errors, as in Tang et al. 2021,
+    arXiv:2102.02888."""  # fmt: skip
+
+    stages, window, whole = 2, 8, False
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         ranks, rank = groups[0].size(), groups[0].rank()
-        share = self.form.padded(math.ceil(piece.numel() / ranks))
+        share = self.padded(math.ceil(piece.numel() / ranks))
         rows = torch.zeros(ranks, share, dtype=torch.float32, device=piece.device)
         flat = rows.view(-1)[: piece.numel()]
         flat.copy_(piece)
-        if self.form.lossy:
-            flat += errors(0)
-        sent = self.form.encode(rows)
-        if self.form.lossy:
-            _keep(errors(0), flat, self.form.decode(sent, share).view(-1)[: piece.numel()])
+        flat += errors(0)
+        sent = self.encode(rows)
+        _keep(errors(0), flat, self.decode(sent, share).view(-1)[: piece.numel()])
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=groups[0], async_op=True).get_future()
-        total = self.form.decode(received, share).sum(dim=0, keepdim=True)
+        total = self.decode(received, share).sum(dim=0, keepdim=True)
         mine = slice(rank * share, max(rank * share, min((rank + 1) * share, piece.numel())))
         length = mine.stop - mine.start
-        if self.form.lossy:
-            total[0, :length] += errors(1)[mine]
-        own = self.form.encode(total)
-        if self.form.lossy:
-            _keep(errors(1)[mine], total[0, :length], self.form.decode(own, share)[0, :length])
+        total[0, :length] += errors(1)[mine]
+        own = self.encode(total)
+        _keep(errors(1)[mine], total[0, :length], self.decode(own, share)[0, :length])
         everyones = torch.empty(ranks, own.shape[1], dtype=own.dtype, device=own.device)
         yield gather(everyones.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
-        piece.copy_(self.form.decode(everyones, share).view(-1)[: piece.numel()])
+        piece.copy_(self.decode(everyones, share).view(-1)[: piece.numel()])
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
-        return 2 * (hosts - 1) * self.form.row_bytes(self.form.padded(math.ceil(elements / hosts)))
+        share = self.padded(math.ceil(elements / hosts))
+        return 2 * (hosts - 1) * (share + 4 * (share // BLOCK))
+
+    @staticmethod
+    def padded(elements: int) -> int:
+        return BLOCK * math.ceil(elements / BLOCK)
+
+    @staticmethod
+    def encode(rows: torch.Tensor) -> torch.Tensor:
+        blocks = rows.view(len(rows), -1, BLOCK)
+        scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=2, keepdim=True) / 127
+        values = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
+        return torch.cat(
+            [values.view(len(rows), -1).view(torch.uint8), scales.view(len(rows), -1).view(torch.uint8)], dim=1
+        )
+
+    @staticmethod
+    def decode(rows: torch.Tensor, elements: int) -> torch.Tensor:
+        values = rows[:, :elements].view(torch.int8).view(len(rows), -1, BLOCK).float()
+        scales = rows[:, elements:].contiguous().view(torch.float32).view(len(rows), -1, 1)
+        return (values * scales).view(len(rows), elements)
 
 
 def _keep(errors: torch.Tensor, wanted: torch.Tensor, sent: torch.Tensor) -> None:
@@ -121,53 +186,6 @@ def _keep(errors: torch.Tensor, wanted: torch.Tensor, sent: torch.Tensor) -> Non
 
 def _without_nan(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-class Halves:
-    """16 bits each: `torch.float16` or `torch.bfloat16`."""
-
-    lossy = False
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def padded(self, elements: int) -> int:
-        return elements
-
-    def row_bytes(self, elements: int) -> int:
-        return 2 * elements
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.to(self.dtype).view(torch.uint8)
-
-    def decode(self, rows: torch.Tensor, elements: int) -> torch.Tensor:
-        return rows.view(self.dtype).float()
-
-
-class Blocks:
-    """8 bits each and a scale for every `BLOCK`: the greatest magnitude there is 127 (Dettmers et al. 2022, arXiv:2110.02861,
-    quantize blockwise; both crossings keep their errors, as in Tang et al. 2021, arXiv:2102.02888)."""  # fmt: skip
-
-    lossy = True
-
-    def padded(self, elements: int) -> int:
-        return BLOCK * math.ceil(elements / BLOCK)
-
-    def row_bytes(self, elements: int) -> int:
-        return elements + 4 * (elements // BLOCK)
-
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        blocks = rows.view(len(rows), -1, BLOCK)
-        scales = torch.linalg.vector_norm(blocks, ord=math.inf, dim=2, keepdim=True) / 127
-        values = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).round_().to(torch.int8)
-        return torch.cat(
-            [values.view(len(rows), -1).view(torch.uint8), scales.view(len(rows), -1).view(torch.uint8)], dim=1
-        )
-
-    def decode(self, rows: torch.Tensor, elements: int) -> torch.Tensor:
-        values = rows[:, :elements].view(torch.int8).view(len(rows), -1, BLOCK).float()
-        scales = rows[:, elements:].contiguous().view(torch.float32).view(len(rows), -1, 1)
-        return (values * scales).view(len(rows), elements)
 
 
 class Largest(Way):
@@ -333,11 +351,11 @@ class Units:
 def way_of(gradients: Gradients) -> Way:
     """The way of summing that a strategy's format asks for."""
     if gradients.format == "fp16":
-        return Shared(Halves(torch.float16))
+        return Halved(torch.float16)
     if gradients.format == "bf16":
-        return Shared(Halves(torch.bfloat16))
+        return Halved(torch.bfloat16)
     if gradients.format == "int8":
-        return Shared(Blocks())
+        return Blocks()
     if gradients.format == "topk":
         return Largest(gradients.fraction or 1.0)
     if gradients.format == "powersgd":

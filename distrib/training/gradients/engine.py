@@ -118,8 +118,9 @@ class Engine:
         return self._copied
 
     def forget(self) -> None:
-        """Drops the errors that compression keeps; to be called between steps, when pieces are cut anew."""
+        """Drops what compression keeps of each piece; to be called between steps, when pieces are cut anew."""
         self._errors.clear()
+        self._way.forget()
 
     def rescale(self, factor: torch.Tensor) -> None:
         """Gradients come so many times as large from now on; to be called between steps."""
