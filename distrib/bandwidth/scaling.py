@@ -278,8 +278,9 @@ def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Pie
     if fabric.wire is None:
         return pieces.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
-    grouped = _is_grouped(fabric, strategy)
-    small, large = (collectives.all_reduce(fabric, size, hierarchical=grouped) for size in (64, TRIAL_BYTES))
+    copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
+    trials = (Piece(size_bytes=size, elements=size / 4, tensors=1, ready_seconds=0.0) for size in (64, TRIAL_BYTES))
+    small, large = (_wire_seconds(fabric, strategy, trial, copying) for trial in trials)
     wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
     return pieces.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
