@@ -34,11 +34,17 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.connections import Connections
     from distrib_launch.console import perhaps_unread
     from distrib_launch.engines import mpirun
-    from distrib_launch.job import read_hosts, read_topology_for
+    from distrib_launch.job import read_hosts, read_topology_for, this_machine
+
+    from distrib.strategy import Strategy
 
     script = Path(options.script).absolute() if options.script else None
     if script and not script.is_file():
         raise ConfigError(f"{options.script}: no such script")
+    hosts = read_hosts(options.hosts)
+    # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
+    apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
+    environment = planning.forwarded(os.environ, [])
     with tempfile.TemporaryDirectory(prefix="distrib-check-") as folder:
         plan = planning.make_plan(
             planning.Options(
@@ -49,10 +55,12 @@ def run(options: argparse.Namespace) -> int:
                 run_dir=folder,
                 mpirun=options.mpirun,
                 ssh_command=options.ssh_command,
-                environment=planning.forwarded(os.environ, []),
+                environment=environment,
+                strategy=Strategy(mode="async") if apart else Strategy(),
             ),
-            read_hosts(options.hosts),
+            hosts,
             read_topology_for(options.topology, options.hosts),
+            this_machine(environment),
         )
         mpirun.write_ssh_config(Path(folder), plan.hosts)
         question = preflight.question_of(plan)

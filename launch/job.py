@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -60,12 +60,25 @@ def _not_described(topology: Topology, hosts: HostList) -> str:
     return ""
 
 
+def this_machine(environment: Mapping[str, str]) -> Here:
+    """What a plan made here must know of this machine; `environment` is the ranks'."""
+    from distrib_launch import placement
+    from distrib_launch import plan as planning
+    from distrib_launch.rank import visible_gpus
+
+    name = socket.gethostname()
+    return planning.Here(
+        names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
+        gpus=visible_gpus({**os.environ, **environment}),
+        machine=placement.read_machine(),
+    )
+
+
 def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
-    from distrib_launch import choose, engines, placement, results, sync, training
+    from distrib_launch import choose, engines, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
-    from distrib_launch.rank import visible_gpus
 
     _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
     script = Path(options.script)
@@ -75,7 +88,6 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
             f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}",
             hint="options of distrib-launch stand before the script, the script's own after it",
         )
-    name = socket.gethostname()
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     environment = planning.forwarded(os.environ, options.env)
@@ -110,11 +122,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
     )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    here = planning.Here(
-        names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
-        gpus=visible_gpus({**os.environ, **environment}),
-        machine=placement.read_machine(),
-    )
+    here = this_machine(environment)
     plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
     if topology and hosts and (note := _not_described(topology, hosts)):
         import msgspec

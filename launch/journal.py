@@ -97,6 +97,12 @@ class Journal:
 
         self.done_steps = done_steps(self.read())
 
+    def done_for(self, present: Sequence[str]) -> tuple[str, ...]:
+        """The steps in which all of these hosts took part."""
+        from distrib.probe.resume import done_steps
+
+        return done_steps(self.read(), present) if self.done_steps else ()
+
     def seen(self, present: Sequence[str]) -> bytes:
         """What rank 0 must know of what is done: how the probe began, and the links between those hosts, without their curves."""
         from distrib.probe.records import PairSeen, Started, encode

@@ -72,9 +72,10 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
         return self.address.network
 
     @property
-    def merit(self) -> tuple[int, float]:
-        kind = 5 if self.interface.rdma or self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
-        return kind, self.interface.speed_bytes_per_second or 0.0
+    def merit(self) -> tuple[int, float, bool]:
+        """InfiniBand before all; among Ethernet cards speed before RDMA, which slow ones on the board have too."""
+        kind = 5 if self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
+        return kind, self.interface.speed_bytes_per_second or 0.0, bool(self.interface.rdma)
 
     def __str__(self) -> str:
         return f"{self.interface.name} ({self.address})"
@@ -202,7 +203,7 @@ def _best_subnet(
     if not shared:
         return None, ""
 
-    def merit(subnet: Network) -> tuple[tuple[int, float], int, bool]:
+    def merit(subnet: Network) -> tuple[tuple[int, float, bool], int, bool]:
         bests = [max(c.merit for c in candidates) for candidates in shared[subnet].values()]
         reached = sum(
             any(str(c.address.ip) == reached_at.get(host) for c in candidates)

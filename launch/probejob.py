@@ -177,7 +177,7 @@ def _launch(
         hosts=hosts,
         present=present,
         mode=options.mode,
-        done=journal.done_steps,
+        done=journal.done_for(present),
         resumed=bool(known),
         primary=options.way,
         gpudirect=gpudirect,

@@ -609,6 +609,19 @@ def test_an_uplink_is_shared_by_as_many_as_cross_it():
     assert rates[0] == pytest.approx(4 * rates[1])
 
 
+@pytest.mark.parametrize("narrow", ["oversubscription: '8:1'", "uplink: 100Gb/s"])
+def test_an_uplink_above_racks_counts(narrow):
+    leaves = ", ".join(f"{{name: l{n}, hosts: 'a[{2 * n - 1}-{2 * n}]'}}" for n in range(1, 5))
+    pods = ", ".join(f"{{name: p{n}, switches: [l{2 * n - 1}, l{2 * n}], {narrow}}}" for n in (1, 2))
+    wide, tight = (
+        find_fabric(
+            parse_topology(f"{POD}switches: [{switches}]", "x"), job(device="V100"), [f"a{n}" for n in range(1, 9)], 8
+        )
+        for switches in (leaves, f"{leaves}, {pods}")
+    )
+    assert tight.wire.bytes_per_second < 0.9 * wide.wire.bytes_per_second and "uplink of p1" in tight.wire.text
+
+
 def test_memory():
     assert foretell(lab(), job(), hosts=2).fits_memory is True
     large = msgspec.structs.replace(job(), memory_bytes=48 * 10**9)

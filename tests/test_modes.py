@@ -57,8 +57,8 @@ def no_variable_of_torch(monkeypatch, tmp_path):
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation fused late", id="sync, steps"),
-        pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted", id="accumulate, steps"),
+        pytest.param({}, 2, "in_evaluation fused late unwrapped again", id="sync, steps"),
+        pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted again", id="accumulate, steps"),
         pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted", id="local, steps"),
     ],
 )  # fmt: skip
@@ -138,6 +138,20 @@ def test_gradients_are_the_mean_over_all_samples(sizes):
         shares.append(weight.grad)
     every = torch.cat([part for batch in per_batch for part in batch])
     torch.testing.assert_close(sum(shares) / 3, every.mean(0))
+
+
+def test_a_model_that_is_frozen_for_the_turn_of_another_keeps_what_it_gathers():
+    weight = torch.zeros(3, requires_grad=True)
+    mean = Mean(torch.optim.SGD([weight], lr=1.0), Samples(), ranks=1)
+    mean.batches = 2
+    for gradient in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([3.0, 2.0, 0.0])):
+        weight.requires_grad_(False)
+        mean.follow()  # a batch is read while it is frozen
+        weight.requires_grad_(True)
+        weight.grad = None
+        (weight * gradient).sum().backward()
+        mean.next()
+    assert weight.grad.tolist() == [2.0, 1.0, 2.0]
 
 
 def test_even_batches_cost_nothing():

@@ -65,6 +65,26 @@ def test_the_faster_network_is_preferred_and_rdma_to_all():
     assert chosen(choose_network(hosts))["n2"] == ("ib0", "10.9.0.2")
 
 
+def test_a_slow_card_with_rdma_is_not_preferred_to_a_fast_bond():
+    hosts = cluster(
+        *(
+            (
+                interface("eno1", f"10.0.0.{i}/24", speed=1.25e9, rdma=("bnxt_re0",)),
+                interface("bond0", f"10.1.0.{i}/24", kind="bond", speed=25e9),
+                interface("eth5", f"10.2.0.{i}/24", speed=12.5e9, rdma=("mlx5_0",)),
+                interface("eth6", f"10.3.0.{i}/24", speed=12.5e9),
+            )
+            for i in (1, 2)
+        )
+    )
+    assert chosen(choose_network(hosts))["n1"] == ("bond0", "10.1.0.1")
+    without = {
+        name: inventory(name, interfaces=(*facts.interfaces[:1], *facts.interfaces[2:]))
+        for name, facts in hosts.items()
+    }
+    assert chosen(choose_network(without))["n1"] == ("eth5", "10.2.0.1")
+
+
 def test_interfaces_that_are_down_or_only_local_are_no_candidates():
     with pytest.raises(NoNetworkError, match=r"n2: network: no interface leads to the others; it has .*down"):
         choose_network(

@@ -392,6 +392,19 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
     assert [(f.kind, f.hosts) for f in findings.find(stalled)] == [("mtu", ("n3",))]
 
 
+def test_a_further_network_that_passes_nothing_is_no_finding():
+    records = Network(4).records(DEFAULT)
+    names = [f"n{number}" for number in range(1, 5)]
+    other = [
+        PairSeen(step="other/0", source=a, target=b, way="tcp", load="together", network="10.9.0.0/16", interface="eth9",
+                 failed=f"{b}: no connection in 2 s")
+        for a in names for b in names if a != b
+    ]  # fmt: skip
+    assert findings.find([*records, *other]) == ()
+    some = [structs.replace(other[0], failed=None, bandwidth_bytes_per_second=119.5 * MB), *other[1:2]]
+    assert [(f.kind, f.severity) for f in findings.find([*records, *some])] == [("not_measured", "warning")]
+
+
 def facts(host, **changed):
     own = {
         "interfaces": (Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=125 * MB),),

@@ -280,6 +280,16 @@ def test_an_interrupted_probe_is_gone_on_with(tmp_path):
     assert not path.exists()
 
 
+def test_steps_without_a_host_are_done_again_once_it_is_there(tmp_path):
+    path = tmp_path / "t.yaml.partial.jsonl"
+    path.write_text("\n".join(map(encode, (START, structs.replace(DONE, without=("b",)), UNFINISHED))) + "\n")
+    journal = Journal(path, ("a", "b"), "quick", None)
+    assert journal.done_for(("a",)) == ("together/tcp/0",) and journal.done_for(("a", "b")) == ()
+    journal.write(encode(DONE))
+    assert journal.done_for(("a", "b")) == ("together/tcp/0",)
+    journal.done()
+
+
 def test_two_probes_do_not_write_the_same_file(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
     first = Journal(path, ("a", "b"), "quick", None)

@@ -318,6 +318,9 @@ def test_figures_that_everybody_knows():
     assert find_gpu("H100").nvlink == "NVLink4 x18"
     assert parse_bus("NVLink3 x12").rate_bytes_per_second == 300e9
     assert parse_bus("PCIe 3.0 x16").rate_bytes_per_second == pytest.approx(15.75e9, rel=1e-3)
+    assert parse_bus("PCI Express 4.0 x16") == msgspec.structs.replace(
+        parse_bus("PCIe4 x16"), text="PCI Express 4.0 x16"
+    )
     assert parse_bus("PCIe Gen5 x8").rate_bytes_per_second == pytest.approx(31.5e9, rel=1e-3)
     for name, rate in [
         ("EDR", 12.5e9),
@@ -368,6 +371,18 @@ def test_ways_between_many_hosts_do_not_take_long(monkeypatch):
     found = {(a, b): link_between(topology, a, b) for a in topology.hosts for b in topology.hosts if a != b}
     assert found["n1", "n2"].oversubscription == 1 and found["n1", "n40"].oversubscription == 80
     assert len(asked) < 100
+
+
+def test_a_pair_that_was_measured_beside_others_only_is_known_by_that():
+    def pair(source: str, target: str, load: str, rate: float) -> str:
+        return f"{{source: {source}, target: {target}, way: tcp, load: {load}, bandwidth_bytes_per_second: {rate}, variation: 0.0}}"
+
+    pairs = [pair("a", "b", "together", 1e8), pair("a", "c", "together", 9e7), pair("c", "a", "alone", 1.1e8)]
+    text = "nodes: [{hosts: 'a,b,c'}]\nmeasured:\n  when: '2026-01-01T00:00:00Z'\n  software: {}\n  hosts: [a, b, c]\n"
+    topology = parse_topology(text + f"  pairs: [{', '.join(pairs)}]\n", "t")
+    assert link_between(topology, "b", "a").bandwidth_bytes_per_second == 1e8
+    assert link_between(topology, "a", "c").bandwidth_bytes_per_second == 1.1e8
+    assert link_between(topology, "b", "c") is None
 
 
 def test_a_narrow_slot_holds_its_nic_back():

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import distrib
 from distrib.errors import TrainingError
@@ -153,10 +160,10 @@ def test_epochs_go_on_by_themselves_and_can_be_set_and_saved():
     assert read(again) == second
 
 
-def test_the_order_follows_from_the_generator_and_leaves_it_alone():
+def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):
     generator = torch.Generator().manual_seed(11)
     state, before = generator.get_state(), torch.get_rng_state()
-    order = read(sharded(DataLoader(range(20), 20, shuffle=True, generator=generator), 0, 1))[0]
+    order = read(job.prepare(DataLoader(range(20), 20, shuffle=True, generator=generator)))[0]
     assert order == torch.randperm(20, generator=torch.Generator().manual_seed(11)).tolist()
     assert torch.equal(generator.get_state(), state)
     assert torch.equal(torch.get_rng_state(), before)
@@ -187,6 +194,77 @@ def test_a_distributed_sampler_stays_and_has_its_epochs_set():
     assert read(loader) != read(loader)
     with pytest.raises(TrainingError, match="shares with 2 ranks, the job has 3"):
         sharded(DataLoader(range(20), 5, sampler=sampler), 0, 3)
+
+
+def test_a_distributed_sampler_in_a_batch_sampler_stays_too():
+    sampler = DistributedSampler(range(20), num_replicas=2, rank=1)
+    loader = sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 1, 2)
+    first, second = flat(read(loader)), flat(read(loader))
+    assert len(first) == len(second) == 10 and first != second
+    with pytest.raises(TrainingError, match="shares with 2 ranks, the job has 3"):
+        sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 0, 3)
+
+
+def test_two_readings_side_by_side_have_orders_of_their_own():
+    loader = sharded(DataLoader(range(50), 10, shuffle=True), 0, 1)
+    pairs = [
+        (int(a), int(b)) for one, other in zip(loader, loader, strict=True) for a, b in zip(one, other, strict=True)
+    ]
+    assert len(pairs) == 50 and sum(a == b for a, b in pairs) < 10
+
+
+def test_a_sampler_without_a_length_is_refused():
+    class Endless(Sampler[int]):
+        def __iter__(self):
+            return count()
+
+    with pytest.raises(TrainingError, match="Endless has no length"):
+        sharded(DataLoader(range(8), 2, sampler=Endless()), 0, 2)
+
+
+def test_a_model_that_is_put_into_training_mode_with_the_batch_in_hand_trains():
+    model, ended = nn.Linear(1, 1), []
+    loader = ShardedLoader(
+        DataLoader(torch.ones(4, 1), 2), rank=0, ranks=1, device=torch.device("cpu"), seed=0,
+        training=lambda: model.training, parameters=lambda: list(model.parameters()), ended=lambda: ended.append(1),
+    )  # fmt: skip
+    for epoch in range(1, 4):
+        for batch in loader:
+            model.train()
+            model(batch).sum().backward()
+        assert len(ended) == epoch
+        model.eval()
+        for batch in loader:
+            model(batch).sum()
+        assert len(ended) == epoch
+
+
+def test_an_evaluation_leaves_the_weight_of_the_batch_in_hand():
+    told = [(1, 2)]
+
+    def samples(own: int, every: int) -> tuple[int, int]:
+        told.append((own, every))
+        return told[-2]
+
+    training = [True]
+    train, other = (
+        ShardedLoader(
+            DataLoader(range(size), 4), rank=0, ranks=2, device=torch.device("cpu"), seed=0,
+            training=lambda: training[0], samples=samples,
+        )
+        for size in (13, 10)
+    )  # fmt: skip
+    seen = []
+    for _ in train:
+        now = told[-1]
+        training[0] = False
+        for _ in other:
+            pass
+        for _ in other:
+            break
+        training[0] = True
+        seen.append((now, told[-1]))
+    assert seen == [((4, 8), (4, 8)), ((3, 5), (3, 5))] and told[-1] == (1, 2)
 
 
 def test_rounds_of_a_stream():
@@ -415,7 +493,7 @@ def test_ranks_agree(lesson, variables, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7)])
+@pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7), ("quit", 7)])
 @pytest.mark.parametrize("variables", [{}, {"LESSON_WITHOUT_WITH": "1"}], ids=["with", "without"])
 def test_a_rank_that_fails_leaves_at_once(how, code, variables):
     begin = time.monotonic()

@@ -31,7 +31,7 @@ GPU_OVERLAP_SLOWDOWN = 0.08
 CPU_SECONDS_PER_BYTE = 7e-9
 """What a byte over TCP, averaged, costs one processor that would compute: seen on virtual hosts (benchmarks/prediction.py)."""
 
-CONVERSION_COPIES, BUSY_CONVERSION_COPIES = 2.5, 7.0
+CONVERSION_COPIES, BUSY_CONVERSION_COPIES = 2.5, 4.0
 """As many copies in memory cost as much as turning numbers into another format once, on a processor that idles and on one that computes;
 seen there, too."""
 

@@ -17,7 +17,7 @@ from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.links import Link, parse_bus, parse_uplink
 from distrib.cluster.node import NodeGroup
 from distrib.cluster.topology import Switch, Topology
-from distrib.cluster.ways import Way, inside_link, link_between, switch_oversubscription
+from distrib.cluster.ways import Way, inflow, inside_link, link_between, switch_oversubscription
 from distrib.errors import ConfigError
 
 EQUAL = 0.03
@@ -182,7 +182,7 @@ def _uplink_rate(topology: Topology, switch: Switch) -> float:
     ratio = switch_oversubscription(topology, switch)
     if ratio <= 1:
         return float("inf")
-    below = sum(nic.link.usable_bytes_per_second for host in switch.host_names for nic in topology.nics_of(host))
+    below = inflow(topology, switch)
     return below / ratio if below else float("inf")
 
 

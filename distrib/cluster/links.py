@@ -14,7 +14,7 @@ from distrib.cluster.catalog import LinkKind, LinkSpec, catalog, links_by_name
 NETWORKS: tuple[LinkKind, ...] = ("infiniband", "roce", "ethernet")
 
 _BUS = re.compile(
-    r"(?P<nv>nv[ -]?link)|pci[ -]?(e|express)",
+    r"(?P<nv>nv[ -]?link)|pci[ -]?(express|e)",
     re.IGNORECASE,
 )
 _BUS_REST = re.compile(r"[ -]*(?:gen|v)?[ .]*([0-9])(?:\.0)?(?:[ ,]*x *([0-9]{1,3}))?", re.IGNORECASE)

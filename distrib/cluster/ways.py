@@ -158,7 +158,7 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
         return units.parse_ratio(switch.oversubscription)
     if switch.uplink is None:
         return 1.0
-    return max(1.0, _inflow(topology, switch) / parse_uplink(switch.uplink))
+    return max(1.0, inflow(topology, switch) / parse_uplink(switch.uplink))
 
 
 def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:
@@ -255,7 +255,7 @@ def _measured_inside(topology: Topology, host: str, source: str, target: str) ->
 
 
 def _measured_between(topology: Topology, source: str, target: str) -> tuple[PairLink, ...]:
-    """The best that was measured from one host to another alone, of each interface; they carry bytes side by side."""
+    """The best that was measured from one host to another, of each interface; they carry bytes side by side."""
     for first, second in ((source.lower(), target.lower()), (target.lower(), source.lower())):
         best: dict[str | None, PairLink] = {}
         for pair in _pairs(topology).get((first, second), ()):
@@ -271,13 +271,21 @@ def _measured_between(topology: Topology, source: str, target: str) -> tuple[Pai
 
 
 def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
-    """What was measured alone and one way on the job's own network, by the two hosts."""
+    """What was measured one way on the job's own network, by the two hosts: alone, or where it never was, beside others."""
 
     def make() -> dict[tuple[str, str], list[PairLink]]:
         found: dict[tuple[str, str], list[PairLink]] = {}
-        for pair in topology.measured.pairs if topology.measured else ():
-            if pair.load == "alone" and not pair.both_ways and pair.network is None:
-                found.setdefault((pair.source.lower(), pair.target.lower()), []).append(pair)
+        for load in ("alone", "together"):
+            before = set(found)
+            for pair in topology.measured.pairs if topology.measured else ():
+                ends = pair.source.lower(), pair.target.lower()
+                if (
+                    pair.load == load
+                    and not pair.both_ways
+                    and pair.network is None
+                    and not {ends, ends[::-1]} & before
+                ):
+                    found.setdefault(ends, []).append(pair)
         return found
 
     return _kept(topology, "pairs", make)
@@ -297,7 +305,8 @@ def _oversubscription(topology: Topology, source: str, target: str) -> float:
     return worst
 
 
-def _inflow(topology: Topology, switch: Switch) -> float:
+def inflow(topology: Topology, switch: Switch) -> float:
+    """What the data NICs and the switches below could send up, nominally, in bytes per second."""
     by_name = {each.name: each for each in topology.switches}
     total = sum(_total(data_nics(topology.nics_of(host))) for host in switch.host_names)
     for name in switch.switches:
@@ -305,7 +314,7 @@ def _inflow(topology: Topology, switch: Switch) -> float:
         if below.uplink is not None:
             total += parse_uplink(below.uplink)
         else:
-            total += _inflow(topology, below) / switch_oversubscription(topology, below)
+            total += inflow(topology, below) / switch_oversubscription(topology, below)
     return total
 
 

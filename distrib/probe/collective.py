@@ -65,7 +65,7 @@ class Ranks:
                     found.append(
                         Collective(
                             name="all_reduce", backend=self.backend, hosts=hosts, ranks=len(members),  # type: ignore[arg-type]
-                            gpudirect=task.gpudirect, curve=tuple(point for point, _ in points),
+                            gpudirect=task.gpudirect if self.backend == "nccl" else None, curve=tuple(point for point, _ in points),
                         )
                     )  # fmt: skip
             dist.barrier()

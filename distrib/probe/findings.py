@@ -62,7 +62,10 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
         speeds = card_speeds(facts, "tcp", {record.source: record.interface for record in here})
         slow = slow_hosts(here, "tcp", speeds)
         slow += slow_links(here, "tcp", {host for finding in slow for host in finding.hosts}, speeds)
-        slow += _failed(here, tuple({host for record in here for host in (record.source, record.target)}))
+        # That a network nobody uses passes nothing is said when it is given up; that it passes little spoils no job.
+        if not all(record.failed for record in here):
+            failed = _failed(here, tuple({host for record in here for host in (record.source, record.target)}))
+            slow += [msgspec.structs.replace(finding, severity="warning") for finding in failed]
         for finding in slow:
             cards = {f"{r.source}'s {r.interface}" for r in here if r.source in finding.hosts and r.interface}
             what = f"{finding.what} (on {network}, {', '.join(sorted(cards))})"

@@ -160,7 +160,7 @@ class Leader:
         self.emit(
             StepDone(
                 step=step.key, what=step.what, done_seconds=done, left_seconds=left_seconds, whole=whole,
-                notes=tuple(notes),
+                without=tuple(self.spec.hosts[number] for number in self.missing), notes=tuple(notes),
             )
         )  # fmt: skip
 

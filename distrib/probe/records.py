@@ -136,13 +136,17 @@ class GroupsSeen(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Progress. `whole`: nothing of the step failed, so it need not be done again. `notes`: what failed or was left out."""
+    """Progress. `whole`: nothing of the step failed, so it need not be done again, but for hosts that it was done `without`.
+
+    `notes`: what failed or was left out.
+    """
 
     step: str
     what: str
     done_seconds: float
     left_seconds: float
     whole: bool = True
+    without: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from distrib.probe.records import Record, Started, StepDone
 
@@ -39,6 +39,7 @@ def starts(records: Iterable[Record]) -> list[Started]:
     return [record for record in records if isinstance(record, Started)]
 
 
-def done_steps(records: Iterable[Record]) -> tuple[str, ...]:
-    """The steps that need not be done again."""
-    return tuple(dict.fromkeys(r.step for r in records if isinstance(r, StepDone) and r.whole))
+def done_steps(records: Iterable[Record], present: Collection[str] = ()) -> tuple[str, ...]:
+    """The steps that need not be done again with the hosts that are `present`."""
+    done = (record for record in records if isinstance(record, StepDone) and record.whole)
+    return tuple(dict.fromkeys(record.step for record in done if set(record.without).isdisjoint(present)))

@@ -199,9 +199,16 @@ class Synchronous(Together):
 
     def check_used(self, models: Sequence[nn.Module]) -> None:
         for model in models:
-            if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+            if not isinstance(model, DistributedDataParallel):
                 continue
             inner = unwrapped(model)
+            if not _was_called(model) and any(p.grad is not None for p in self._averaged_by(model)):
+                raise TrainingError(
+                    f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called: nobody averages them",
+                    hint="model = job.prepare(model), and call model(...) itself: neither what it was before nor job.unwrap(model)",
+                )
+            if model.find_unused_parameters or model.static_graph:
+                continue
             unused = {name: p for name, p in self._awaited[inner].items() if p.grad is None}
             if not unused or all(p.grad is None for p in model.parameters()):
                 continue
@@ -218,10 +225,21 @@ class Synchronous(Together):
                 "before job.prepare",
             )
 
+    def _averaged_by(self, model: nn.Module) -> set[nn.Parameter]:
+        """The parameters that no other model averages, in which they are, too."""
+        others = (unwrapped(one) for one in self._models if one is not model and _was_called(one))
+        elsewhere = {parameter for inner in others for parameter in self._awaited[inner].values()}
+        return {*self._awaited[unwrapped(model)].values()} - elsewhere
+
     def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
         for model in models:
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = on  # what DDP's no_sync() sets
+
+
+def _was_called(model: nn.Module) -> bool:
+    """Whether a model of DistributedDataParallel has computed anything: torch sets that up in the first forward."""
+    return getattr(model, "_lazy_init_ran", True)
 
 
 def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:

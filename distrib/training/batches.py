@@ -6,7 +6,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
@@ -32,7 +32,8 @@ _COPIED = (
 )
 
 
-def _ignore(own: int, every: int) -> None: ...
+def _ignore(own: int, every: int) -> None:
+    return None
 
 
 def _nothing() -> None: ...
@@ -55,13 +56,13 @@ class ShardedLoader(Iterable[Any]):
     less on some ranks). Where shares differ, at the end or as `balance` wants it, each sample still counts the same.
 
     Each iteration is a new epoch: a shuffled loader has a new order, the same on every rank, that follows from the
-    initial seed of its generator, or else of rank 0's torch, and the epoch. Worker processes are seeded
+    initial seed of rank 0's generator of it, or else of rank 0's torch, and the epoch. Worker processes are seeded
     from it and the rank, so that random augmentation differs between ranks.
 
     Other kinds of loaders:
     - Another sampler is read on every rank, and its indices are shared out. It must yield the same on every rank.
     - A batch sampler likewise, batch by batch.
-    - A DistributedSampler stays as it is: the samples are shared out already. Its epoch is set for you.
+    - A DistributedSampler, also one in a batch sampler, stays as it is: the samples are shared out already. Its epoch is set for you.
     - An IterableDataset is read whole on every rank, which must see the same stream, and each rank keeps every
       `world_size`-th batch. While a model trains, an incomplete last round of batches is left out. How many samples
       a batch has nobody knows here: all count the same, as with a DistributedSampler.
@@ -81,7 +82,7 @@ class ShardedLoader(Iterable[Any]):
         device: torch.device,
         seed: int,
         training: Callable[[], bool | None],
-        samples: Callable[[int, int], None] = _ignore,
+        samples: Callable[[int, int], tuple[int, int] | None] = _ignore,
         parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
         balance: Balance | None = None,
@@ -89,8 +90,8 @@ class ShardedLoader(Iterable[Any]):
     ) -> None:
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
-        While they train, `samples` is told before each batch how many samples it has and all ranks' together, and `ended`
-        is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
+        While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
+        it was told before; `ended` is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
         all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
         may come and go.
         """
@@ -107,12 +108,14 @@ class ShardedLoader(Iterable[Any]):
         self._shard: ShardSampler | None = None
         self._stream = isinstance(loader.dataset, IterableDataset)
         self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
+        # Also that of a batch sampler which the script has made.
+        self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         if self._stream:
             self._loader = loader
-        elif isinstance(loader.sampler, DistributedSampler):
-            if loader.sampler.num_replicas != ranks:
+        elif isinstance(self._sampler, DistributedSampler):
+            if self._sampler.num_replicas != ranks:
                 raise TrainingError(
-                    f"the loader's DistributedSampler shares with {loader.sampler.num_replicas} ranks, the job has {ranks}",
+                    f"the loader's DistributedSampler shares with {self._sampler.num_replicas} ranks, the job has {ranks}",
                     hint="leave the sampler out: prepare() shards the loader",
                 )
             self._loader = loader
@@ -121,11 +124,14 @@ class ShardedLoader(Iterable[Any]):
             len(self)  # too few samples are told now, not in the middle of the epoch
 
     def _rebuilt(self, loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
-        if loader.generator is not None:
-            seed = loader.generator.initial_seed()
         seed %= 2**62  # leaves room for the epoch
         batched = loader.batch_size is not None
         source = loader.sampler if batched or loader.batch_sampler is None else loader.batch_sampler
+        if not hasattr(source, "__len__"):
+            raise TrainingError(
+                f"the loader's {type(source).__name__} has no length: an epoch of it cannot be shared out",
+                hint="give it a __len__, or make the dataset an IterableDataset",
+            )
         self._shard = ShardSampler(
             source,
             rank=self._rank,
@@ -163,8 +169,8 @@ class ShardedLoader(Iterable[Any]):
         if self._shard is not None:
             self._shard.epoch, self._shard.rank, self._shard.ranks = epoch, rank, ranks
             self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
-        elif hasattr(self._loader.sampler, "set_epoch"):
-            self._loader.sampler.set_epoch(epoch)
+        elif hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
         if self._balance:
             self._balance.epoch()
         watch = _Watch(self._evenly(), self._training, self._parameters)
@@ -175,26 +181,34 @@ class ShardedLoader(Iterable[Any]):
         return self.meter(here) if self.meter else here
 
     def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch) -> Iterator[Any]:
-        with watch:
-            for step in count():
-                balance = self._balance if watch.trains and self._shard else None
-                if balance:
-                    balance.begin()
-                try:
-                    batch = moved(next(batches), self._device)
-                except StopIteration:
-                    break
-                own, every = sizes.popleft() if sizes else (1, self._ranks)
-                if watch.may_train:
-                    self._samples(own, every)
-                yield batch
-                if watch.surprised():
-                    self._check_even()
-                if balance:
-                    balance.end(step, own)
-        if watch.may_train:
-            self._samples(1, self._ranks)
+        before: tuple[int, int] | None = None
+        try:
+            with watch:
+                for step in count():
+                    balance = self._balance if watch.trains and self._shard else None
+                    if balance:
+                        balance.begin()
+                    try:
+                        batch = moved(next(batches), self._device)
+                    except StopIteration:
+                        break
+                    own, every = sizes.popleft() if sizes else (1, self._ranks)
+                    if watch.may_train:
+                        watch.handed_out()
+                        latest = self._samples(own, every)
+                        before = before or latest
+                    yield batch
+                    if watch.surprised():
+                        self._check_even()
+                    if balance:
+                        balance.end(step, own)
+        finally:
+            if (
+                before and not watch.trains
+            ):  # an evaluation may come between a batch of another loader and its gradients
+                self._samples(*before)
         if watch.trains:
+            self._samples(1, self._ranks)
             self._ended()
 
     def _check_even(self) -> None:
@@ -226,8 +240,11 @@ class _Watch:
     """Whether a model trains on the batches of one epoch.
 
     One in training mode does (`trains`, as the epoch begins). In evaluation mode it does once gradients reach its parameters
-    between two of the epoch's batches, and no model is in training mode.
+    between two of the epoch's batches, and no model is in training mode, or was when the latest batch of all was handed out.
     """
+
+    latest: ClassVar[_Watch | None] = None
+    """Of whose batches the latest is one; a script may put its model into training mode with the batch in its hands."""
 
     def __init__(
         self, trains: bool, training: Callable[[], bool | None], parameters: Callable[[], Sequence[torch.Tensor]]
@@ -254,9 +271,15 @@ class _Watch:
     def __exit__(self, *_: object) -> None:
         if self._handle:
             self._handle.remove()
+        if _Watch.latest is self:
+            _Watch.latest = None
+
+    def handed_out(self) -> None:
+        """Comes before each batch for which gradients may come."""
+        _Watch.latest = self
 
     def _gradient(self, _: torch.Tensor) -> None:
-        if not self._training():
+        if _Watch.latest is self or not self._training():
             self.trains = self._surprised = True
 
 

@@ -228,6 +228,8 @@ class Job:
                 self._add(model)
             return model
         if isinstance(thing, torch.optim.Optimizer):
+            if any(steps.optimizer is thing for steps in self._steps):
+                return thing  # as where its model is prepared again
             self._backend.optimizer(thing)
             steps = Steps(thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told)
             self._steps.append(steps)
@@ -251,7 +253,8 @@ class Job:
 
     def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
         self._loaders += 1
-        seed = self._from_main(torch.initial_seed) + self._loaders - 1
+        number, generator = self._loaders - 1, loader.generator  # which scripts may seed by rank; the order must be one
+        seed = self._from_main(lambda: generator.initial_seed() if generator else torch.initial_seed() + number)
         balance = None
         if self._backend.strategy.balance and self.world_size > 1:
             balance = Balance(
@@ -276,10 +279,12 @@ class Job:
         if step:
             self._status.step(step)
 
-    def _next_batch(self, own: int, every: int) -> None:
+    def _next_batch(self, own: int, every: int) -> tuple[int, int]:
+        before = self._samples.own, self._samples.all
         self._samples.own, self._samples.all = own, every
         for steps in self._steps:
             steps.mean.follow()
+        return before
 
     def accumulate(self, batches: int) -> None:
         """Makes one step of every `batches` batches: their gradients are averaged, and then once over the ranks.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import faulthandler
 import os
 import sys
@@ -18,8 +19,9 @@ FAILED_EXIT_SECONDS = 10.0
 class ExitWatch:
     """Calls `leave(failed)` when the interpreter exits, for scripts that do not close their job themselves.
 
-    `failed` is True after an uncaught exception or a `sys.exit` with anything but success: then the others must
-    not be waited for. Both have to be seen as they happen; an `atexit` function is not told the exit code.
+    `failed` is True after an uncaught exception or a `sys.exit`, `exit` or `quit` with anything but success: then the others
+    must not be waited for. They have to be seen as they happen; an `atexit` function is not told the exit code.
+    Whoever raises SystemExit is not seen: Python tells nobody.
     """
 
     def __init__(self, leave: Callable[[bool], None]) -> None:
@@ -29,6 +31,9 @@ class ExitWatch:
         self._hook, self._exit = sys.excepthook, sys.exit
         self._own_hook, self._own_exit = self._on_exception, self._on_exit  # a bound method is made anew each time
         sys.excepthook, sys.exit = self._own_hook, self._own_exit
+        self._quitters = {name: getattr(builtins, name) for name in ("exit", "quit") if hasattr(builtins, name)}
+        for name in self._quitters:
+            setattr(builtins, name, self._own_exit)
         atexit.register(self._at_exit)
 
     def end(self) -> None:
@@ -38,6 +43,9 @@ class ExitWatch:
             sys.excepthook = self._hook
         if sys.exit == self._own_exit:
             sys.exit = self._exit
+        for name, quitter in self._quitters.items():
+            if getattr(builtins, name, None) == self._own_exit:
+                setattr(builtins, name, quitter)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._failed = True

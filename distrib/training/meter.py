@@ -19,6 +19,7 @@ from torch import nn
 
 from distrib.training import wires
 from distrib.training.clock import Clock, usual
+from distrib.training.synchronous import unwrapped
 
 WARMUP_STEPS = 5
 WINDOW_STEPS = 20
@@ -61,7 +62,8 @@ class Meter:
     def watch(self, thing: Any) -> None:
         """Measure a model or an optimizer that is prepared."""
         if isinstance(thing, nn.Module):
-            self._models.append(thing)
+            # In place of what it was before it was prepared again.
+            self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)] + [thing]
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
             thing.register_step_pre_hook(lambda *_: self._optimizer_begins())

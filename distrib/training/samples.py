@@ -47,8 +47,8 @@ class Mean:
         self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._given: set[torch.Tensor] = set()  # parameters to whose .grad what was kept is added already
-        self._handles: list[RemovableHandle] = []
-        self._hooked: tuple[list[int], bool] = [], False
+        self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
+        self._several = False
 
     @property
     def last(self) -> bool:
@@ -78,16 +78,18 @@ class Mean:
         """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
         wanted = self.batches > 1 or self._own * self._ranks != self._all
         groups = self._optimizer.param_groups if wanted else []
-        parameters = [p for group in groups for p in group["params"] if p.requires_grad]
-        hooked = [id(parameter) for parameter in parameters], self.batches > 1
-        if hooked == self._hooked:
-            return
-        self._hooked = hooked
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [p.register_hook(self._on_its_way(p)) for p in parameters]
-        if self.batches > 1:
-            self._handles += [p.register_post_accumulate_grad_hook(self._arrived) for p in parameters]
+        parameters = {parameter for group in groups for parameter in group["params"]}
+        several = self.batches > 1
+        for parameter in [p for p in self._hooks if several != self._several or p not in parameters]:
+            for handle in self._hooks.pop(parameter):
+                handle.remove()
+        self._several = several
+        for parameter in parameters - self._hooks.keys():
+            # One that is frozen keeps the hooks that it has: it may be so for the turn of another model only.
+            if parameter.requires_grad:
+                self._hooks[parameter] = [parameter.register_hook(self._on_its_way(parameter))]
+                if several:
+                    self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
     @property
     def _own(self) -> float:

@@ -123,10 +123,10 @@ class ShardSampler(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes: deque[tuple[int, int]] = deque()
-        return self._drawn(self.sizes)
+        return self._drawn(self.sizes, self.epoch)  # as it is now: the next may begin before anything is drawn
 
-    def _drawn(self, sizes: deque[tuple[int, int]]) -> Iterator[Any]:
-        order = self._order()
+    def _drawn(self, sizes: deque[tuple[int, int]], epoch: int) -> Iterator[Any]:
+        order = self._order(epoch)
         for step, (start, stop) in enumerate(self._steps(len(order))):
             speeds = self._speeds(step) if self.batch_size is not None else ()
             part = share(start, stop, self.rank, self.ranks, speeds)
@@ -145,13 +145,13 @@ class ShardSampler(Sampler[Any]):
         edges = global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
         return pairwise(edges)
 
-    def _order(self) -> Sequence[Any]:
+    def _order(self, epoch: int) -> Sequence[Any]:
         if isinstance(self.source, SequentialSampler):
             return range(len(self.source))
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(self.epoch)
-        with _seeded(self.seed + self.epoch, self.source):
+                sampler.set_epoch(epoch)
+        with _seeded(self.seed + epoch, self.source):
             return list(self.source)
 
 

@@ -50,7 +50,12 @@ def collectives(job: distrib.Job) -> None:
     assert streamed == list(range(job.rank, 10, ranks)), streamed
     augmented = job.prepare(DataLoader(range(8 * ranks), 4, num_workers=1, worker_init_fn=_noise))  # type: ignore[arg-type]
     assert sum(len(batch) for batch in augmented) == 8
-    job.barrier()
+    generator = torch.Generator().manual_seed(job.rank)  # as scripts do that want other augmentation on every rank
+    shuffled = job.prepare(DataLoader(range(8 * ranks), 4, shuffle=True, generator=generator))  # type: ignore[arg-type]
+    read = torch.zeros(8 * ranks)
+    for batch in shuffled:
+        read[batch] += 1
+    assert torch.equal(job.all_reduce(read, "sum"), torch.ones(8 * ranks))
     assert distrib.init() is job
 
 
@@ -83,6 +88,8 @@ def fails(job: distrib.Job) -> None:
             raise ValueError("this rank fails")
         if sys.argv[2] == "exit":
             sys.exit(7)
+        if sys.argv[2] == "quit":
+            quit(7)
     for _ in range(3):
         job.all_reduce(1.0)
 

@@ -233,6 +233,31 @@ def unused(job: distrib.Job) -> None:
     raises(f"rank {job.rank}: 1.weight, 1.bias got no gradient", optimizer.step)
 
 
+def unwrapped(job: distrib.Job) -> None:
+    """A model that is trained past what `prepare` made of it is named, not left to each rank."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job.prepare(model, optimizer)
+    model(torch.randn(4, 6)).sum().backward()
+    raises("what job.prepare made of it was never called: nobody averages them", optimizer.step)
+
+
+def again(job: distrib.Job) -> None:
+    """An optimizer that is prepared again, with its model, takes the steps that it took."""
+    model = make_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = job.prepare(job.unwrap(model), optimizer)
+    before, taken = parameters_of(job.unwrap(model)), []
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        optimizer.step()
+        taken.append(not torch.equal(parameters_of(job.unwrap(model)), before))
+        before = parameters_of(job.unwrap(model))
+    every = STRATEGY.accumulate
+    assert taken == [step % every == 0 for step in range(1, 7)], taken
+
+
 def nan(job: distrib.Job) -> None:
     """A gradient that is no number is named, or left out everywhere."""
     for on_nan in ("skip", "raise"):

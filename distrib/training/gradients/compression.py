@@ -90,12 +90,13 @@ class Halved(Way):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._kept: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        """Memory that no piece uses at present, by its elements."""
+        """Memory that no piece uses at present, by its elements: powers of 2, so that pieces of about one size share it."""
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         ranks, share = groups[0].size(), self._share(piece.numel(), groups[0].size())
-        sent, received = (self._memory(ranks * share, self.dtype) for _ in range(2))
-        total = self._memory(share, torch.float32)
+        kept = [self._memory(ranks * share, self.dtype), self._memory(ranks * share, self.dtype)]
+        kept.append(self._memory(share, torch.float32))
+        sent, received, total = kept[0][: ranks * share], kept[1][: ranks * share], kept[2][:share]
         sent[: piece.numel()].copy_(piece)
         yield dist.all_to_all_single(_raw(received), _raw(sent), group=groups[0], async_op=True).get_future()
         own, *others = received.view(ranks, share)
@@ -105,15 +106,17 @@ class Halved(Way):
         own.copy_(total)
         yield gather(_raw(sent), _raw(own), group=groups[1], async_op=True).get_future()
         piece.copy_(sent[: piece.numel()])
-        for memory in (sent, received, total):
+        for memory in kept:
             self._kept[memory.numel(), memory.dtype].append(memory)
 
     def _share(self, elements: int, ranks: int) -> int:
         return math.ceil(elements / ranks)
 
     def _memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        kept = self._kept.setdefault((elements, dtype), [])
-        return kept.pop() if kept else torch.zeros(elements, dtype=dtype)
+        """Of so many elements at least."""
+        room = 1 << (elements - 1).bit_length()
+        kept = self._kept.setdefault((room, dtype), [])
+        return kept.pop() if kept else torch.zeros(room, dtype=dtype)
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         return 2 * (hosts - 1) * 2 * self._share(elements, hosts)
