@@ -6,6 +6,7 @@ A terminal that stands still (Ctrl-S, a stuck ssh) must not hold up the job: wha
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 import sys
@@ -42,18 +43,19 @@ class Folder:
 
     def __init__(self) -> None:
         self._waiting: deque[_Line] = deque()
-        self._by_text: dict[bytes, list[_Line]] = {}
+        self._by_text: dict[bytes, deque[_Line]] = {}
         self._last: dict[int, int] = {}  # by rank, the number of its last waiting line
         self._number = 0
 
     def add(self, rank: int, text: bytes) -> None:
-        same = self._by_text.setdefault(text, [])
+        same = self._by_text.setdefault(text, deque())
         last = self._last.get(rank, -1)
-        for line in same:
-            if line.number > last:
-                line.ranks.append(rank)
-                self._last[rank] = line.number
-                return
+        if same and same[-1].number > last:
+            # They are in order, and many where a rank says one thing over and over.
+            line = same[bisect.bisect_right(same, last, key=lambda line: line.number)]
+            line.ranks.append(rank)
+            self._last[rank] = line.number
+            return
         self._number += 1
         line = _Line(self._number, text, rank)
         self._waiting.append(line)
@@ -72,7 +74,7 @@ class Folder:
                 break
             taken.append(self._waiting.popleft())
             same = self._by_text[line.text]
-            same.remove(line)  # the first of them, as the lines of a text wait in order
+            same.popleft()  # the first of them is this line, as the lines of a text wait in order
             if not same:
                 del self._by_text[line.text]
         return taken

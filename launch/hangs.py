@@ -112,6 +112,8 @@ def is_computing(stack: Stack) -> bool:
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
     """The ranks that the others wait for: those that do not wait themselves, else those that are at a place of their own."""
+    if all(stack.problem for stack in stacks):
+        return []
     places = {stack.rank: place_of(stack) for stack in stacks}
     absent = [stack for stack in stacks if not places[stack.rank].waits]
     if absent:
@@ -140,6 +142,8 @@ def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
         lines = [f"no progress for {silent_seconds:g} s: {who} in {place_of(rank)}; {others}"]
     elif guilty:
         lines = [f"no progress for {silent_seconds:g} s, and no rank waits for another"]
+    elif all(stack.problem for stack in stacks):
+        lines = [f"no progress for {silent_seconds:g} s, and no stack can be read: {stacks[0].problem}"]
     else:
         lines = [
             f"no progress for {silent_seconds:g} s: all {len(stacks)} ranks wait in {waits_in}; is the network up?"

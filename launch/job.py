@@ -30,15 +30,20 @@ def read_hosts(given: str | None) -> HostList | None:
 
     if given is None:
         return hostfile.slurm_hosts(os.environ)
-    if Path(given).exists() or FILE_NAME.search(given):
+    if _is_there(given) or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
     return hostfile.parse_host_list(given)
+
+
+def _is_there(given: str) -> bool:
+    """Whether it names a file; a Path of a list that is too long for a name would raise."""
+    return os.path.exists(given)  # noqa: PTH110
 
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
     path = Path(given) if given else None
-    if path is None and hosts and Path(hosts).is_file():
+    if path is None and hosts and _is_there(hosts):
         candidates = (Path(hosts).with_suffix(suffix) for suffix in (".yaml", ".yml"))
         path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:

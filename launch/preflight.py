@@ -250,6 +250,8 @@ def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Ma
 def own_addresses(hosts: Sequence[str]) -> set[str]:
     """The addresses of this machine from which it reaches `hosts`; nothing is sent."""
     found = _sources(hosts)
+    if not found and all(is_here(host) for host in hosts):
+        return {"127.0.0.1"}  # a machine alone, whose name stands for 127.0.1.1
     if not found:
         raise LaunchError(f"no network leads from here to {', '.join(list(hosts)[:5])}", hint="check names and routes")
     return found

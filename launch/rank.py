@@ -8,6 +8,7 @@ the rank goes too. Standard library only, so that it starts in milliseconds.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hmac
 import json
@@ -28,6 +29,8 @@ from distrib_launch.ranges import ranges
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
 SIOCGIFADDR = 0x8915
+PR_SET_PTRACER = 0x59616D61
+"""Lets the script's stack be read by its parent's children, such as py-spy, where the kernel's Yama forbids it (linux/prctl.h)."""
 WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
 CALL_BACK_SECONDS = 20.0
 BEAT_SECONDS = 1.0
@@ -176,7 +179,8 @@ class Rank:
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        ends = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+        for number in (*ends, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)
@@ -224,6 +228,8 @@ class Rank:
             for number in os.read(descriptor, 64):
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                     self._stop("engine", signal.SIGTERM, 5.0)
+                elif number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to its tasks, which we are
+                    self._signal_child(number)
 
     def _converse(self, _: int) -> None:
         try:
@@ -344,12 +350,14 @@ class Rank:
             passed.append(theirs.fileno())
         self.started = time.time()
         self.oom_before = oom_kills()
+        libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
         try:
             with placement.bound(share.cpus) as problem:
                 self.child = subprocess.Popen(
                     order["command"], cwd=order["directory"], env=environ,
                     stdin=subprocess.DEVNULL if self.input is None else self.input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
+                    preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
                 )  # fmt: skip
             threads = environ["OMP_NUM_THREADS"]
             self.placed = {

@@ -133,13 +133,15 @@ class Supervisor:
                 continue  # nohup: the job outlives the terminal
             handlers[number] = signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
-        entrance = self._listen()
+        entrance: door.Door | None = None
         try:
+            entrance = self._listen()
             self.engine = self._start_engine(entrance)
             self._watch(self.engine, entrance)
         finally:
             self._say_goodbye()
-            entrance.close()
+            if entrance:
+                entrance.close()
             for state in self.ranks:
                 state.close_files()
                 if state.channel:
@@ -182,7 +184,8 @@ class Supervisor:
     def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:
         next_ping = 0.0
         for host in self.hosts.values():
-            if host.address and not self.is_local:  # it answered before; it should go on doing so
+            # Its address in the chosen network: one that we reach only if we are in that network, too.
+            if host.address and self.plan.listen and not self.is_local:
                 self.liveness.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
         while not all(state.ending for state in self.ranks):
@@ -415,7 +418,7 @@ class Supervisor:
             state,
             exit_code=record["exit_code"],
             number=record["signal"],
-            when=record["ended"] - state.clock_offset,
+            when=record["ended"] - self._clock_offset(state.plan.host),
             stopped_by=record["stopped_by"],
             message=record["message"],
         )
@@ -547,6 +550,10 @@ class Supervisor:
             for state in self.ranks:
                 if state.plan.host == host and (not state.ending or state.again_at) and state.channel:
                     self._hang_up(state, why, "silence")
+
+    def _clock_offset(self, host: str) -> float:
+        """By how much its clock is ahead, as the rank knows that is pinged there."""
+        return next(s.clock_offset for s in self.ranks if s.plan.host == host and s.plan.local_rank == 0)
 
     def _ping(self) -> None:
         for state in self.ranks:

@@ -280,6 +280,12 @@ def test_a_rank_without_a_stack_is_still_told_of():
     assert "Permission denied" in "\n".join(hangs.report(stacks, 5))
 
 
+def test_where_no_stack_can_be_read_nobody_is_blamed():
+    stacks = [stack(rank, (), problem="Error: Permission denied") for rank in range(2)]
+    assert hangs.culprits(stacks) == []
+    assert hangs.report(stacks, 9)[0] == "no progress for 9 s, and no stack can be read: Error: Permission denied"
+
+
 @given(st.sets(st.integers(0, 50), min_size=1))
 def test_ranges_name_every_number(numbers):
     named = set()

@@ -9,7 +9,9 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
+from distrib_launch.job import read_hosts
 from distrib_launch.plan import is_secret
 
 from tests.conftest import LAUNCH, SCRIPTS, our_processes
@@ -422,6 +424,30 @@ def test_sigusr1_reaches_every_rank_and_the_job_goes_on(tmp_path):
     out, err = process.communicate(timeout=10)
     assert process.returncode == 0, err
     assert out.count("saving SIGUSR1") in (1, 2), out  # one line where both say it at the same time
+
+
+def test_so_does_a_signal_of_slurm_to_the_processes_that_it_started(tmp_path):
+    (tmp_path / "saver.py").write_text(SAVER)
+    process = start(tmp_path / "run", "-np", "1", "saver.py")
+    (job,) = psutil.Process(process.pid).children()
+    (task,) = [one for one in job.children(recursive=True) if "distrib_launch.rank" in one.cmdline()]
+    task.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "saved-0").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (tmp_path / "enough").touch()
+    out, err = process.communicate(timeout=10)
+    assert process.returncode == 0 and "saving SIGUSR1" in out, err
+
+
+def test_a_list_of_hosts_may_be_longer_than_a_file_name():
+    names = [f"ip-10-0-12-{n}.us-west-2.compute.internal" for n in range(1, 201)]
+    assert [host.name for host in read_hosts(",".join(f"{name}:8" for name in names)).hosts] == names
+
+
+def test_this_machine_may_be_named_by_a_loopback_address(launch):
+    run = launch("-H", "127.0.0.1:2", SCRIPTS / "job.py")
+    assert run.code == 0, run
 
 
 def test_fewer_ranks_than_planned_are_refused(launch, tmp_path):

@@ -91,6 +91,17 @@ def test_folding_keeps_every_line_and_each_ranks_order(said):
         assert [line.text for line in shown if rank in line.ranks] == [text for r, text in said if r == rank]
 
 
+def test_a_flood_of_one_line_is_folded_in_no_time():
+    """Not in the square of its length: what comes from a rank in one piece holds up all else."""
+    folder = Folder()
+    for _ in range(100_000):
+        folder.add(0, b"waiting")
+    for _ in range(50_000):
+        folder.add(1, b"waiting")
+    shown = folder.take(all_of_them=True, among=2)
+    assert [line.ranks for line in shown] == [[0, 1]] * 50_000 + [[0]] * 50_000
+
+
 def test_ranks_that_say_the_same_fold_into_one_line_each():
     folder = Folder()
     for rank in range(4):

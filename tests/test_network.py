@@ -79,7 +79,7 @@ def test_a_slow_card_with_rdma_is_not_preferred_to_a_fast_bond():
     )
     assert chosen(choose_network(hosts))["n1"] == ("bond0", "10.1.0.1")
     without = {
-        name: inventory(name, interfaces=(*facts.interfaces[:1], *facts.interfaces[2:]))
+        name: inventory(name, interfaces=tuple(one for one in facts.interfaces if one.name != "bond0"))
         for name, facts in hosts.items()
     }
     assert chosen(choose_network(without))["n1"] == ("eth5", "10.2.0.1")

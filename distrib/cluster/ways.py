@@ -158,7 +158,7 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
         return units.parse_ratio(switch.oversubscription)
     if switch.uplink is None:
         return 1.0
-    return max(1.0, inflow(topology, switch) / parse_uplink(switch.uplink))
+    return max(1.0, _inflow(topology, switch) / parse_uplink(switch.uplink))
 
 
 def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:
@@ -305,8 +305,7 @@ def _oversubscription(topology: Topology, source: str, target: str) -> float:
     return worst
 
 
-def inflow(topology: Topology, switch: Switch) -> float:
-    """What the data NICs and the switches below could send up, nominally, in bytes per second."""
+def _inflow(topology: Topology, switch: Switch) -> float:
     by_name = {each.name: each for each in topology.switches}
     total = sum(_total(data_nics(topology.nics_of(host))) for host in switch.host_names)
     for name in switch.switches:
@@ -314,7 +313,7 @@ def inflow(topology: Topology, switch: Switch) -> float:
         if below.uplink is not None:
             total += parse_uplink(below.uplink)
         else:
-            total += inflow(topology, below) / switch_oversubscription(topology, below)
+            total += _inflow(topology, below) / switch_oversubscription(topology, below)
     return total
 
 
