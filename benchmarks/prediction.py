@@ -43,7 +43,7 @@ from tests.cluster.virtual import parse_rate
 BIN = Path(sys.executable).parent
 STEPS = Path(__file__).parent / "scripts" / "steps.py"
 RESULTS = Path(__file__).parent / "results" / "prediction.json.gz"
-SEED = 20261122
+SEED = 20261123
 THRESHOLD = 0.8
 FEW_RANKS = 4
 """More share this machine's two cores with each other than a model of separate hosts can know."""

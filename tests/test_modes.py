@@ -144,6 +144,7 @@ def test_a_model_that_is_frozen_for_the_turn_of_another_keeps_what_it_gathers():
     weight = torch.zeros(3, requires_grad=True)
     mean = Mean(torch.optim.SGD([weight], lr=1.0), Samples(), ranks=1)
     mean.batches = 2
+    mean.follow()
     for gradient in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([3.0, 2.0, 0.0])):
         weight.requires_grad_(False)
         mean.follow()  # a batch is read while it is frozen
