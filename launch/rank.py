@@ -179,8 +179,9 @@ class Rank:
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write)
-        ends = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
-        for number in (*ends, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        for number in (
+            signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2,
+        ):  # fmt: skip
             signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)

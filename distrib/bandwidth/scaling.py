@@ -252,7 +252,7 @@ def _hook_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> flo
 
 def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
     """What averaging each piece of the gradients costs, in the order in which they travel."""
-    copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
+    copying = _copying(fabric)
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
     crowded = 1 + NOT_HIDDEN * (fabric.crowding - 1)
     packing, unpacking = packing * crowded, unpacking * crowded
@@ -261,7 +261,7 @@ def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tu
     return [
         Transfer(
             ready_seconds=piece.ready_seconds,
-            wire_seconds=_wire_seconds(fabric, strategy, piece, copying),
+            wire_seconds=_wire_seconds(fabric, strategy, piece),
             pack_seconds=piece.size_bytes * (packing / copying + payload_of(piece, strategy.gradients).passes * busy),
             unpack_seconds=unpacking * piece.size_bytes / copying,
         )
@@ -278,9 +278,8 @@ def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Pie
     if fabric.wire is None:
         return pieces.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
-    copying = fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
     trials = (Piece(size_bytes=size, elements=size / 4, tensors=1, ready_seconds=0.0) for size in (64, TRIAL_BYTES))
-    small, large = (_wire_seconds(fabric, strategy, trial, copying) for trial in trials)
+    small, large = (_wire_seconds(fabric, strategy, trial) for trial in trials)
     wire = buckets.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
     return pieces.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
@@ -292,7 +291,12 @@ def _is_grouped(fabric: Fabric, strategy: Strategy) -> bool:
     return strategy.all_reduce == "hierarchical" or (strategy.all_reduce == "auto" and not fabric.gpus)
 
 
-def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: float) -> float:
+def _copying(fabric: Fabric) -> float:
+    """Bytes per second of copies in a host's memory."""
+    return fabric.memory_bytes_per_second or collectives.MEMORY_BYTES_PER_SECOND
+
+
+def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece) -> float:
     payload = payload_of(piece, strategy.gradients)
     grouped = _is_grouped(fabric, strategy)
     size = payload.size_bytes
@@ -302,7 +306,7 @@ def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece, copying: flo
     else:
         wire = collectives.all_reduce(fabric, size, hierarchical=grouped)
     # One piece is packed while another travels.
-    packing = payload.passes * piece.size_bytes / copying
+    packing = payload.passes * piece.size_bytes / _copying(fabric)
     if fabric.gpus:
         return max(wire, packing)
     packing *= CONVERSION_COPIES * fabric.crowding

@@ -203,9 +203,8 @@ class ShardedLoader(Iterable[Any]):
                     if balance:
                         balance.end(step, own)
         finally:
-            if (
-                before and not watch.trains
-            ):  # an evaluation may come between a batch of another loader and its gradients
+            # An evaluation may come between a batch of another loader and its gradients.
+            if before and not watch.trains:
                 self._samples(*before)
         if watch.trains:
             self._samples(1, self._ranks)

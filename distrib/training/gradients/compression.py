@@ -93,7 +93,8 @@ class Halved(Way):
         """Memory that no piece uses at present, by its elements: powers of 2, so that pieces of about one size share it."""
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
-        ranks, share = groups[0].size(), self._share(piece.numel(), groups[0].size())
+        ranks = groups[0].size()
+        share = math.ceil(piece.numel() / ranks)
         kept = [self._memory(ranks * share, self.dtype), self._memory(ranks * share, self.dtype)]
         kept.append(self._memory(share, torch.float32))
         sent, received, total = kept[0][: ranks * share], kept[1][: ranks * share], kept[2][:share]
@@ -109,9 +110,6 @@ class Halved(Way):
         for memory in kept:
             self._kept[memory.numel(), memory.dtype].append(memory)
 
-    def _share(self, elements: int, ranks: int) -> int:
-        return math.ceil(elements / ranks)
-
     def _memory(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Of so many elements at least."""
         room = 1 << (elements - 1).bit_length()
@@ -119,7 +117,7 @@ class Halved(Way):
         return kept.pop() if kept else torch.zeros(room, dtype=dtype)
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
-        return 2 * (hosts - 1) * 2 * self._share(elements, hosts)
+        return 2 * (hosts - 1) * 2 * math.ceil(elements / hosts)
 
     def forget(self) -> None:
         self._kept.clear()
