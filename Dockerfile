@@ -24,6 +24,7 @@ LABEL com.nvidia.volumes.needed=nvidia_driver
 
 # sshd without root, on a port of its own. The job's key pair (id_rsa, id_rsa.pub, authorized_keys) is mounted over
 # ~/.ssh; it is the hosts' key as well, so that nobody without it is taken for one of them, and none is in the image.
+# A login over ssh does not see the image's variables: the driver, where clouds mount it, is named once more.
 RUN printf '%s\n' 'Host *' '  Port 2222' '  User trainer' '  IdentityFile /home/trainer/.ssh/id_rsa' \
        '  StrictHostKeyChecking yes' '  UserKnownHostsFile /dev/null' \
        '  KnownHostsCommand /usr/bin/sed "s/^/* /" /home/trainer/.ssh/id_rsa.pub' > /etc/ssh/ssh_config.d/distrib.conf
@@ -33,6 +34,7 @@ RUN mkdir -m 700 .ssh sshd \
     && printf '%s\n' 'Port 2222' 'HostKey /home/trainer/.ssh/id_rsa' \
        'AuthorizedKeysFile /home/trainer/.ssh/authorized_keys' 'AllowUsers trainer' 'PidFile none' 'UsePAM no' \
        'PasswordAuthentication no' 'KbdInteractiveAuthentication no' 'StrictModes no' 'MaxStartups 200' \
-       'AllowTcpForwarding no' 'SetEnv PATH=/opt/distrib/bin:/usr/local/bin:/usr/bin:/bin' > sshd/config
+       'AllowTcpForwarding no' \
+       'SetEnv PATH=/opt/distrib/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin LD_LIBRARY_PATH=/usr/local/nvidia/lib:/usr/local/nvidia/lib64' > sshd/config
 EXPOSE 2222
 CMD ["/usr/sbin/sshd", "-D", "-e", "-f", "/home/trainer/sshd/config"]

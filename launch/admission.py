@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
 from distrib_launch import preflight
 from distrib_launch.connections import Connections
 from distrib_launch.console import Console
-from distrib_launch.plan import LaunchPlan
+from distrib_launch.plan import HostPlan, LaunchPlan
 from distrib_launch.results import write_json
 
 from distrib.errors import ConfigError, PreflightError
@@ -24,12 +24,13 @@ def admit(
     options: argparse.Namespace,
     console: Console,
     replan: Callable[[Collection[str]], LaunchPlan],
+    prepare: Callable[[LaunchPlan, Sequence[HostPlan]], None],
     connections: Connections,
 ) -> tuple[LaunchPlan, list[str]]:
     """Check the plan's hosts; returns the plan to run, network cards chosen, and warnings for the result.
 
     With `--drop-bad-hosts`, `replan` makes a plan without the hosts it is given, and the rest is judged again by what
-    it has said already. Raises PreflightError when the job may not start.
+    it has said already; `prepare` makes ready for asking hosts that were idle before. Raises PreflightError when the job may not start.
     """
     if options.no_check or plan.engine != "mpirun":
         if options.interface:
@@ -65,6 +66,7 @@ def admit(
             raise PreflightError(f"{told}\nwithout {', '.join(dropped)}: {problem.what}", hint=problem.hint) from None
         if unknown := {host.name for host in plan.hosts} - set(answers.by_host):  # -np had left them idle
             more = [host for host in plan.hosts if host.name in unknown]
+            prepare(plan, more)
             late = preflight.ask(more, question, plan.ssh, plan.script[0], plan.command[0], connections)
             answers = msgspec.structs.replace(
                 answers,

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             read_topology_for(options.topology, options.hosts),
             this_machine(environment),
         )
-        mpirun.write_ssh_config(Path(folder), plan.hosts)
+        mpirun.write_ssh_config(Path(folder), plan)
         question = preflight.question_of(plan)
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)

@@ -181,6 +181,19 @@ def mixed_pools(found: Mapping[str, Sequence[str]]) -> str | None:
     return f"the hosts have different GPUs, and every step waits for the slowest ({kinds}); --pool chooses one kind"
 
 
+def widen(choices: Sequence[Choice], wanted: int) -> tuple[Choice, ...]:
+    """The choices with room for `wanted` ranks, taken evenly up to their hosts' `max_slots`; as they are where that is too little."""
+    room = [(choice.host.max_slots or 0) - choice.slots if choice.indices is None else 0 for choice in choices]
+    spare = [msgspec.structs.replace(choice, slots=max(0, more)) for choice, more in zip(choices, room, strict=True)]
+    missing = wanted - sum(choice.slots for choice in choices)
+    if missing > sum(choice.slots for choice in spare):
+        return tuple(choices)
+    added = {choice.host.name: more for choice, more in share_out(spare, missing, "spread")}
+    return tuple(
+        msgspec.structs.replace(choice, slots=choice.slots + added.get(choice.host.name, 0)) for choice in choices
+    )
+
+
 def share_out(
     choices: Sequence[Choice], wanted: int, how: Literal["fill", "spread"] = "fill"
 ) -> tuple[tuple[Choice, int], ...]:

@@ -105,9 +105,17 @@ def parser() -> Parser:
     out.add_argument("--no-fold", action="store_true", help="show identical lines of several ranks one by one")
     out.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
     out.add_argument("--version", action="version", version=f"distrib {__version__}")
-    p.add_argument("script", metavar="SCRIPT", help="the Python script that every rank runs")
-    p.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments, passed on untouched")
+    p.add_argument("script", nargs=argparse.PARSER, action=_Command, metavar="SCRIPT", help="the Python script that every "
+                   "rank runs, and its arguments, passed on untouched")  # fmt: skip
     return p
+
+
+class _Command(argparse.Action):
+    """The script and its arguments. As two positionals, argparse would keep a `--` between them to itself."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        assert isinstance(values, list)
+        namespace.script, *namespace.arguments = values[1:] if values[0] == "--" else values
 
 
 def _positive(text: str) -> int:

@@ -31,7 +31,7 @@ class EngineProcess:
         self._runtime = engines.get(plan.engine)
         self._runtime.write_files(Path(plan.run_dir), plan)
         environ = {
-            **os.environ, **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
+            **self._runtime.environment(os.environ), **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
             "DISTRIB_RUN_DIR": plan.run_dir,
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without

@@ -7,7 +7,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,7 +15,7 @@ from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
-    from distrib_launch.plan import Here, LaunchPlan, Options
+    from distrib_launch.plan import Here, HostPlan, LaunchPlan, Options
     from distrib_launch.results import Result
 
     from distrib.cluster.hostfile import HostList
@@ -29,7 +29,9 @@ def read_hosts(given: str | None) -> HostList | None:
     from distrib.cluster import hostfile
 
     if given is None:
-        return hostfile.slurm_hosts(os.environ)
+        from distrib_launch.engines import srun
+
+        return hostfile.slurm_hosts(srun.allocation())
     if _is_there(given) or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
     return hostfile.parse_host_list(given)
@@ -79,8 +81,11 @@ def this_machine(environment: Mapping[str, str]) -> Here:
     )
 
 
-def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> LaunchPlan:
-    """Decide everything about the launch that `options`, those of the command, ask for; `without` names hosts left out."""
+def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: str | None = None) -> LaunchPlan:
+    """Decide everything about the launch that `options`, those of the command, ask for.
+
+    `without` names hosts left out, `job` is the name of the job where it has one already.
+    """
     from distrib_launch import choose, engines, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
@@ -123,7 +128,9 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = ()) -> Lau
             without=tuple(without),
         ),
         bind=options.bind,
+        grace_seconds=options.grace,
         sync=str(folder) if folder else None,
+        **({"job": job} if job else {}),
     )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
@@ -232,14 +239,23 @@ def _launch(
         console.say(f"note: {note}")
     if os.geteuid() == 0:
         console.say("note: running as root; on a shared cluster a user of your own is safer")
-    mpirun.write_ssh_config(run_dir, plan.hosts)
-    if plan.sync:
-        from distrib_launch.sync import sync
-
-        console.say(str(sync(Path(plan.sync), [host.name for host in plan.hosts], plan.ssh, leave_out=[run_dir])))
     again = argparse.Namespace(**{**vars(options), "run_dir": plan.run_dir})
+    job = plan.job
+
+    def replan(without: Collection[str]) -> LaunchPlan:
+        return make_plan(again, without, job)
+
+    def prepare(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
+        """What must be before `hosts`, of the plan, can be asked."""
+        mpirun.write_ssh_config(run_dir, plan)
+        if plan.sync:
+            from distrib_launch.sync import sync
+
+            console.say(str(sync(Path(plan.sync), [host.name for host in hosts], plan.ssh, leave_out=[run_dir])))
+
+    prepare(plan, plan.hosts)
     with Connections(mpirun.sockets(plan)) as connections:
-        plan, warnings = admission.admit(plan, options, console, lambda without: make_plan(again, without), connections)
+        plan, warnings = admission.admit(plan, options, console, replan, prepare, connections)
         for note in plan.notes:
             if note not in said:
                 console.say(f"note: {note}")

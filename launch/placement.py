@@ -201,12 +201,18 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machin
 
 
 def _read_gpus(root: Path) -> tuple[Gpu, ...]:
+    """The GPUs that this process may use: CUDA counts no others, and /proc has all, also where a job's cgroup forbids some."""
     gpus = []
     for folder in sorted(root.glob("proc/driver/nvidia/gpus/*")):
-        uuid, node = "", None
+        uuid, node, words = "", None, ""
         with contextlib.suppress(OSError):
-            told = re.search(r"GPU UUID:\s*(\S+)", (folder / "information").read_text())
-            uuid = told[1] if told else ""
+            words = (folder / "information").read_text()
+        if told := re.search(r"GPU UUID:\s*(\S+)", words):
+            uuid = told[1]
+        if told := re.search(r"Device Minor:\s*(\d+)", words):
+            file = root / f"dev/nvidia{told[1]}"
+            if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+                continue
         with contextlib.suppress(OSError, ValueError):
             node = int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())
         gpus.append(Gpu(uuid, node if node is not None and node >= 0 else None))

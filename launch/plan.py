@@ -17,6 +17,8 @@ from distrib_launch.ranges import ranges
 
 from distrib import strategy as strategies
 from distrib.cluster.hostfile import Host, HostList
+from distrib.cluster.hostlist import MAX_SLOTS
+from distrib.cluster.slurm import SOURCE as SLURM
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 
@@ -74,6 +76,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = "auto"
     sync: str | None = None
     module: bool = False
+    grace_seconds: float = 5.0
+    """Between SIGTERM and SIGKILL."""
+    job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
+    """The job's name; a plan made again for fewer hosts keeps it, for connections are open in its name."""
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,12 +149,16 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = "auto"
     ssh: tuple[str, ...] = ()
     """The words that reach a host, before its name."""
+    ssh_config: str | None = None
+    """The user's own configuration of ssh, where `ssh` reads one of ours that includes it."""
     sync: str | None = None
     """The folder that is brought to every host first."""
     network: str = ""
     """Why the hosts' interfaces were chosen as they were; empty before launch."""
     listen: tuple[str, ...] = ()
     """Addresses for the control channel; empty: those by which the hosts reach this machine."""
+    seen_as: tuple[str, ...] = ()
+    """Addresses of this machine from which the hosts saw it come when they were asked; empty before launch."""
     engine_environment: dict[str, str] = {}
     """What is set for the engine's own processes."""
     topology: str | None = None
@@ -218,9 +228,15 @@ def plan_hosts(
     slots = {}
     for host in host_list.hosts:
         gpus = known[host.name]
-        slots[host.name] = host.slots if host.slots is not None else (gpus and gpus.count) or 1
+        unsaid = min((gpus and gpus.count) or 1, host.max_slots or MAX_SLOTS)
+        slots[host.name] = host.slots if host.slots is not None else unsaid
     choices = choose.choose(host_list.hosts, known, slots, wishes)
-    notes = [*host_list.notes, *_notes_on_slots(choices, known)]
+    more = "--ntasks-per-node=N or -np N" if host_list.source == SLURM else ""
+    notes = list(host_list.notes)
+    if wanted is not None and wanted > sum(choice.slots for choice in choices):
+        choices = choose.widen(choices, wanted)
+    else:
+        notes += _notes_on_slots(choices, known, more)
     total = sum(choice.slots for choice in choices)
     if wanted is not None and wanted > total:
         raise ConfigError(
@@ -247,7 +263,8 @@ def plan_hosts(
     return tuple(hosts), tuple(notes), counts
 
 
-def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus | None]) -> list[str]:
+def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus | None], more: str) -> list[str]:
+    """What was assumed where nobody said how many slots there are; `more` is how to have more, where not by slots."""
     notes: list[str] = []
     bare: list[str] = []
     for choice in choices:
@@ -260,7 +277,7 @@ def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus |
             bare.append(name)
     if bare:
         shown = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
-        notes.append(f"{shown}: no slots given; 1 rank each (say {bare[0]}:N or slots=N for more)")
+        notes.append(f"{shown}: no slots given; 1 rank each ({more or f'say {bare[0]}:N or slots=N'} for more)")
     return notes
 
 
@@ -315,8 +332,9 @@ def make_plan(
     hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, options.wishes, in_step=in_step)
     if with_servers:
         hosts = roles.place_servers(hosts, apart, listed, options.strategy.servers)
+        roles.check_replicas(hosts, options.strategy.replicas)
     world_size = sum(host.workers for host in hosts)
-    job = secrets.token_hex(4)
+    job = options.job
     common = {
         **options.environment,
         "WORLD_SIZE": str(world_size),
@@ -363,6 +381,7 @@ def make_plan(
             )
     ranks += _servers(hosts, common, len(ranks), "OMP_NUM_THREADS" in options.environment)
     notes += training.notes_on(options.strategy, (rank.device for rank in ranks))
+    ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)
     plan = LaunchPlan(
         job=job,
         world_size=world_size,
@@ -378,7 +397,8 @@ def make_plan(
         notes=notes,
         bind=options.bind,
         sync=options.sync,
-        ssh=tuple(mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)),
+        ssh=tuple(ssh),
+        ssh_config=ssh_config,
     )
     engine = engines.get(options.engine)
     plan = msgspec.structs.replace(plan, command=engine.command(plan, options))

@@ -221,8 +221,9 @@ def wants_of(plan: LaunchPlan, own_names: Collection[str], environ: Mapping[str,
 def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Mapping[str, str]) -> LaunchPlan:
     """The plan with each host's interface, and what makes every library keep to it."""
     network = report.network
-    if network is None:
-        return plan
+    if network is None:  # every host is this machine, be it by a name that ssh alone knows
+        alone = report.inventories and not _sources([host.name for host in plan.hosts])
+        return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if alone else plan
     choices = {choice.host: choice for choice in network.hosts}
     hosts = tuple(
         msgspec.structs.replace(host, interface=choices[host.name].interface, address=choices[host.name].address)
@@ -239,6 +240,7 @@ def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Ma
         ranks=ranks,
         network=network.reason,
         listen=tuple(own[:1]),
+        seen_as=_seen_as(report, answers),
         engine_environment=engine_environment(network, answers.here, environ),
         notes=(*plan.notes, *network.notes),
     )
@@ -247,14 +249,26 @@ def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Ma
 # -- routes -----------------------------------------------------------------------------------------------------------
 
 
-def own_addresses(hosts: Sequence[str]) -> set[str]:
-    """The addresses of this machine from which it reaches `hosts`; nothing is sent."""
-    found = _sources(hosts)
-    if not found and all(is_here(host) for host in hosts):
+def own_addresses(plan: LaunchPlan) -> set[str]:
+    """The addresses of this machine by which the plan's hosts reach it; nothing is sent.
+
+    What the hosts saw is best: their names may be ssh's own (HostName in ~/.ssh/config), which nobody else resolves.
+    """
+    names = [host.name for host in plan.hosts]
+    found = set(plan.seen_as) or _sources(names) or _sources([host.address for host in plan.hosts if host.address])
+    if not found and all(is_here(name) for name in names):
         return {"127.0.0.1"}  # a machine alone, whose name stands for 127.0.1.1
     if not found:
-        raise LaunchError(f"no network leads from here to {', '.join(list(hosts)[:5])}", hint="check names and routes")
+        raise LaunchError(f"no network leads from here to {', '.join(names[:5])}", hint="check names and routes")
     return found
+
+
+def _seen_as(report: Report, answers: Answers) -> tuple[str, ...]:
+    """Where every host's sshd says that this machine called from; the address of a gateway, or a jump host, is not ours."""
+    told = [report.inventories[host].ssh_connection[:1] for host in report.hosts if host not in answers.own_names]
+    addresses = dict.fromkeys(connection[0] if connection else "127.0.0.1" for connection in told)
+    ours = all(not address.startswith("127.") and address != "::1" and is_here(address) for address in addresses)
+    return tuple(addresses) if ours else ()
 
 
 def _sources(hosts: Collection[str]) -> set[str]:

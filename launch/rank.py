@@ -80,9 +80,12 @@ def call_back(addresses: str, token: str) -> Channel:
             give_up_on_silence(sock, LAUNCHER_SILENCE_SECONDS)
             return Channel(sock, token, listener=False)
         time.sleep(0.2)
+    others = (
+        " --interface chooses another network" if IDENTITIES[0][0] in os.environ else ""
+    )  # of hosts that were asked
     raise SystemExit(
         f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
-        "is a firewall between them? --interface chooses another network"
+        f"is a firewall between them?{others}"
     )
 
 
@@ -100,12 +103,16 @@ def interface_with(address: str) -> str | None:
 
 
 def visible_gpus(environ: dict[str, str]) -> int:
-    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made."""
+    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made.
+
+    In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
+    """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1")])
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1", "NoDevFiles")])
     with contextlib.suppress(OSError):
-        if found := sum(name.startswith("nvidia") and name[6:].isdigit() for name in os.listdir("/dev")):
-            return found
+        files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+        if files:
+            return sum(os.access(file, os.R_OK | os.W_OK) for file in files)
     return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
@@ -160,6 +167,7 @@ class Rank:
         self.started = 0.0
         self.device = ""
         self.stopping = ""  # who asked for the end: "launcher", "engine", "lost"
+        self.grace_seconds = 0.0  # between SIGTERM and SIGKILL when the engine ends the job; known with the script
         self.kill_at = float("inf")
         self.streams: dict[int, Kind] = {}
         self.finished = False  # the exit record is sent
@@ -228,7 +236,7 @@ class Rank:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(descriptor, 64):
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    self._stop("engine", signal.SIGTERM, 5.0)
+                    self._stop("engine", signal.SIGTERM, self.grace_seconds)
                 elif number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to its tasks, which we are
                     self._signal_child(number)
 
@@ -294,6 +302,7 @@ class Rank:
             self.guard.dismiss()
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
+        self.grace_seconds = order["grace_seconds"]
         give_up_on_silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
         if "DISTRIB_SERVERS" in environ:

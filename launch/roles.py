@@ -65,3 +65,12 @@ def place_servers(
             if servers
         ),
     )
+
+
+def check_replicas(hosts: Sequence[HostPlan], replicas: int) -> None:
+    """Raises ConfigError where no other server could keep a replica."""
+    if replicas and sum(host.servers for host in hosts) < 2:
+        raise ConfigError(
+            "--replicas 1, but there is one parameter server only, and no other to keep its replica",
+            hint="use --servers 2 or more, or leave it out",
+        )

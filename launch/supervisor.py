@@ -159,7 +159,7 @@ class Supervisor:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
         addresses = set(self.plan.listen)
         if not addresses:
-            addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses([h.name for h in self.plan.hosts])
+            addresses = {"127.0.0.1"} if self.is_local else preflight.own_addresses(self.plan)
         return door.Door(self.selector, self.token, addresses, self._welcome)
 
     def _start_engine(self, entrance: door.Door) -> EngineProcess:
@@ -332,7 +332,7 @@ class Supervisor:
                     "host_timeout_seconds": self.liveness.silence_seconds,
                     "chosen": host.chosen, "bind": self.plan.bind if state.plan.role == "worker" else "none",
                     "sharers": host.workers if state.plan.role == "worker" else host.ranks,
-                    "keep_value": self.keep_value,
+                    "keep_value": self.keep_value, "grace_seconds": self.grace_seconds,
                 }  # fmt: skip
             self._send(state, Kind.ASSIGN, state.order)
 

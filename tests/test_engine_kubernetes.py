@@ -112,6 +112,33 @@ def test_what_the_launcher_inside_is_given_is_a_command_line_that_it_reads(manif
     assert json.loads(run.out)["bind"] == "numa"
 
 
+@pytest.mark.parametrize("servers", [(), ("--servers", "1")])
+def test_parameter_servers_take_no_slots_and_no_gpus(manifest, launch, servers):
+    job = manifest("-H", "w[1-2]:8", "--mode", "async", *servers, SCRIPT)
+    assert job["spec"]["slotsPerWorker"] == 8
+    resources = container(job, "Worker")["resources"]
+    assert resources == {"requests": {"cpu": "9"}, "limits": {"nvidia.com/gpu": "8"}}
+    inside = container(job, "Launcher")["command"][3:-1]
+    run = launch("--dry-run", "--json", "-H", "w[1-2]:8", *inside, ROOT / SCRIPT)
+    assert run.code == 0, run
+    assert json.loads(run.out)["world_size"] == 16
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [("14d", "1209600"), ("1d", "86400"), ("1234567.25", "1234567.25"), ("0.5", "0.5"), ("90", "90")]
+)
+def test_times_arrive_with_all_their_digits(manifest, launch, given, told):
+    command = container(manifest(*HOSTS, "--timeout", given, SCRIPT), "Launcher")["command"]
+    assert command[command.index("--timeout") + 1] == told
+
+
+def test_a_module_gives_its_name_to_note_and_job(launch):
+    run = launch(*IMAGE, *HOSTS, "--json", "-m", "package.train_it", "--epochs", "3")
+    assert run.code == 0, run
+    assert "note: package.train_it and its data must be in the image" in run.err
+    assert json.loads(run.out)["metadata"]["name"].startswith("train-it-")
+
+
 def test_on_the_cpu_no_gpu_is_asked_for(manifest):
     job = manifest("-H", "w[1-2]:4", "-x", "CUDA_VISIBLE_DEVICES=", "--runtime-class", "nvidia", SCRIPT)
     assert container(job, "Worker")["resources"] == {"requests": {"cpu": "4"}}
@@ -142,6 +169,10 @@ def test_it_is_written_to_a_file_and_as_json(launch, tmp_path):
         ([*IMAGE, "-H", "a:8,b:8", "-np", "12", SCRIPT], "b has 4 rank(s), a has 8"),
         ([*IMAGE, "-H", "a:8", "--include", "a:0,2", SCRIPT], "GPUs 0, 2 of a were chosen"),
         ([*IMAGE, SCRIPT], "how many workers?"),
+        (
+            [*IMAGE, "-H", "a:8,b:8", "-np", "8", "--mode", "async", "--servers", "1", SCRIPT],
+            "b would run parameter servers",
+        ),
         (["--engine", "kubernetes", *HOSTS, SCRIPT], "no --image"),
         ([*IMAGE, *HOSTS, "--manifest", "/nowhere/job.yaml", SCRIPT], "--manifest /nowhere/job.yaml: No such file"),
     ],
@@ -288,7 +319,7 @@ $pod {" ".join(kubernetes.SSHD)} 2> sshd.log &
 server=$!
 for _ in $(seq 100); do grep -q listening sshd.log && break; sleep 0.05; done
 ssh="$pod ssh -F /home/client -o BatchMode=yes 127.0.0.1"
-$ssh 'id -u; echo $PATH' > said 2> words || echo refused > said
+$ssh 'id -u; echo $PATH; echo $LD_LIBRARY_PATH' > said 2> words || echo refused > said
 unshare --mount sh -c "mount --bind /home/other /home/trainer/.ssh; $ssh true" > /dev/null 2> impostor || echo refused >> impostor
 kill $server
 wait $server || true
@@ -297,7 +328,12 @@ wait $server || true
     subprocess.run(["unshare", "--net", "--mount", "--propagation", "private", "sh", tmp_path / "run.sh"], timeout=60)
     said = (tmp_path / "said").read_text().splitlines()
     words = (tmp_path / "words").read_text() + (tmp_path / "sshd.log").read_text()
-    assert said == [str(kubernetes.USER_ID), "/opt/distrib/bin:/usr/local/bin:/usr/bin:/bin"], words
+    user, path, libraries = said
+    assert (user, path.split(":")[0], path.split(":")[-1]) == (str(kubernetes.USER_ID), "/opt/distrib/bin", "/bin"), (
+        words
+    )
+    assert {"/usr/local/nvidia/bin", "/usr/local/cuda/bin"} <= set(path.split(":"))
+    assert libraries == "/usr/local/nvidia/lib:/usr/local/nvidia/lib64"
     # To somebody with another job's keys this is not one of its hosts.
     impostor = (tmp_path / "impostor").read_text()
     assert "Host key verification failed" in impostor and impostor.endswith("refused\n")

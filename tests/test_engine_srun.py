@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from distrib_launch.engines import srun
 from distrib_launch.plan import LaunchPlan
-from distrib_launch.rank import identity
+from distrib_launch.rank import call_back, identity, visible_gpus
 
 from tests.cluster import slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS
@@ -36,8 +36,8 @@ def make_slurm() -> Iterator[Callable[..., slurm.SlurmCluster]]:
     """Builds virtual clusters with a Slurm of their own and takes them down when the test ends."""
     clusters: list[slurm.SlurmCluster] = []
 
-    def build(hosts: int, *, slots: int = 2) -> slurm.SlurmCluster:
-        cluster = slurm.SlurmCluster(hosts, slots=slots)
+    def build(hosts: int, *, slots: int = 2, gpus: int = 0) -> slurm.SlurmCluster:
+        cluster = slurm.SlurmCluster(hosts, slots=slots, gpus=gpus)
         clusters.append(cluster)
         cluster.up()
         return cluster
@@ -117,6 +117,73 @@ class TestInAnAllocation:
         assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
         nothing_left(cluster)
 
+    @pytest.mark.parametrize(
+        ("allocation", "words", "hosts"),
+        [
+            (["--ntasks-per-node=1", "--gpus-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
+            (["--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
+            (["--ntasks-per-node=1", "--gpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
+            (["--ntasks-per-node=2", "--gpus-per-task=1"], (), ["n1", "n1", "n2", "n2"]),
+            (
+                ["--ntasks-per-node=1", "--export=ALL,SRUN_CPUS_PER_TASK=4", "--cpus-per-task=4", "--gpus-per-node=2"],
+                (),
+                ["n1", "n1", "n2", "n2"],
+            ),
+            (["--exclusive", "--gpus=4"], (), ["n1", "n1", "n2", "n2"]),
+            (["--ntasks-per-node=1", "--gpus-per-node=2"], ("-np", "2", "--spread"), ["n1", "n2"]),
+            (["--exclusive"], (), ["n1", "n1", "n2", "n2"]),
+            (["--ntasks-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
+        ],
+    )
+    def test_ranks_by_gpus(self, make_slurm, tmp_path, allocation, words, hosts):
+        cluster = make_slurm(2, slots=4, gpus=2)
+        code, out = batch(cluster, tmp_path, *words, WHERE, allocation=["-N2", *allocation])
+        assert code == 0, out
+        ranks = result_in(tmp_path)["ranks"]
+        assert [rank["host"] for rank in ranks] == hosts
+        gpus = allocation != ["--ntasks-per-node=2"]
+        assert [rank["device"] for rank in ranks] == [f"cuda:{r['local_rank']}" if gpus else "cpu" for r in ranks]
+        assert "Warning" not in (tmp_path / "run/engine.log").read_text()
+        nothing_left(cluster)
+
+    @pytest.mark.parametrize(
+        ("allocation", "words", "hosts"),
+        [
+            (["--exclusive"], (), ["n1", "n2"]),
+            (["--exclusive", "--ntasks-per-node=1"], ("-np", "5"), ["n1", "n1", "n1", "n2", "n2"]),
+            (["--ntasks=3"], (), ["n1", "n1", "n2"]),
+        ],
+    )
+    def test_ranks_without_gpus(self, make_slurm, tmp_path, allocation, words, hosts):
+        cluster = make_slurm(2, slots=4)
+        code, out = batch(cluster, tmp_path, *words, WHERE, allocation=["-N2", *allocation])
+        assert code == 0, out
+        assert [rank["host"] for rank in result_in(tmp_path)["ranks"]] == hosts
+        assert ("n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)" in out) == (
+            allocation == ["--exclusive"]
+        )
+        nothing_left(cluster)
+
+    def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):
+        cluster = make_slurm(2, gpus=2)
+        words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
+        allocated = cluster.run("n1", words, timeout=60)
+        assert allocated.returncode == 0, allocated
+        ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
+        assert ranks == [("n1", "cuda:0"), ("n1", "cuda:1"), ("n2", "cuda:0"), ("n2", "cuda:1")], allocated
+        nothing_left(cluster)
+
+    @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:{}")])
+    def test_inside_a_step_of_the_allocation(self, make_slurm, tmp_path, gpus, device):
+        cluster = make_slurm(2, gpus=gpus)
+        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
+        words = ["-N2", "--ntasks-per-node=2", *([f"--gpus-per-node={gpus}"] if gpus else [])]
+        allocated = cluster.run("n1", ["salloc", *words, *step], timeout=60)
+        assert allocated.returncode == 0, allocated
+        ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
+        assert ranks == [(host, device.format(n)) for host in ("n1", "n2") for n in (0, 1)], allocated
+        nothing_left(cluster)
+
     def test_hosts_of_the_users_choice_within_it(self, make_slurm, tmp_path):
         cluster = make_slurm(3)
         code, out = batch(
@@ -143,6 +210,17 @@ class TestInAnAllocation:
         )
         assert code == 0, out
         assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
+        nothing_left(cluster)
+
+    @pytest.mark.parametrize(("hosts", "ranks"), [("localhost:4", ["n1"] * 4), ("n2:1,n1:3", ["n2", "n1", "n1", "n1"])])
+    def test_mpirun_keeps_to_the_plan_not_to_slurms_tasks(self, make_slurm, tmp_path, hosts, ranks):
+        cluster = make_slurm(2, slots=4)
+        code, out = batch(
+            cluster, tmp_path, "--engine", "mpirun", "-H", hosts, WHERE, allocation=["-N2", "--ntasks-per-node=2"]
+        )
+        assert code == 0, out
+        seen = [(tmp_path / f"run/ranks/{rank}.out").read_text().strip() for rank in range(4)]
+        assert seen == ranks
         nothing_left(cluster)
 
     def test_scancel_stops_the_job(self, make_slurm, tmp_path):
@@ -215,6 +293,13 @@ class TestOutside:
         assert process.returncode != 0, err
         nothing_left(cluster)
 
+    def test_gpus_are_asked_for_where_the_hosts_have_them(self, make_slurm, launch):
+        cluster = make_slurm(2, gpus=2)
+        run = launch("--engine", "srun", "-H", "n1:2,n2:1", JOB, cluster=cluster)
+        assert run.code == 0, run
+        assert [rank["device"] for rank in run.result["ranks"]] == ["cuda:0", "cuda:1", "cuda:0"]
+        nothing_left(cluster)
+
     def test_hosts_that_slurm_does_not_know(self, make_slurm, launch):
         cluster = make_slurm(2)
         (Path("/etc/netns") / cluster.namespace("n1") / "hosts").open("a").write("198.18.0.9 other\n")
@@ -254,6 +339,26 @@ def test_identity_of_a_slurm_task():
     assert identity({**told, **mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (0, 2, 0, 2)
 
 
+def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
+    allowed = {"/dev/nvidia2"}
+    monkeypatch.setattr(os, "listdir", lambda _: ["null", "nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"])
+    monkeypatch.setattr(os, "access", lambda path, _: path in allowed)
+    assert visible_gpus({}) == 1
+    allowed.clear()
+    assert visible_gpus({}) == 0
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
+
+
+@pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
+def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
+    monkeypatch.setattr("distrib_launch.rank.CALL_BACK_SECONDS", 0.1)
+    monkeypatch.setenv(engine, "0")
+    with pytest.raises(SystemExit) as refused:
+        call_back("127.0.0.1:1", "token")
+    assert ("--interface" in str(refused.value)) == advice
+
+
 def test_no_srun_here(launch, tmp_path):
     run = launch("--engine", "srun", "-H", "a:1", JOB, env={"PATH": str(tmp_path)})
     assert run.code == 2, run
@@ -282,6 +387,43 @@ def test_gpus_that_slurm_binds_to_tasks_are_shown_to_all_ranks_of_a_host(launch,
     words = ("--engine", "srun", "-H", "a:2", "--dry-run", JOB)
     assert "--gpu-bind" not in launch(*words, env=env).out
     assert "--gpu-bind=none " in launch(*words, env={**env, "SLURM_GPUS_PER_TASK": "1"}).out
+
+
+@pytest.mark.parametrize(
+    ("knows", "words", "gpus"),
+    [
+        ("a gpu:8\nb gpu:a100:8(S:0-1),nvme:1", (), 3),
+        ("a gpu:a100:1,gpu:h100:1\nb gpu:8", (), 2),
+        ("a gpu:8\nb (null)", (), 0),
+        ("a (null)\nb (null)", (), 0),
+        ("", (), 0),
+        ("a gpu:8\nb gpu:8", ("-x", "CUDA_VISIBLE_DEVICES="), 0),
+    ],
+)
+def test_gpus_are_asked_for_where_slurm_knows_of_any(launch, tmp_path, knows, words, gpus):
+    for name, text in (("srun", ""), ("sinfo", f"cat <<'E'\n{knows}\nE\n")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = launch("--engine", "srun", "-H", "a:3,b:1", *words, "--dry-run", JOB, env=env)
+    assert run.code == 0, run
+    assert re.findall(r"--gres=gpu:(\d+) ", run.out) == ([str(gpus)] if gpus else [])
+    assert (f"Slurm is asked for {gpus} GPU(s) on each host" in run.out) == bool(gpus)
+    assert (
+        "--gres"
+        not in launch("--engine", "srun", "-H", "a:3,b:1", "--dry-run", JOB, env={**env, "SLURM_GPUS": "4"}).out
+    )
+
+
+@pytest.mark.parametrize(("grace", "before"), [("5s", 30), ("20.5s", 31), ("2m", 130), ("30d", 65535)])
+def test_slurm_ends_a_job_early_enough_for_the_grace(launch, tmp_path, grace, before):
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    run = launch(
+        *("--engine", "srun", "-H", "a:2", "--grace", grace, "--dry-run", JOB),
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    assert f" --signal=TERM@{before} " in run.out, run
 
 
 def test_hosts_with_interpreters_of_their_own(launch, tmp_path):

@@ -23,6 +23,7 @@ from distrib.cluster.hostfile import (
     read_hostfile,
     slurm_hosts,
 )
+from distrib.cluster.slurm import gpus_per_host
 from distrib.errors import HostfileError
 
 EXAMPLES = Path(__file__).parents[1] / "hostfiles"
@@ -308,16 +309,58 @@ SLURM: list[tuple[dict[str, str], list[Host] | None]] = [
     ({"SLURM_JOB_NODELIST": ""}, None),
     ({"SLURM_TASKS_PER_NODE": "2"}, None),
     ({"SLURM_JOB_NODELIST": "n1"}, [h("n1", line=0)]),
-    ({"SLURM_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4"}, [h("n1", 4, line=0)]),
-    ({"SLURM_JOB_NODELIST": "n1", "SLURM_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1"}, [h("n1", 1, line=0)]),
+    ({"SLURM_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "4", "SLURM_NTASKS": "4"}, [h("n1", 4, line=0)]),
     (
-        {"SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASKS_PER_NODE": "2(x3),1"},
+        {"SLURM_JOB_NODELIST": "n1", "SLURM_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"},
+        [h("n1", 1, line=0)],
+    ),
+    (
+        {"SLURM_JOB_NODELIST": "n[1-3,7]", "SLURM_TASKS_PER_NODE": "2(x3),1", "SLURM_NTASKS": "7"},
         [h("n1", 2, line=0), h("n2", 2, line=0), h("n3", 2, line=0), h("n7", 1, line=0)],
     ),
     (
-        {"SLURM_JOB_NODELIST": "n[3,1],gpu-[08-09]-a", "SLURM_TASKS_PER_NODE": "3,1,2(x2)"},
+        {"SLURM_JOB_NODELIST": "n[3,1],gpu-[08-09]-a", "SLURM_TASKS_PER_NODE": "3,1,2(x2)", "SLURM_NPROCS": "8"},
         [h("n3", 3, line=0), h("n1", 1, line=0), h("gpu-08-a", 2, line=0), h("gpu-09-a", 2, line=0)],
     ),
+]
+
+TWO = {"SLURM_JOB_NODELIST": "n[1-2]"}
+ONE_TASK = {**TWO, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NTASKS": "2"}
+UNASKED = {**TWO, "SLURM_TASKS_PER_NODE": "128(x2)", "SLURM_JOB_CPUS_PER_NODE": "128(x2)"}
+IN_STEP = {
+    **TWO,
+    "SLURM_STEP_ID": "0",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_NTASKS": "1",
+    "SLURM_JOB_CPUS_PER_NODE": "4(x2)",
+}
+A_RANK_PER_GPU = "one rank for each"
+
+# What Slurm says, then slots and max_slots of each host, and words of the note.
+SLURM_SLOTS: list[tuple[dict[str, str], int | None, int | None, str]] = [
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "gpu:8"}, 8, 8, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "a100:4,h100:2"}, 6, 6, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "gpu:a100:4(S:0-1)"}, 4, 4, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "a100"}, 1, 1, ""),
+    ({**ONE_TASK, "SLURM_GPUS_ON_NODE": "4"}, 4, 4, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS": "16"}, 8, 8, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "9"}, 1, None, ""),  # nobody knows how many are where
+    ({**ONE_TASK, "SLURM_GPUS": "3"}, 1, None, ""),
+    ({**ONE_TASK, "SLURM_GPUS_PER_TASK": "a100:8"}, 8, 8, A_RANK_PER_GPU),
+    ({**ONE_TASK, "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_PER_TASK": "2"}, 4, 8, ""),
+    ({**ONE_TASK, "SLURM_GPUS_PER_NODE": "0"}, 1, None, ""),
+    ({**ONE_TASK, "SLURM_JOB_CPUS_PER_NODE": "16(x2)"}, 1, 16, ""),
+    ({**UNASKED, "SLURM_GPUS_PER_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
+    (UNASKED, None, 128, ""),
+    ({**UNASKED, "SLURM_NTASKS": "256"}, 128, 128, ""),
+    ({**ONE_TASK, "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_GPUS_PER_NODE": "8"}, 4, 8, ""),
+    (IN_STEP, None, 4, "inside a step"),
+    ({**IN_STEP, "SLURM_NTASKS_PER_NODE": "2"}, 2, 4, "inside a step"),
+    ({**IN_STEP, "SLURM_GPUS_PER_NODE": "8"}, 8, 8, A_RANK_PER_GPU),
+    ({**IN_STEP, "SLURM_JOB_CPUS_PER_NODE": "4"}, None, None, "inside a step"),
+    ({**ONE_TASK, "SLURM_HET_SIZE": "2"}, 1, None, "heterogeneous job of 2 components"),
 ]
 
 BAD_SLURM: list[tuple[str, str, str, int, str]] = [
@@ -326,7 +369,7 @@ BAD_SLURM: list[tuple[str, str, str, int, str]] = [
     ("n[1-3]", "2(x2)", "SLURM_TASKS_PER_NODE", 1, "tasks for 2 of the 3 hosts"),
     ("n[1-3]", "2(x4)", "SLURM_TASKS_PER_NODE", 1, "more than the 3 hosts"),
     ("n[1-3]", "2(x999999999)", "SLURM_TASKS_PER_NODE", 1, "more than the 3 hosts"),
-    ("n[1-3]", "2,2(x", "SLURM_TASKS_PER_NODE", 3, "'2(x' is not a task count"),
+    ("n[1-3]", "2,2(x", "SLURM_TASKS_PER_NODE", 3, "'2(x' is not a count of tasks"),
     ("n[1-3]", "2(x2),0", "SLURM_TASKS_PER_NODE", 7, "whole number"),
     ("n[1-3]", "2(x0),1", "SLURM_TASKS_PER_NODE", 1, "tasks for 1 of the 3"),
 ]
@@ -385,6 +428,28 @@ def test_bad_slurm(nodes: str, tasks: str, variable: str, column: int, message: 
         slurm_hosts({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
     assert message in str(caught.value)
     assert (caught.value.source, caught.value.column) == (variable, column)
+
+
+@pytest.mark.parametrize(("environ", "slots", "most", "note"), SLURM_SLOTS)
+def test_slots_of_slurm(environ: dict[str, str], slots: int | None, most: int | None, note: str) -> None:
+    read = slurm_hosts(environ)
+    assert read is not None
+    assert list(read.hosts) == [h(name, slots, max_slots=most, line=0) for name in ("n1", "n2")]
+    assert note in " ".join(read.notes) and bool(note) == bool(read.notes)
+
+
+def test_gpus_of_every_host() -> None:
+    assert gpus_per_host({}) == 0
+    assert gpus_per_host(UNASKED) == 0
+    assert gpus_per_host({**ONE_TASK, "SLURM_GPUS_PER_TASK": "8"}) == 8
+    assert gpus_per_host({**ONE_TASK, "SLURM_TASKS_PER_NODE": "2,1", "SLURM_GPUS_PER_TASK": "2"}) == 0
+    assert gpus_per_host({**ONE_TASK, "SLURM_TASKS_PER_NODE": "1(x3)", "SLURM_GPUS_PER_NODE": "2"}) == 0
+
+
+def test_components_that_no_step_spans() -> None:
+    components = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    with pytest.raises(HostfileError, match="heterogeneous job of 2 components"):
+        slurm_hosts({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", **components})
 
 
 def test_the_table_is_long_enough() -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
+from distrib_launch import cli
+from distrib_launch.engines import mpirun
 from distrib_launch.job import read_hosts
-from distrib_launch.plan import is_secret
+from distrib_launch.plan import LaunchPlan, is_secret
 
 from tests.conftest import LAUNCH, SCRIPTS, our_processes
 
@@ -164,6 +168,17 @@ def test_ctrl_c_stops_everything_and_exits_130(tmp_path):
     assert process.returncode == 130, err
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["status"], result["exit_code"]) == ("stopped", 130)
+
+
+def test_the_grace_is_the_same_when_the_engine_stops_a_rank(tmp_path):
+    """As Slurm does at the end of its time limit."""
+    process = start(tmp_path / "run", "-np", "1", "--grace", "1s", str(JOB), "*:ignore")
+    script = next(pid for pid, command in our_processes().items() if re.match(r"\S*python\S* \S+/job.py ", command))
+    started = time.monotonic()
+    os.kill(psutil.Process(script).ppid(), signal.SIGTERM)
+    process.communicate(timeout=15)
+    assert 1 <= time.monotonic() - started < 4
+    assert process.returncode == 128 + signal.SIGKILL
 
 
 def test_ctrl_c_twice_does_not_wait_for_the_grace(tmp_path):
@@ -379,6 +394,85 @@ def test_a_host_without_a_count_gets_its_gpus_from_the_topology(tmp_path):
     assert [r["device"] for r in plan["ranks"] if r["host"] == "other"] == ["auto"]
     assert any("one per GPU of the topology, 4" in note for note in plan["notes"])
     assert any(note.startswith("other: no slots given; 1 rank each") for note in plan["notes"])
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["s.py", "--", "--x"], ["--", "--x"]),
+        (["-np", "2", "--", "s.py", "--", "--x", "--"], ["--", "--x", "--"]),
+        (["s.py"], []),
+        (["s.py", "-np", "3", "a", "--", "b"], ["-np", "3", "a", "--", "b"]),
+        (["-q", "-m", "s.py", "--", "--x"], ["--", "--x"]),
+    ],
+)
+def test_arguments_are_passed_on_untouched(words, told):
+    options = cli.parser().parse_args(words)
+    assert (options.script, options.arguments) == ("s.py", told)
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "included"),
+    [
+        ("ssh -F my.conf", ["ssh"], "my.conf"),
+        ("ssh -i key -4Fmy.conf -v", ["ssh", "-i", "key", "-4", "-v"], "my.conf"),
+        ("ssh -F one -Fmy.conf", ["ssh"], "my.conf"),
+        ("ssh -o ProxyCommand=none -i -F", ["ssh", "-o", "ProxyCommand=none", "-i", "-F"], None),
+        ("ssh -F none", ["ssh"], ""),
+        ("sshpass -e ssh -F my.conf", ["sshpass", "-e", "ssh"], "my.conf"),
+    ],
+)
+def test_ssh_reads_the_users_configuration_beside_ports_and_users_of_hosts(tmp_path, command, words, included):
+    (tmp_path / "lab.txt").write_text("a slots=1 port=2222\nb slots=1\n")
+    plan = msgspec.convert(dry_run(tmp_path, "-H", "lab.txt", "--ssh-command", command), LaunchPlan)
+    assert list(plan.ssh[: len(words)]) == words and plan.ssh[len(words)] == "-o"
+    assert plan.ssh[-2:] == ("-F", f"{plan.run_dir}/ssh_config") and plan.ssh.count("-F") == 1 + words.count("-F")
+    mpirun.write_ssh_config(tmp_path, plan)
+    includes = [
+        line.split(maxsplit=1)[1] for line in (tmp_path / "ssh_config").read_text().splitlines() if "Include" in line
+    ]
+    default = ["~/.ssh/config", "/etc/ssh/ssh_config"]
+    assert includes == (default if included is None else [f'"{tmp_path}/{included}"'] if included else [])
+
+
+def test_ranks_beyond_the_slots_up_to_max_slots(tmp_path, launch):
+    (tmp_path / "lab.txt").write_text("a slots=2 max_slots=4\nb slots=1\nc slots=1 max_slots=8\n")
+    count = lambda *words: [rank["host"] for rank in dry_run(tmp_path, "-H", "lab.txt", *words)["ranks"]]  # noqa: E731
+    assert count() == ["a", "a", "b", "c"]
+    assert count("-np", "7") == ["a"] * 4 + ["b"] + ["c"] * 2
+    assert count("-np", "13") == ["a"] * 4 + ["b"] + ["c"] * 8
+    run = launch("-H", tmp_path / "lab.txt", "-np", "14", "--dry-run", JOB)
+    assert run.code == 2 and "has 4 slot(s) on 3 host(s)" in run.err, run
+
+
+@pytest.mark.parametrize(
+    ("slurm", "words", "ranks"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2", "SLURM_GPUS_PER_NODE": "8"}, (), [8, 8]),
+        ({"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2", "SLURM_GPUS_PER_NODE": "8"}, ("-np", "2", "--spread"), [1, 1]),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS": "4", "SLURM_GPUS_PER_NODE": "8"}, ("-np", "16"), [8, 8]),
+        ({"SLURM_TASKS_PER_NODE": "128(x2)", "SLURM_JOB_CPUS_PER_NODE": "128(x2)"}, (), [1, 1]),
+        ({"SLURM_TASKS_PER_NODE": "128(x2)", "SLURM_JOB_CPUS_PER_NODE": "128(x2)"}, ("-np", "6"), [3, 3]),
+    ],
+)  # fmt: skip
+def test_ranks_in_an_allocation_of_slurm(tmp_path, monkeypatch, slurm, words, ranks):
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", **slurm}.items():
+        monkeypatch.setenv(name, value)
+    plan = dry_run(tmp_path, "--engine", "mpirun", *words)
+    assert [sum(rank["host"] == host for rank in plan["ranks"]) for host in ("n1", "n2")] == ranks
+    unasked = "n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)"
+    assert (unasked in plan["notes"]) == (not words and "SLURM_NTASKS" not in slurm)
+
+
+def test_open_mpi_takes_no_slots_from_slurm(launch):
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOBID": "7",
+        "SLURM_NODELIST": os.uname().nodename,
+        "SLURM_TASKS_PER_NODE": "1",
+    }
+    run = launch("-H", "localhost:2", JOB, env=slurm)
+    assert run.code == 0 and run.result["world_size"] == 2, run
 
 
 def test_a_thousand_hosts_are_planned_at_once(tmp_path):

@@ -164,6 +164,20 @@ def test_a_machine_is_read_from_sys_and_proc(tmp_path):
     assert found.quota == 3.5
 
 
+def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
+    """Slurm's cgroup forbids them, and CUDA counts the rest from 0."""
+    for number, address in enumerate(("0000:17:00.0", "0000:65:00.0", "0000:ca:00.0")):
+        minor = 2 - number  # files need not be numbered as addresses are
+        files = {f"proc/driver/nvidia/gpus/{address}/information": f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {minor}\n",
+                 f"sys/bus/pci/devices/{address}/numa_node": f"{number}\n", f"dev/nvidia{minor}": ""}  # fmt: skip
+        write(tmp_path, files)
+    assert len(read_machine(tmp_path, {0}).gpus) == 3
+    monkeypatch.setattr(os, "access", lambda path, _: path.name != "nvidia2")
+    found = read_machine(tmp_path, {0}).gpus
+    assert found == (Gpu("GPU-1", 1), Gpu("GPU-2", 2))
+    assert placement.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("GPU-2", 2)]
+
+
 def test_a_machine_that_tells_nothing_is_one_node(tmp_path):
     assert read_machine(tmp_path, {0, 3}) == Machine({0: ((0,), (3,))}, (), None)
     write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"})

@@ -488,6 +488,23 @@ def test_bad_hosts_are_left_out_on_request_and_never_silently(make_cluster, laun
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("settings", ["", " user=root port=22"])
+def test_an_idle_host_steps_in_for_a_bad_one(make_cluster, launch, tmp_path, settings):
+    cluster = make_cluster(3)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "where.py").write_text(WHERE.read_text())
+    cluster.run("n2", ["mount", "--bind", "/bin/false", sys.executable], check=True)
+    cluster.run("n3", ["mount", "-t", "tmpfs", "tmpfs", project], check=True)  # for --sync to fill
+    (tmp_path / "hosts.txt").write_text(f"n1 slots=1\nn2 slots=1\nn3 slots=1{settings}\n")
+    words = ("-H", tmp_path / "hosts.txt", "-np", "2", "--drop-bad-hosts", "--sync", project)
+    run = launch(*words, project / "where.py", cluster=cluster, cwd=project)
+    assert run.code == 0, run
+    assert run.result["hosts"] == ["n1", "n3"]
+    assert cluster.left_over(within_seconds=6) == {}
+
+
+@pytest.mark.cluster
 def test_without_a_check_nothing_is_asked_and_the_card_is_the_one_that_leads_to_the_launcher(make_cluster, launch):
     cluster = make_cluster(2)
     run = launch("-H", cluster.hostfile, "--no-check", JOB, "*:environment", cluster=cluster)
@@ -570,6 +587,22 @@ def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, lau
     run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
     assert run.code == 0, run
     assert [env["DISTRIB_ADDRESS"] for env in environments(run, 2)] == ["198.18.0.1", "198.18.0.2"]
+    assert cluster.left_over(within_seconds=6) == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("others", ["", ",n1:1"])
+def test_hosts_by_names_that_ssh_alone_knows(make_cluster, launch, others):
+    cluster = make_cluster(3)
+    names = {"gpu1": "198.18.0.2", "gpu2": "198.18.0.3"}
+    config = "".join(f"Host {name}\n  HostName {address}\n" for name, address in names.items())
+    (cluster.directory / "ssh/config").write_text(config)
+    run = launch("-H", f"gpu1:1,gpu2:1{others}", JOB, "--mpi", "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    found = environments(run, 2)
+    assert [env["DISTRIB_ADDRESS"] for env in found] == list(names.values())
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert plan["seen_as"] == ["198.18.0.1"]
     assert cluster.left_over(within_seconds=6) == {}
 
 

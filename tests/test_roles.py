@@ -53,6 +53,8 @@ def test_hosts_set_apart_idle_hosts_and_workers_hosts(tmp_path):
         (["--servers", "3"], "n1:2\nn2 slots=2 role=server\n", "role=server have 2 slot"),
         ([], "n1 role=server\nn2 role=server\n", "every host has role=server"),
         (["--replicas", "1", "--servers", "1"], "n1:2", "there is no other server"),
+        (["--replicas", "1"], "n1:2", "one parameter server only"),
+        (["--replicas", "1"], "n1:2\nn2 role=server\n", "one parameter server only"),
         (["--gradients", "int8"], "n1:2", "async sends no int8"),
         (["--staleness", "0", "--stale-rate"], "n1:2", "nothing to correct"),
     ],

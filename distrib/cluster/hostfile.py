@@ -27,10 +27,10 @@ from distrib.cluster.hostlist import (
     parse_expression,
     parse_host_list,
     parse_number,
-    slurm_hosts,
     split_list,
 )
 from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
+from distrib.cluster.slurm import slurm_hosts
 
 __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_hostfile", "read_hostfile", "slurm_hosts"]
 

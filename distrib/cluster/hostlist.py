@@ -1,11 +1,11 @@
-"""Host expressions such as `bob@gpu[01-16]:8`, and the two lists made of nothing else: `-H` and Slurm's."""
+"""Host expressions such as `bob@gpu[01-16]:8`, and the lists of `-H`, made of nothing else."""
 
 from __future__ import annotations
 
 import ipaddress
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, each_once, shown
@@ -23,7 +23,6 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _ITEM = re.compile(r"(?:\[[^\[\]]*\]|[^,])*")
 _RANGE = re.compile(r"([0-9]{1,15})(?:-([0-9]{1,15})(?:/([0-9]{1,9}))?)?")
 _BRACKETED_ADDRESS = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 class Expression(NamedTuple):
@@ -44,55 +43,16 @@ def parse_host_list(text: str, source: str = "-H") -> HostList:
     place = Place(source, column=1)
     if not text.strip():
         raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
-    hosts = each_once(_list_mentions(text, place, notes), notes)
+    hosts = each_once(list_mentions(text, place, notes), notes)
     return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
 
 
-def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
-    """The hosts of the Slurm allocation that `environ` describes; None outside one.
-
-    `slots` are Slurm's tasks per node. Raises HostfileError where Slurm's variables contradict each other.
-    """
-    for variable in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        nodes = environ.get(variable, "")
-        if nodes.strip():
-            break
-    else:
-        return None
-    notes = Notes()
-    place = Place(variable, column=1)
-    hosts = each_once(_list_mentions(nodes, place, notes), notes)
-    tasks = environ.get("SLURM_TASKS_PER_NODE", "")
-    if tasks.strip():
-        counts = _tasks_per_node(tasks, len(hosts))
-        hosts = tuple(
-            Host(name=host.name, user=host.user, slots=count) for host, count in zip(hosts, counts, strict=True)
-        )
-    return HostList(hosts=hosts, source="Slurm", dialect="slurm", notes=notes.lines())
-
-
-def _list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host, Place]]:
+def list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host, Place]]:
+    """Every host that a list names, as often as it names it."""
     for item, at in split_list(text, place):
         expression = parse_expression(item, at, notes)
         for name in expression.names:
             yield Host(name=name, slots=expression.slots, user=expression.user), at
-
-
-def _tasks_per_node(text: str, hosts: int) -> list[int]:
-    """Slots per host from `2(x3),1`."""
-    place = Place("SLURM_TASKS_PER_NODE", column=1)
-    counts: list[int] = []
-    for item, at in split_list(text, place):
-        match = _TASKS.fullmatch(item)
-        if not match:
-            raise at.error(f"{shown(item)} is not a task count", "Slurm writes them as 2(x3),1")
-        times = int(match[2] or 1)
-        if len(counts) + times > hosts:
-            raise at.error(f"tasks for more than the {hosts} hosts that Slurm lists")
-        counts += [parse_number(match[1], at, "a task count", MAX_SLOTS)] * times
-    if len(counts) != hosts:
-        raise place.error(f"tasks for {len(counts)} of the {hosts} hosts that Slurm lists")
-    return counts
 
 
 def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:

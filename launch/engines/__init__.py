@@ -26,6 +26,9 @@ class Engine(Protocol):
     def command(self, plan: LaunchPlan, options: Options) -> tuple[str, ...]:
         """The command line on this machine that starts the plan's ranks; the control token is never in it."""
 
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the engine's process finds of the launcher's environment."""
+
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
         """What the user should know about this engine's part; `plan` has its command already."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,12 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     return "kubectl", "create", "-f", "-"
 
 
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return dict(environ)
+
+
 def notes(plan: LaunchPlan) -> tuple[str, ...]:
-    said = [f"{plan.script[1]} and its data must be in the image, or on a volume that you add to the manifest"]
+    said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
     if any(rank.device == "auto" for rank in plan.ranks):
         said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
     return tuple(said)
@@ -122,12 +127,20 @@ def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
 
 
 def slots_per_worker(plan: LaunchPlan) -> int:
-    """Ranks per worker; `ConfigError` where hosts differ, for an MPIJob knows one number only."""
-    slots = plan.hosts[0].ranks
+    """Ranks of the script per worker; `ConfigError` where hosts differ, for an MPIJob knows one number only.
+
+    Parameter servers do not count: the launcher inside the cluster puts them beside the workers, as here.
+    """
+    slots = plan.hosts[0].workers
     for host in plan.hosts:
-        if host.ranks != slots:
+        if not host.workers:
             raise ConfigError(
-                f"--engine kubernetes: {host.name} has {host.ranks} rank(s), {plan.hosts[0].name} has {slots}, but an "
+                f"--engine kubernetes: {host.name} would run parameter servers alone, but an MPIJob has no such workers",
+                hint="leave out role=server and idle hosts: the servers then run beside the workers",
+            )
+        if host.workers != slots:
+            raise ConfigError(
+                f"--engine kubernetes: {host.name} has {host.workers} rank(s), {plan.hosts[0].name} has {slots}, but an "
                 "MPIJob gives every worker the same",
                 hint="give all hosts the same slots, and -np as many ranks as a whole number of them holds",
             )
@@ -151,7 +164,7 @@ def manifest(
     slots = slots_per_worker(plan)
     name = job_name(plan)
     labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
-    gpu = any(rank.device != "cpu" for rank in plan.ranks)
+    gpu = any(rank.device != "cpu" for rank in plan.ranks)  # servers are on the CPU
     launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
     container = launcher_pod["spec"]["containers"][0]
     # The launcher passes them on; a login over ssh, as on the workers, would not see them.
@@ -161,7 +174,7 @@ def manifest(
     launcher_pod["spec"]["terminationGracePeriodSeconds"] = 60
     worker_pod = _pod("worker", image, SSHD, labels)
     container = worker_pod["spec"]["containers"][0]
-    container["resources"] = {"requests": {"cpu": str(slots)}}
+    container["resources"] = {"requests": {"cpu": str(max(host.ranks for host in plan.hosts))}}
     container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
     container["readinessProbe"] = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2, "failureThreshold": 30}
     worker_pod["spec"]["topologySpreadConstraints"] = [
@@ -227,10 +240,20 @@ def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str
 
 def job_name(plan: LaunchPlan) -> str:
     """A DNS label (RFC 1035) made of the script's name and the job's."""
-    stem = re.sub(r"[^a-z0-9]+", "-", Path(plan.script[1]).stem.lower()).strip("-")
+    stem = re.sub(r"[^a-z0-9]+", "-", _stem(plan).lower()).strip("-")
     if not stem[:1].isalpha():
         stem = f"job-{stem}".strip("-")
     return f"{stem[: NAME_LIMIT - len(plan.job) - 1].rstrip('-')}-{plan.job}"
+
+
+def _script(plan: LaunchPlan) -> str:
+    """The script's path, or the module's name."""
+    return plan.script[2] if plan.script[1] == "-m" else plan.script[1]
+
+
+def _stem(plan: LaunchPlan) -> str:
+    script = _script(plan)
+    return script.rpartition(".")[2] if plan.script[1] == "-m" else Path(script).stem
 
 
 def _variable(name: str, value: str) -> dict[str, Any]:
@@ -254,6 +277,11 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
+def _plain(number: float) -> str:
+    """All the digits, and no exponent: no option takes 1.2e+06."""
+    return f"{Decimal(str(number)):f}".removesuffix(".0")
+
+
 def launcher_words(parser: argparse.ArgumentParser, options: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
     """The options for the launcher inside the cluster: those given here that concern it.
 
@@ -266,7 +294,7 @@ def launcher_words(parser: argparse.ArgumentParser, options: argparse.Namespace,
             continue
         flag = action.option_strings[-1]
         for item in value if isinstance(value, list) else [value]:
-            words += [flag] if action.nargs == 0 else [flag, f"{item:g}" if isinstance(item, float) else str(item)]
+            words += [flag] if action.nargs == 0 else [flag, _plain(item) if isinstance(item, float) else str(item)]
     for item in options.env:
         name = item.partition("=")[0]
         if not name.startswith(tuple(forwarded)):

@@ -12,7 +12,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,9 @@ PATIENCE_SECONDS = 0.0
 CONTROL_PATH = "ControlPath="
 SILENT_FAILURE = 213
 """PRTE_ERR_SILENT as an exit code: a daemon could not begin and had nothing to say. It was seen once in hundreds of starts on busy machines."""
+BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
+"""Parts of PRRTE's by which a batch system would say how many slots there are, and start the daemons, in place of our hostfile and
+ssh. Names that an installation lacks do no harm."""
 PASSED_BY_NAME = ("DISTRIB_TOKEN", "DISTRIB_CONTROL")
 """Variables that mpirun carries to every host without their values ever standing in an argument list."""
 
@@ -58,6 +61,7 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     hostfile = f"{options.run_dir}/{HOSTFILE}"
     # --hostfile would take a path with a comma for two.
     words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
+    words += ["--prtemca", "ras", BATCH_SYSTEMS, "--prtemca", "plm", BATCH_SYSTEMS]
     words += ["--map-by", "slot", "--bind-to", "none"]
     words += ["-np", str(sum(host.ranks for host in hosts))]
     if any(host.name != "localhost" for host in hosts):
@@ -110,10 +114,13 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
 
 
-def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], job: str) -> list[str]:
+def ssh_words(
+    ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], job: str
+) -> tuple[list[str], str | None]:
     """The ssh that reaches the hosts: never asking at a prompt, with the users and ports that the hostfile names.
 
-    Where the preflight left a connection open it is used; this ssh itself leaves none.
+    Where the preflight left a connection open it is used; this ssh itself leaves none. With the words comes the user's own
+    configuration file where ours takes its place, for ssh reads one only: ours includes it.
     """
     try:
         words = shlex.split(ssh_command) if ssh_command is not None else ["ssh"]
@@ -123,19 +130,47 @@ def ssh_words(ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], 
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
     if "/" in words[0]:  # a path from here
         words[0] = str(Path(words[0]).absolute())
+    config = None
+    special = any(host.user or host.port for host in hosts)
+    if special:
+        words, config = _without_config(words)
+        if config and config != "none":  # ssh's word for no file; a path from here is to ssh one from ~/.ssh
+            config = str(Path(config).absolute())
     words += SSH_OPTIONS
     if Path(words[0]).name == "ssh":
         # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.
         words += ["-o", "ControlMaster=no", "-o", "ControlPersist=no", "-o", f"{CONTROL_PATH}/tmp/distrib-{job}/%C"]
-    if any(host.user or host.port for host in hosts):
+    if special:
         words += ["-F", f"{run_dir}/{SSH_CONFIG}"]
-    return words
+    return words, config
+
+
+def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """The words of an ssh without `-F FILE` or `-FFILE`, and that file; the last one counts."""
+    left, config = list(words[:1]), None
+    rest = iter(words[1:])
+    for word in rest:
+        if re.fullmatch(r"-[46AaCfGgKkMNnqsTtVvXxYy]*F.*", word, re.DOTALL):
+            flags, _, file = word.partition("F")
+            config = file or next(rest, None)
+            left += [flags] if flags != "-" else []
+        else:
+            left.append(word)
+            if re.fullmatch(r"-[46AaCfGgKkMNnqsTtVvXxYy]*[BbcDEeIiJLlmOoPpQRSWw]", word):
+                left += [
+                    value for value in (next(rest, None),) if value is not None
+                ]  # and no option, whatever it looks like
+    return left, config
 
 
 def sockets(plan: LaunchPlan) -> Path | None:
     """The folder in which the plan's ssh looks for open connections."""
     paths = [word.removeprefix(CONTROL_PATH) for word in plan.ssh if word.startswith(CONTROL_PATH)]
     return Path(paths[0]).parent if paths else None
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return dict(environ)
 
 
 def notes(plan: LaunchPlan) -> tuple[str, ...]:
@@ -176,17 +211,21 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
         settings = {"ssh": plan.ssh, "prefix": str(Path(plan.command[0]).parent.parent), "prefixes": prefixes}
         (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
     (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
-    write_ssh_config(run_dir, hosts)
+    write_ssh_config(run_dir, plan)
 
 
-def write_ssh_config(run_dir: Path, hosts: Sequence[HostPlan]) -> None:
+def write_ssh_config(run_dir: Path, plan: LaunchPlan) -> None:
     """Write what `ssh_words` refers to."""
-    special = [host for host in hosts if host.user or host.port]
+    special = [host for host in plan.hosts if host.user or host.port]
     if special:
         lines: list[str] = []
         for host in special:
             lines.append(f"Host {host.name}")
             lines += [f"  User {host.user}"] if host.user else []
             lines += [f"  Port {host.port}"] if host.port else []
-        lines += ["Host *", "  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+        lines.append("Host *")
+        if plan.ssh_config is None:
+            lines += ["  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
+        elif plan.ssh_config != "none":
+            lines.append(f'  Include "{plan.ssh_config}"')
         (run_dir / SSH_CONFIG).write_text("\n".join(lines) + "\n")

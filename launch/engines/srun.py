@@ -6,14 +6,16 @@ Inside an allocation the step runs in it; elsewhere srun asks Slurm for the host
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distrib.cluster import slurm
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,15 +23,22 @@ if TYPE_CHECKING:
 
 HOSTFILE = "srun-hosts.txt"
 PROGRAMS = "srun-programs.txt"
-LIMIT_SIGNAL = "TERM@30"
-"""What Slurm sends, and how many seconds before its time limit, to the ranks of a job that srun itself asked for."""
+LIMIT_SECONDS = 30
+"""At least so long before its time limit Slurm sends SIGTERM to the ranks of a job that srun itself asked for."""
+
+LIMIT_MOST_SECONDS = 65_535
+AFTER_GRACE_SECONDS = 10
+"""What the launcher needs to hear of all ends and write the result."""
 
 PATIENCE_SECONDS = 3.0
 """An srun that is told to end has Slurm kill all at once, and with proctrack/linuxproc what would have cleared up too."""
 
 PROBE_SECONDS = 10.0
 BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
-"""With these in its environment srun shows each rank one GPU only."""
+"""With these in its environment srun divides GPUs among its tasks, and shows each rank one only."""
+BY_TASK = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
+"""What an allocation gave by task; the step's tasks, which are the plan's ranks, may be others."""
+GPUS = "--gres=gpu:"
 GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
 
 EXPLANATIONS = (
@@ -67,6 +76,15 @@ def in_allocation(environ: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_JOB_ID" in environ
 
 
+def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
+    """What Slurm says of its job, with the GPUs of `salloc --gres=gpu:N`, of which the variables say nothing."""
+    said = ("ENVIRONMENT", "SLURM_GPUS_ON_NODE", *GPU_VARIABLES)  # a batch script is told all
+    if not in_allocation(environ) or any(name in environ for name in said):
+        return environ
+    gpus = _gpu_counts(_told(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%b"]))
+    return {**environ, "SLURM_GPUS_PER_NODE": str(gpus)} if gpus else environ
+
+
 def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     """The srun that starts the plan's ranks, host by host in order."""
     srun = find_srun()
@@ -84,11 +102,16 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if in_allocation():
         words += ["--overlap", "--overcommit"]
+        # A step has all GPUs of its job only if it is told how many: else those that were asked for by task, or for the
+        # whole job, are divided, and those of hosts that were asked for whole stay away.
+        if gpus := slurm.gpus_per_host(os.environ):
+            words += [f"{GPUS}{gpus}"]
     else:
-        words += [f"--signal={LIMIT_SIGNAL}"]
+        before = max(LIMIT_SECONDS, math.ceil(options.grace_seconds) + AFTER_GRACE_SECONDS)
+        words += [f"--signal=TERM@{min(before, LIMIT_MOST_SECONDS)}"]
         if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
-            words += [f"--gres=gpu:{gpus}"]
-    if any(name in os.environ for name in BINDS_GPUS):  # each rank chooses among all of its host
+            words += [f"{GPUS}{gpus}"]
+    if _divides_gpus(environment(os.environ)):  # each rank chooses among all of its host
         words += ["--gpu-bind=none"]
     if kind := _mpi(srun):
         words += [f"--mpi={kind}"]
@@ -97,10 +120,27 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     return (*words, options.interpreter, "-m", "distrib_launch.rank")
 
 
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Inside an allocation without what counts by its tasks, nor by GPUs where they are asked for by host."""
+    if not in_allocation(environ):
+        return dict(environ)
+    dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+def _divides_gpus(environ: Mapping[str, str]) -> bool:
+    return any(name in environ for name in BINDS_GPUS)
+
+
 def notes(plan: LaunchPlan) -> tuple[str, ...]:
     said = []
     if in_allocation():
         said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
+    elif asked := next((word for word in plan.command if word.startswith(GPUS)), None):
+        said.append(
+            f"Slurm is asked for {asked.removeprefix(GPUS)} GPU(s) on each host (SLURM_GPUS_PER_NODE=N: for another number; "
+            "-x CUDA_VISIBLE_DEVICES=: for none)"
+        )
     if "--mpi=none" in plan.command:
         said.append(
             "this Slurm has no PMIx: torch.distributed works, but ranks of a script that uses MPI or Horovod do not "
@@ -157,10 +197,34 @@ def job_name(plan: LaunchPlan) -> str:
 
 
 def _gpus_per_node(plan: LaunchPlan) -> int:
-    """GPUs that every host must give, as far as the plan knows."""
-    if not any(rank.device.startswith("cuda:") for rank in plan.ranks):
+    """GPUs that every host must give: one for each rank of the fullest; where the plan does not know, if they have any."""
+    devices = {rank.device for rank in plan.ranks if rank.role == "worker"}
+    most = max(host.workers for host in plan.hosts)
+    if devices == {"cpu"}:
         return 0
-    return max(host.ranks for host in plan.hosts)
+    return min(most, *_gpus_of(plan)) if "auto" in devices else most
+
+
+def _gpus_of(plan: LaunchPlan) -> list[int]:
+    """How many GPUs each host has, by what Slurm knows of it."""
+    hosts = ",".join(host.name for host in plan.hosts)
+    told = _told(["sinfo", "--noheader", "--Node", f"--nodes={hosts}", "--format=%N %G"])
+    known = dict(line.split(maxsplit=1) for line in told.splitlines() if " " in line.strip())
+    return [_gpu_counts(known.get(host.name, "")) for host in plan.hosts]
+
+
+def _gpu_counts(text: str) -> int:
+    """All GPUs of `gpu:a100:4(S:0-1),gpu:h100:2,nvme:1`."""
+    return sum(int(count) for count in re.findall(r"(?:^|[,:/])gpu(?::[^:,()]+)?:(\d+)", text))
+
+
+def _told(command: Sequence[str]) -> str:
+    """What one of Slurm's commands prints; nothing where it is not here or has nothing to say."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def _mpi(srun: str) -> str:

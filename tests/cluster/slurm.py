@@ -46,7 +46,8 @@ MailProg=/bin/true
 KillWait=5
 PluginDir={plugins}
 PlugStackConfig={directory}/slurm/plugstack.conf
-NodeName={nodes} CPUs={cpus} State=UNKNOWN
+GresTypes=gpu
+NodeName={nodes} CPUs={cpus} Gres={gres} State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -69,8 +70,13 @@ def why_unavailable() -> str | None:
 class SlurmCluster(Cluster):
     """A virtual cluster whose hosts are the nodes of a Slurm of their own, with `slots` CPUs each.
 
+    To Slurm each has `gpus` GPUs too, which are none: other files stand for theirs.
     Commands started with `run` and `popen` find it (SLURM_CONF); `processes` leaves its daemons out.
     """
+
+    def __init__(self, hosts: int, *, slots: int = 1, gpus: int = 0) -> None:
+        super().__init__(hosts, slots=slots)
+        self.gpus = gpus
 
     def up(self) -> None:
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -136,6 +142,8 @@ class SlurmCluster(Cluster):
         for host in self.hosts:
             (self._slurm / f"spool-{host}").mkdir()
             (self._slurm / f"tmp-{host}").mkdir()  # in one that hosts share, the second one's PMIx server refuses
+        files = "".join(f"Name=gpu File=/dev/tty{number}\n" for number in range(self.gpus))
+        (self._slurm / "gres.conf").write_text(files)
         plugins = next(Path("/usr/lib").glob("*/slurm-wlm"), Path("/usr/lib/slurm"))
         (self._slurm / "slurm.conf").write_text(
             CONFIGURATION.format(
@@ -145,6 +153,7 @@ class SlurmCluster(Cluster):
                 plugins=plugins,
                 nodes=",".join(self.hosts),
                 cpus=self.slots,
+                gres=f"gpu:{self.gpus}" if self.gpus else "",
             )
         )
 
