@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -15,14 +16,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
+from distrib.training import checkpoint
+from distrib.training.job import Job
+from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.server import Server
+from distrib.training.parameter_server.wire import Frame, Kind
 from distrib.training.parameter_server.worker import Asynchronous
+from distrib.training.samples import Samples
+from distrib.training.steps import Steps, follow_scaler
 from distrib.training.world import World
 
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
@@ -226,6 +234,324 @@ def test_reductions_of_all_workers(make):
     assert make(workers=3).each(reduce) == [(1.0, "from 0", 2.0)] * 3
 
 
+def test_what_is_saved_after_a_meeting_has_what_the_others_did_before_it(make):
+    def train(backend: Asynchronous) -> float:
+        model, optimizer = straight(backend)
+        for _ in range(2 if backend.world.rank == 0 else 8):
+            step(model, optimizer)
+            time.sleep(0.05 * backend.world.rank)
+        backend.settle()  # as at the end of an epoch
+        backend.reduce(torch.tensor(0.0), "sum")  # as job.barrier does
+        return weight(model)
+
+    assert make(workers=2).each(train) == [-10, -10]
+
+
+def test_checkpoints_of_a_compiled_model_are_the_servers_values(make, tmp_path):
+    cluster = make(servers=1)
+    backend, inner, other = cluster.worker(0), nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)
+    model = torch.compile(inner, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    prepared(backend, model, optimizer)
+    checkpoint.write(tmp_path / "other.pt", {"model": other})
+    checkpoint.read((tmp_path / "other.pt").read_bytes(), {"model": model}, source="other.pt")
+    assert torch.equal(cluster.servers[0].parts[0].tables[0].value(0), other.weight[0])
+    step(model, optimizer)
+    checkpoint.write(tmp_path / "mine.pt", {"model": model})
+    saved = torch.load(tmp_path / "mine.pt", weights_only=True)["states"]["model"]
+    assert torch.equal(saved["weight"], other.weight - 1)
+
+
+def test_a_module_of_a_model_is_saved_and_loaded_as_the_model_is(make):
+    backend = make().worker(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    for layer in model:
+        nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    prepared(backend, model, optimizer)
+    around = nn.ModuleDict({"last": model[1]})
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    train(1)
+    assert model[0].state_dict()["weight"].unique().tolist() == [-1]
+    train(2)
+    assert around.state_dict()["last.weight"].unique().tolist() == [-3]
+    train(1)
+    model[0].load_state_dict({"weight": torch.full((4, 4), 7.0)})  # in one chunk with the other layer
+    model(torch.ones(1, 4))
+    train(1)
+    state = model.state_dict()
+    assert [state[name].unique().tolist() for name in ("0.weight", "1.weight")] == [[6], [-5]]
+
+
+def test_what_is_loaded_leaves_the_other_models_as_they_are(make):
+    backend = make().worker(0)
+    (first, optimizer), (second, other) = straight(backend), straight(backend)
+    for _ in range(3):
+        step(first, optimizer)
+    step(second, other)
+    second.load_state_dict({"weight": torch.full((1, 4), 5.0)})
+    optimizer.load_state_dict(optimizer.state_dict())
+    second(torch.ones(1, 4))  # what was answered before must not come over what was loaded
+    assert (second.weight == 5).all() and (weight(first), weight(second)) == (-3, 5)
+    second.load_state_dict({}, strict=False)
+    assert weight(second) == 5
+
+
+def test_nobody_trains_on_before_main_has_restored(make):
+    gate = threading.Event()
+
+    def restore(backend: Asynchronous) -> list[float]:
+        model, optimizer = straight(backend)
+        step(model, optimizer)
+        seen = backend.from_main(lambda: {"weight": torch.full((1, 4), 7.0)})
+        if backend.world.rank == 0:
+            gate.wait(1.0)
+        model.load_state_dict(seen)
+        backend.load_state_dict({})
+        model(torch.ones(1, 4))
+        gate.set()
+        return model.weight[0].tolist()
+
+    assert make(workers=2).each(restore) == [[7.0] * 4] * 2
+
+
+def test_a_copy_of_a_model_is_by_itself(make):
+    backend = make().worker(0)
+    model, optimizer = straight(backend)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.module.load_state_dict({"weight": torch.full((1, 4), 3.0)})
+    step(model, optimizer)
+    assert weight(model) == -1 and weight(copy.deepcopy(model).eval()) == -1
+    assert average.eval()(torch.ones(1, 4)) == 12
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adafactor])
+def test_the_state_of_an_optimizer_is_as_it_was_when_it_is_given_back(make, kind):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.layer = (
+                nn.Parameter(torch.tensor(1.0)),
+                nn.Linear(6, 300),
+            )  # of one chunk, the first without dimension
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.scale * self.layer(inputs)
+
+    backend, model, alone = make(servers=1).worker(0), Scaled(), Scaled()
+    optimizer, own = kind(model.parameters(), 0.01), kind(alone.parameters(), 0.01)
+    prepared(backend, model, optimizer)
+    alone.load_state_dict(model.state_dict())
+    for number in range(6):
+        for net, opt in ((model, optimizer), (alone, own)):
+            opt.zero_grad()
+            net(batch(number, 0)).square().mean().backward()
+            opt.step()
+        if number == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+    for mine, theirs in zip(model.state_dict().values(), alone.state_dict().values(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_parameter_without_state_begins_anew(make, kind):
+    cluster = make(servers=1)
+    backend, model = cluster.worker(0), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = kind(model.parameters(), 0.1)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    state["state"] = {number: state["state"][number] for number in (0, 1)}  # as where the rest was frozen
+    prepared(backend, model, optimizer)
+    optimizer.load_state_dict(state)
+    held = cluster.servers[0].parts[0].tables[0].updaters[0]
+    assert {value.numel() for name, value in held.state().items() if name != "step"} == {held.value.numel()}
+    state["state"] = {}
+    optimizer.load_state_dict(state)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert all(one["step"] == 1 for one in optimizer.state_dict()["state"].values())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_the_servers_keep_what_they_need_of_a_model_in_half_precision(make, kind):
+    backend, model = make().worker(0), nn.Linear(4, 4).to(torch.bfloat16)
+    optimizer = kind(model.parameters(), 0.1)
+    prepared(backend, model, optimizer)
+    for _ in range(2):
+        model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert all(one["step"] == 2 for one in optimizer.state_dict()["state"].values())
+
+
+def test_a_state_of_another_size_is_refused_before_anything_is_changed(make):
+    backend = make().worker(0)
+    model, optimizer = straight(backend)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    step(model, optimizer)
+    state = optimizer.state_dict()
+    state["state"][0]["momentum_buffer"] = torch.ones(2, 4)
+    with pytest.raises(TrainingError, match=r"momentum_buffer of weight is \[2, 4\] .* the parameter \[1, 4\]"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0] * 4]
+
+
+def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.worker.PIECE_BYTES", 100)
+    cluster = make(workers=2, replicas=1)
+    large = bytes(range(250)) * 4
+    assert cluster.each(lambda backend: straight(backend) and backend.from_main(lambda: large)) == [large] * 2
+    first = next(backend for backend in cluster.backends if backend.world.rank == 0)
+    assert first._keep(1, b"another's") is False  # who becomes main asks after what was kept
+    cluster.backends[0].client.close()
+    substitute = again(cluster, cluster.backends[0].world.rank)
+    straight(substitute)
+    assert substitute.from_main(lambda: b"") == large
+    own, copies = cluster.servers[0].parts[0]._kept, cluster.servers[1].parts
+    assert len(own[1]) > 10 and comes_true(lambda: 0 in copies and copies[0]._kept == own)
+
+
+def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.client.LONGEST_BYTES", 1000)
+    backend = make().worker(0)
+    with pytest.raises(TrainingError, match="in one piece"):
+        backend.reduce(torch.zeros(1000), "sum")
+
+
+def test_parameters_that_no_optimizer_trains_begin_as_main_s(make):
+    def begin(backend: Asynchronous) -> list[float]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float(backend.world.rank))
+        prepared(backend, model, torch.optim.SGD(model[1].parameters(), 0.1))
+        return [parameter.unique().item() for parameter in model.parameters()]
+
+    assert make(workers=2).each(begin) == [[0.0] * 4] * 2
+
+
+def test_what_learns_only_since_it_was_prepared_and_what_does_not_any_more_are_named(make):
+    cluster, models = make(), [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(3)]
+    backend = cluster.worker(0)
+    unfrozen, added, frozen = models
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    unfrozen[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(unfrozen.parameters(), 0.1)
+    prepared(backend, unfrozen, optimizer)
+    train(unfrozen, optimizer)
+    unfrozen[0].requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"0\.weight has a gradient, and the servers do not know of it"):
+        train(unfrozen, optimizer)
+    optimizer = torch.optim.SGD(added[1].parameters(), 0.1)
+    prepared(backend, added, optimizer)
+    optimizer.add_param_group({"params": list(added[0].parameters())})
+    with pytest.raises(TrainingError, match=r"0\.weight has a gradient, and the servers do not know of it"):
+        train(added, optimizer)
+    optimizer = torch.optim.AdamW(frozen.parameters(), 0.1)
+    prepared(backend, frozen, optimizer)
+    frozen[0].requires_grad_(False)
+    with pytest.raises(TrainingError, match=r"0\.weight was frozen after job\.prepare"):
+        train(frozen, optimizer)
+
+
+class Rate(float):
+    pass
+
+
+@pytest.mark.parametrize("rate", [np.float64(0.5), np.float32(0.5), Rate(0.5), torch.tensor(0.5)])
+def test_settings_may_be_any_numbers(make, rate):
+    backend = make().worker(0)
+    model, optimizer = straight(backend, lr=rate)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = rate / 2
+    step(model, optimizer)
+    assert weight(model) == -0.75
+
+
+def stepping(backend: Asynchronous, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Steps:
+    prepared(backend, model, optimizer)
+    steps = Steps(
+        optimizer,
+        backend,
+        Samples(own=1, all=backend.world.size),
+        told=lambda *_: None,
+        **{"on_nan": "raise", **options},
+    )
+    steps.pair([model])
+    return steps
+
+
+def test_steps_that_are_left_out_count_where_others_wait_for_them(make):
+    def train(backend: Asynchronous) -> float:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        stepping(backend, optimizer, model, on_nan="skip")
+        for number in range(10):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), torch.nan if number < 4 and not backend.world.rank else 1.0)).sum().backward()
+            optimizer.step()
+        backend.reduce(torch.tensor(0.0), "sum")
+        return weight(model)
+
+    assert make(workers=2, staleness=2).each(train) == [-16, -16]
+
+
+def test_a_scaler_leaves_out_steps_of_a_fused_optimizer(make):
+    def train(backend: Asynchronous) -> float:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
+        steps = stepping(backend, optimizer, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        follow_scaler(scaler, [steps])
+        for number in range(4):
+            optimizer.zero_grad()
+            bad = number == 1 and not backend.world.rank
+            scaler.scale(model(torch.full((1, 4), torch.inf if bad else 1.0)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return weight(model)
+
+    assert make(workers=2, staleness=0).each(train) == [-4, -4]
+
+
+@pytest.mark.parametrize("strategy", [{"staleness": 0}, {"staleness": 0, "replicas": 1}, {"staleness": 3}])
+def test_a_step_that_everybody_leaves_out_changes_nothing(make, strategy):
+    cluster = make(workers=2, **strategy)
+
+    def train(backend: Asynchronous) -> tuple[float, int]:
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), 1.0, weight_decay=0.0, eps=0.0)
+        stepping(backend, optimizer, model, on_nan="skip")
+        for bad in (False, True, True):
+            optimizer.zero_grad()
+            model(torch.full((1, 4), torch.nan if bad else 1.0)).sum().backward()
+            optimizer.step()
+        backend.reduce(torch.tensor(0.0), "sum")
+        return round(weight(model), 3), int(optimizer.state_dict()["state"][0]["step"])
+
+    at = (-1.0, 1) if strategy["staleness"] == 0 else (-2.0, 2)
+    assert cluster.each(train) == [at] * 2
+    if strategy.get("replicas"):
+        own, copies = cluster.servers[0].parts[0].tables[0], cluster.servers[1].parts
+        assert comes_true(lambda: 0 in copies and 0 in copies[0].tables)
+        assert comes_true(lambda: copies[0].tables[0].shard.index == own.shard.index == 3)
+        assert torch.equal(own.value(0), copies[0].tables[0].value(0))
+
+
 class Own(torch.optim.SGD):
     pass
 
@@ -370,6 +696,112 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
     assert comes_true(lambda: not second.client._links[0].welcomed)
     reached(second, cluster)
     assert comes_true(lambda: second.is_main and not first.is_main)
+
+
+def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(make):
+    cluster = make(servers=1)
+    backend = cluster.worker(0)
+    model, optimizer = straight(backend)
+    step(model, optimizer)
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()  # pushed at once
+    held = cluster.servers[0].parts[0].tables[0].shard._chunks[0].held
+    assert comes_true(lambda: 0 in held)
+
+    def suspend() -> None:
+        backend.client.outside = True
+        backend.client._links[0].send(Frame(Kind.SUSPEND))
+        backend.client._links[0].watch()
+
+    backend.client.loop.call(suspend)
+    assert comes_true(lambda: not cluster.servers[0].parts[0].members)
+    taken = threading.Thread(target=lambda: (optimizer.step(), step(model, optimizer), backend.settle()), daemon=True)
+    taken.start()
+    taken.join(10)
+    assert not taken.is_alive() and weight(model) == -3
+
+
+def test_a_worker_that_comes_back_in_the_middle_of_an_evaluation_waits_for_the_next(make):
+    cluster = make(servers=1, workers=3)
+    begun, back = threading.Event(), threading.Event()
+
+    def evaluate(backend: Asynchronous) -> tuple[int, float]:
+        _, count = backend.view(0, training=False)
+        return count, backend.reduce(torch.tensor(1.0), "sum").item()
+
+    def work(backend: Asynchronous) -> list[Any]:
+        straight(backend)
+        if backend.world.rank == 2:
+            cut_off(backend, servers=[0])
+            begun.wait(20)
+            reached(backend, cluster)
+            assert comes_true(lambda: backend.client.astray)
+            threading.Timer(0.5, back.set).start()
+            return [evaluate(backend)]  # its first is the second of the others
+        first, count = backend.view(0, training=False)
+        begun.set()
+        assert back.wait(20) and (first, count) == (backend.world.rank, 2)
+        return [backend.reduce(torch.tensor(1.0), "sum").item(), evaluate(backend)]
+
+    assert cluster.each(work) == [[2.0, (3, 3.0)], [2.0, (3, 3.0)], [(3, 3.0)]]
+
+
+def test_after_the_job_is_closed_models_stay_and_the_servers_are_not_asked(make):
+    backend = make().worker(0)
+    model, optimizer = straight(backend)
+    step(model, optimizer)
+    backend.settle()
+    backend.close()
+    assert weight(model) == -1
+    for ask in (optimizer.state_dict, lambda: step(model, optimizer)):
+        with pytest.raises(TrainingError, match="the job is closed"):
+            ask()
+
+
+def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
+    cluster = make(servers=1)
+    backend = cluster.worker(0)
+    model, optimizer = straight(backend)
+    link, kept = backend.client._links[0], []
+
+    def cut() -> None:
+        assert link._sock
+        kept.append(link._sock.dup())  # the server does not see it close
+        link.hang_up()
+        link.call()
+
+    for _ in range(3):
+        backend.client.loop.call(cut)
+        assert comes_true(lambda: link.welcomed and len(cluster.servers[0]._peers) == 1)
+        step(model, optimizer)
+    assert weight(model) == -3
+    for sock in kept:
+        sock.close()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_servers_are_reached_by_ipv6_too(make):
+    cluster = make(servers=1)
+    for host in ("127.0.0.1", "::1"):
+        with socket.create_connection((host, cluster.servers[0].addresses[0][1]), timeout=5):
+            pass
+
+
+def test_normalization_over_all_ranks_is_refused(make):
+    backend = make().worker(0)
+    job = Job(backend.world, CPU, backend)
+    with pytest.raises(TrainingError, match="sync_batchnorm makes ranks wait"):
+        job.prepare(nn.BatchNorm1d(2), sync_batchnorm=True)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_is_advised_where_a_server_is_lost(monkeypatch, replicas):
+    monkeypatch.setattr("distrib.training.parameter_server.client.LOST_SECONDS", 0.3)
+    client = Client(0, [("127.0.0.1", 9), ("127.0.0.1", 9)], b"key", replicas=bool(replicas))
+    with pytest.raises(TrainingError, match="cannot be reached") as raised:
+        client.result(client.ask(0, Frame(Kind.STATISTICS)))
+    assert ("more than half of the workers" in str(raised.value)) == bool(replicas)
+    client.close()
 
 
 def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):

@@ -24,6 +24,7 @@ from distrib.training.parameter_server.tables import raw
 from distrib.training.parameter_server.wire import (
     APPLIED,
     FINAL,
+    LONGEST_BYTES,
     SHARED,
     Connection,
     Frame,
@@ -34,6 +35,7 @@ from distrib.training.parameter_server.wire import (
     packed,
     unpacked,
 )
+from distrib.units import format_size
 
 T = TypeVar("T")
 
@@ -205,6 +207,7 @@ class _Link:
         self.welcomed = self.was_welcomed = True
         if not said["member"]:
             self.client.outside = True
+            self.client.astray |= said["round"] > self.client.round
             self.client.round = max(self.client.round, said["round"])
         for number, about in self.client.tables.items():
             if number not in said["tables"]:  # a server that was started again, and has lost everything
@@ -269,6 +272,9 @@ class Client:
         """The workers of this host, where they push as one."""
         self.rejoin: Callable[[], None] = lambda: None
         self.round = 0
+        """Of what all workers do together, which comes next for this one."""
+        self.astray = False
+        """Whether it has missed some: the others may be in another place of the script."""
         self.waited_seconds = 0.0
         """How long training has stood still for answers."""
         self.loop = Loop()
@@ -283,7 +289,15 @@ class Client:
     # -- from the training thread -----------------------------------------------------------------------------------------
 
     def ask(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
-        """Ask a shard's server; the answer comes in time, whatever becomes of connections and servers."""
+        """Ask a shard's server; the answer comes in time, whatever becomes of connections and servers.
+
+        Raises TrainingError for what is too large for a frame, which no connection would ever carry.
+        """
+        if len(payload) > LONGEST_BYTES:
+            raise TrainingError(
+                f"{format_size(len(payload))} are to be sent in one piece: mode async sends {format_size(LONGEST_BYTES)} at most",
+                hint="use an optimizer that does not need tensors whole, such as AdamW",
+            )
         self._requests += 1
         request = frame._replace(step=self._requests)
         future: Future[tuple[Frame, Any]] = Future()
@@ -391,13 +405,15 @@ class Client:
         return False
 
     def close(self) -> None:
-        """End the thread; nothing more is sent."""
+        """End the thread; nothing more is sent, and who asks is told."""
 
         def end() -> None:
             self.loop.ended = True
 
         self.loop.call(end)
         self._thread.join(5.0)
+        self.fail(TrainingError("the job is closed: the parameter servers are not asked any more",
+                                hint="do it before job.close()"))  # fmt: skip
 
     # -- in the client's thread ---------------------------------------------------------------------------------------------
 
@@ -463,8 +479,10 @@ class Client:
             link.tick(now)
             if not link.welcomed and now - link.down_since > LOST_SECONDS:
                 host, port = self.addresses[link.shard]
-                self.fail(TrainingError(f"parameter server {link.shard} at {host}:{port} cannot be reached",
-                                        hint="see its log; --replicas 1 survives the loss of a server"))  # fmt: skip
+                hint = "see its log; --replicas 1 survives the loss of a server"
+                if self.replicas:
+                    hint = "its replica takes charge where more than half of the workers are there to ask it; see the servers' logs"
+                self.fail(TrainingError(f"parameter server {link.shard} at {host}:{port} cannot be reached", hint=hint))
         away = any(not link.welcomed and now - link.down_since > SUSPEND_SECONDS for link in self._links)
         if away and not self._suspended:
             self.outside = True

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
-from distrib.training.parameter_server.optimizers import options_of, recipe_of
+from distrib.training.parameter_server.optimizers import PER_TENSOR, options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
 from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.speaker import GroupTable
@@ -32,10 +32,12 @@ class HeldTable:
         client: Client,
         wire: Wire,
         *,
-        synchronous: bool,
+        counted: bool,
     ) -> None:
+        """`counted`: whether other workers wait for this one's steps, also for those that it leaves out."""
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
+        self._names = names
         specs: list[Parameter] = []
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -63,8 +65,9 @@ class HeldTable:
         for chunk in self.chunks:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
+        self._all = [slot.chunk for slot in self.slots]
         self.step = 0
-        self.synchronous = synchronous
+        self._counted = counted
         self.sending = True
         """Whether the next backward pass is the last before a step."""
         self._begun = False
@@ -109,7 +112,7 @@ class HeldTable:
         answers = [self.client.ask(shard, Frame(Kind.DESCRIBE, table=self.number), about) for shard in shards]
         wanted = [unpacked(self.client.result(answer)[1])["give"] for answer in answers]
         if any(wanted):
-            self.give(replace=False)
+            self.give(self._all, replace=False)
         self.pull()
         self.client.tables[self.number] = self._all_we_know
         if self.client.group:
@@ -128,23 +131,28 @@ class HeldTable:
                 told.append((Frame(Kind.SET, table=self.number, chunk=slot.chunk), raw(value)))
         return told
 
-    def give(self, *, replace: bool) -> None:
-        """Sends the servers the model's values."""
+    def chunks_with(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """The chunks in which there is anything of these parameters, some of which may be of other tables."""
+        return sorted({chunk for parameter in parameters for chunk in self.chunks_of.get(parameter, ())})
+
+    def give(self, numbers: Iterable[int], *, replace: bool) -> None:
+        """Sends the servers the model's values of these chunks."""
+        flags = FINAL if replace else 0
         for answer in [
             self.client.ask(
-                slot.shard, Frame(Kind.SET, FINAL if replace else 0, self.number, slot.chunk), raw(self._flat(chunk))
+                self.slots[n].shard, Frame(Kind.SET, flags, self.number, n), raw(self._flat(self.chunks[n]))
             )
-            for chunk, slot in zip(self.chunks, self.slots, strict=True)
+            for n in numbers
         ]:
             self.client.result(answer)
 
-    def pull(self) -> None:
-        """Gives the model the servers' present values, all of them, exactly."""
+    def pull(self, numbers: Sequence[int] | None = None) -> None:
+        """Gives the model the servers' present values of these chunks, or of all, exactly."""
         self.wait()
-        answers = [
-            self.client.ask(slot.shard, Frame(Kind.PULL, table=self.number, chunk=slot.chunk)) for slot in self.slots
-        ]
-        for chunk, slot, answer in zip(self.chunks, self.slots, answers, strict=True):
+        numbers = self._all if numbers is None else numbers
+        answers = [self.client.ask(self.slots[n].shard, Frame(Kind.PULL, table=self.number, chunk=n)) for n in numbers]
+        for number, answer in zip(numbers, answers, strict=True):
+            chunk, slot = self.chunks[number], self.slots[number]
             frame, payload = self.client.result(answer)
             slot.fresh, slot.version = False, frame.version
             value = torch.frombuffer(payload, dtype=getattr(torch, chunk.kind))
@@ -173,6 +181,27 @@ class HeldTable:
     def distrust(self) -> None:
         """Gradients are changed after the backward pass, and perhaps unseen: what was pushed before the step does not count."""
         self._eager, self._doubtful = False, True
+
+    def check(self) -> None:
+        """Raises TrainingError where a step would change what the servers do not have, or what is not to be changed any more,
+        or would come to nobody."""
+        self.client.check()
+        for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if parameter in self.chunks_of:
+                if not parameter.requires_grad:
+                    raise TrainingError(
+                        f"{self._name(parameter)} was frozen after job.prepare, and its optimizer is on the servers, which "
+                        "would go on with momentum and weight decay",
+                        hint="freeze it before job.prepare, or give it a parameter group of its own and set lr to 0",
+                    )
+            elif parameter.grad is not None:
+                raise TrainingError(
+                    f"{self._name(parameter)} has a gradient, and the servers do not know of it: every rank would have its own",
+                    hint="unfreeze what is to be trained, and give it to the optimizer, before job.prepare",
+                )
+
+    def _name(self, parameter: torch.Tensor) -> str:
+        return self._names.get(parameter, f"a parameter {list(parameter.shape)}")
 
     def take(self, *, leave_out: bool = False) -> None:
         """The optimizer steps: sends what is not under way yet, and lets the servers apply it.
@@ -211,8 +240,8 @@ class HeldTable:
 
     @property
     def _in_step(self) -> bool:
-        """Whether others wait in each step for this worker's gradients."""
-        return self.client.group is not None or self.synchronous
+        """Whether others wait for this worker's steps."""
+        return self.client.group is not None or self._counted
 
     def _begin(self) -> None:
         """Before the first push of a step: whoever was away joins the others again."""
@@ -301,7 +330,8 @@ class HeldTable:
     # -- the optimizer's state ------------------------------------------------------------------------------------------
 
     def state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The optimizer's state of each parameter, gathered from the servers."""
+        """The optimizer's state of each parameter, gathered from the servers, after this worker's last step."""
+        self.wait()
         asked = [self.client.ask(s.shard, Frame(Kind.GET_STATE, table=self.number, chunk=s.chunk)) for s in self.slots]
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for chunk, answer in zip(self.chunks, asked, strict=True):
@@ -323,24 +353,45 @@ class HeldTable:
                     state[name] = value.view(parameter.shape)
         return found
 
+    def check_state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Raises TrainingError where a state is not of its parameter's size: it is cut as the parameter is."""
+        for parameter in self.parameters:
+            for name, value in states.get(parameter, {}).items():
+                whole = self._is_of_tensor(name) or not isinstance(value, torch.Tensor)
+                if not whole and value.shape != parameter.shape:
+                    raise TrainingError(
+                        f"{name} of {self._name(parameter)} is {list(value.shape)} in the optimizer's state that was given, "
+                        f"and the parameter {list(parameter.shape)}",
+                        hint="restore the state of an optimizer of the same parameters, in the same order",
+                    )
+
     def give_state(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Sends the servers an optimizer's state, and the model's values."""
+        """Sends the servers an optimizer's state. A parameter that has none, as it was not trained yet, has zeros."""
         asked = []
         for chunk, slot in zip(self.chunks, self.slots, strict=True):
-            state: dict[str, Any] = {}
             pieces = [(self.parameters[p.parameter], p.start, p.stop) for p in chunk.pieces]
-            for name, value in states.get(pieces[0][0], {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape == pieces[0][0].shape:
-                    parts = [states[p][name].reshape(-1)[start:stop] for p, start, stop in pieces if p in states]
-                    state[name] = torch.cat(parts).cpu()
+            known = [states[parameter] for parameter, _, _ in pieces if states.get(parameter)]
+            # A chunk counts its steps once: as the parameter that has taken the most.
+            most = max(known, key=lambda one: float(one.get("step", 0)), default={})
+            state: dict[str, Any] = {}
+            for name in dict.fromkeys(name for one in known for name in one):
+                like = next((one[name] for one in known if one.get(name) is not None), None)
+                if isinstance(like, torch.Tensor) and not self._is_of_tensor(name):
+                    parts = [_part(states.get(p, {}).get(name), start, stop, like) for p, start, stop in pieces]
+                    state[name] = torch.cat(parts)
                 else:
+                    value = most.get(name)
                     state[name] = value.cpu() if isinstance(value, torch.Tensor) else value  # servers have no GPU
             file = io.BytesIO()
-            torch.save({"value": self._flat(chunk), "state": state}, file)
+            torch.save(state, file)
             frame = Frame(Kind.SET_STATE, table=self.number, chunk=slot.chunk)
             asked.append(self.client.ask(slot.shard, frame, file.getvalue()))
         for answer in asked:
             self.client.result(answer)
+
+    def _is_of_tensor(self, name: str) -> bool:
+        """Whether what an optimizer keeps under this name is of a tensor as a whole, not of each of its numbers."""
+        return self.description.recipe.whole or name in PER_TENSOR
 
 
 def _kind(name: str, parameter: torch.Tensor) -> str:
@@ -356,6 +407,11 @@ def _refuse_sparse(gradient: torch.Tensor) -> None:
         raise TrainingError(
             "a gradient is sparse, which mode async does not send", hint="make the nn.Embedding with sparse=False"
         )
+
+
+def _part(value: torch.Tensor | None, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    """Elements of a parameter's state, in host memory; zeros where there is none."""
+    return torch.zeros(stop - start, dtype=like.dtype) if value is None else value.reshape(-1)[start:stop].cpu()
 
 
 def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from distrib.errors import TrainingError
@@ -21,6 +22,9 @@ REFUSED = {
     "LBFGS": "it calls the model again within one step",
     "SparseAdam": "it is for sparse gradients",
 }
+PER_TENSOR = frozenset(["step", "mu_product", "mu", "eta"])
+"""What these optimizers keep once for a tensor, not for each of its numbers."""
+
 _LOCAL = frozenset(["params", "foreach", "fused", "capturable", "differentiable", "initial_lr"])
 
 
@@ -57,10 +61,13 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.numel() == 1):
         return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # as classes made of these are none that can be sent
     if isinstance(value, (list, tuple)):
         return [_plain(name, item) for item in value]
     raise TrainingError(f"the optimizer's {name} is a {type(value).__name__}", hint="use numbers")
@@ -71,14 +78,17 @@ class Updater:
 
     def __init__(self, recipe: Recipe, value: torch.Tensor, options: dict[str, Any]) -> None:
         self.value = torch.nn.Parameter(value, requires_grad=True)
-        self._fused = recipe.name in FUSED
-        kind = getattr(torch.optim, recipe.name)
+        self._recipe, self._options = recipe, options
+        self._optimizer = self._made()
+
+    def _made(self) -> torch.optim.Optimizer:
+        kind = getattr(torch.optim, self._recipe.name)
+        fused = {"fused": True} if self._recipe.name in FUSED else {}
         try:
-            self._optimizer = kind(
-                [self.value], **({"fused": True} if self._fused else {}), **_arguments(kind, options)
-            )
+            made: torch.optim.Optimizer = kind([self.value], **fused, **_arguments(kind, self._options))
         except (TypeError, ValueError) as error:
-            raise TrainingError(f"torch.optim.{recipe.name} refuses its settings: {error}") from None
+            raise TrainingError(f"torch.optim.{self._recipe.name} refuses its settings: {error}") from None
+        return made
 
     def apply(self, gradient: torch.Tensor, options: dict[str, Any]) -> None:
         """One step with this gradient and these settings."""
@@ -92,15 +102,20 @@ class Updater:
         return dict(self._optimizer.state.get(self.value, {}))
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
-        kept = self._optimizer.state[self.value]
-        kept.clear()
-        for name, value in state.items():
-            kept[name] = value.reshape(self.value.shape) if _is_elementwise(value, self.value) else value
+        """Goes on from what `state` gave; what it lacks is as in the beginning. Raises TrainingError for what is of another size."""
+        fitting = {name: self._fitting(name, value) for name, value in state.items()}
+        self._optimizer = self._made()
+        self._optimizer.state[self.value].update(fitting)
 
-
-def _is_elementwise(value: Any, like: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == like.numel() and value.dim() > 0
+    def _fitting(self, name: str, value: Any) -> Any:
+        """As the optimizer needs it, whose kernels look at no sizes: of the value's shape and format."""
+        if not isinstance(value, torch.Tensor) or name in PER_TENSOR:
+            return value
+        if not self._recipe.whole:
+            if value.numel() != self.value.numel():
+                raise TrainingError(f"the optimizer's {name} has {value.numel()} elements, not {self.value.numel()}")
+            value = value.reshape(self.value.shape)
+        return value.to(self.value.dtype)
 
 
 def _arguments(kind: type, options: dict[str, Any]) -> dict[str, Any]:

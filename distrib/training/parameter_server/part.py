@@ -62,7 +62,8 @@ class Part:
         self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
         self._pulls: list[tuple[int, Frame]] = []
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, list[Any]] = {}  # what main has read for all, in pieces
+        self._keeping: dict[tuple[int | None, int], dict[int, Any]] = {}  # what is not whole yet, by who brings it
         self._fetches: list[tuple[int, Frame]] = []
         self._dead: set[int] = set()  # workers of which the launcher says that they have died
         self._main_is_lost = False
@@ -77,10 +78,8 @@ class Part:
     # -- who is there -------------------------------------------------------------------------------------------------
 
     def welcome(self, worker: int, hello: dict[str, Any], connection: Connection) -> None:
-        """A worker has called. Its `life` tells one that was started anew from one that was cut off."""
+        """A worker has called; its connection before is lost. Its `life` tells one that was started anew from one that was cut off."""
         life, again = hello["life"], hello["again"]
-        if (old := self._there.get(worker)) is not None and old is not connection:
-            old.close()
         if self._lives.get(worker, None if again else life) != life:
             self._drop(worker, is_lost=True)
             self._groups.pop(worker, None)
@@ -145,13 +144,13 @@ class Part:
             self._drop(worker, is_lost=True)
             self.notes.append(f"worker {worker} is gone; the others go on without it")
 
-    def _drop(self, worker: int, *, is_lost: bool = False) -> None:
+    def _drop(self, worker: int, *, is_lost: bool = False, comes_back: bool = False) -> None:
         gave_values = worker == self._main() and not self.anyone
         self._gone.pop(worker, None)
         self.members.discard(worker)
         self._gathered.discard(worker)
         for table in self.tables.values():
-            self._wait_for_members(table)
+            self._wait_for_members(table, come_back=comes_back)
         self._main_is_lost |= is_lost and worker == self.main[1] and worker not in self._left
         self._choose_main()
         self._tell_rounds()
@@ -167,12 +166,13 @@ class Part:
         """The number under which what this worker pushes is counted: its own, or that of its host's workers together."""
         return self._groups.get(worker, worker)
 
-    def _wait_for_members(self, table: Table) -> None:
+    def _wait_for_members(self, table: Table, *, come_back: bool = False) -> None:
+        """Those that are no members any more are not waited for; what they have pushed may be committed yet if they `come_back`."""
         wanted = {self._pusher(worker) for worker in self.members}
         gone = table.shard.members - wanted
         table.shard.members |= wanted
         for pusher in gone:
-            self._carry_out(table, table.shard.drop(pusher))
+            self._carry_out(table, table.shard.excuse(pusher) if come_back else table.shard.drop(pusher))
 
     def _choose_main(self) -> None:
         """When main is lost, the first worker is main that is there and has been from the start.
@@ -234,16 +234,14 @@ class Part:
             self._requests[worker] = frame.step
             self._tell_rounds()
         elif frame.kind is Kind.KEEP:
-            self._kept.setdefault(frame.version, bytes(payload))
-            self._send_kept(frame.version)
-            self._answer_fetches()
-            self._reply(worker, frame, self._kept[frame.version])
+            flags = FINAL if frame.version in self._kept else self._keep(worker, frame, payload)
+            self._send(worker, Frame(Kind.DONE, flags, step=frame.step))
         elif frame.kind is Kind.FETCH:
             self._fetches.append((worker, frame))
             self._answer_fetches()
         elif frame.kind is Kind.SUSPEND:
             if self.tables:
-                self._drop(worker)
+                self._drop(worker, comes_back=True)
         elif frame.kind is Kind.GROUP:
             self._groups[worker] = frame.version
             for table in self.tables.values():
@@ -282,7 +280,7 @@ class Part:
         elif frame.kind is Kind.GET_STATE:
             self._reply(worker, frame, table.saved(frame.chunk))
         elif frame.kind is Kind.SET_STATE:
-            table.load(frame.chunk, payload)
+            table.restore(frame.chunk, payload)
             self._send_state(table, frame.chunk)
             self._reply(worker, frame)
         elif frame.kind is Kind.NEWEST:
@@ -362,9 +360,22 @@ class Part:
         waiting, self._fetches = self._fetches, []
         for worker, frame in waiting:
             if (kept := self._kept.get(frame.version)) is not None:
-                self._reply(worker, frame, kept)
+                answer = Frame(Kind.DONE, 0, 0, frame.chunk, frame.step, frame.version, len(kept))
+                self._send(worker, answer, kept[frame.chunk])
             else:
                 self._fetches.append((worker, frame))
+
+    def _keep(self, worker: int | None, frame: Frame, payload: Any) -> int:
+        """A piece of what main has read for all, or of the primary's copy; the flags of the answer say whether it was the last."""
+        pieces = self._keeping.setdefault((worker, frame.version), {})
+        pieces[frame.chunk] = payload
+        if len(pieces) < frame.weight:
+            return 0
+        del self._keeping[worker, frame.version]
+        self._kept[frame.version] = [pieces[number] for number in range(frame.weight)]
+        self._send_kept(frame.version)
+        self._answer_fetches()
+        return FINAL | APPLIED
 
     # -- rounds of all workers ----------------------------------------------------------------------------------------
 
@@ -382,13 +393,18 @@ class Part:
 
     def _carry_out(self, table: Table, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Apply):
+            if isinstance(effect, Apply) and not any(update.weight for update in effect.updates):
+                for update in effect.updates:  # everybody has left out this step, which is counted and changes nothing
+                    self.pool.give(update.gradient)
+                if self.follower:
+                    self._replicate(table, effect, b"", {}, None)
+            elif isinstance(effect, Apply):
                 pusher = effect.updates[0].worker
                 settings = table.options.get(self._speakers.get(pusher, pusher))
                 gradient, options, memory = table.effective(effect.chunk, effect.updates, settings)
                 table.apply(effect.chunk, gradient, options)
                 if self.follower:
-                    self._replicate(table, effect, gradient, options, memory)
+                    self._replicate(table, effect, raw(gradient), options, memory)
                 else:
                     table.give_back(memory)
             elif isinstance(effect, Answer):
@@ -441,7 +457,9 @@ class Part:
 
     def _send_kept(self, number: int) -> None:
         if self.follower:
-            self.follower.send(Frame(Kind.STATE, SHARED, version=number), self._kept[number])
+            for piece, content in enumerate(kept := self._kept[number]):
+                frame = Frame(Kind.STATE, SHARED, chunk=piece, version=number, weight=len(kept))
+                self.follower.send(frame, content)
 
     def tell_members(self) -> None:
         """Tells the replica who is waited for."""
@@ -450,13 +468,13 @@ class Part:
             self.follower.send(Frame(Kind.STATE, FINAL), packed({"members": sorted(self.members), "groups": groups}))
 
     def _replicate(
-        self, table: Table, entry: Apply, gradient: torch.Tensor, options: dict[str, Any], memory: torch.Tensor | None
+        self, table: Table, entry: Apply, gradient: Any, options: dict[str, Any], memory: torch.Tensor | None
     ) -> None:
         assert self.follower
         about = {"updates": [[u.worker, u.step, u.mark] for u in entry.updates], "options": options}
         frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
         self.follower.send(frame, packed(about))
-        self.follower.send(frame._replace(flags=0), raw(gradient), sent=lambda: table.give_back(memory))
+        self.follower.send(frame._replace(flags=0), gradient, sent=lambda: table.give_back(memory))
 
     def acknowledge(self, frame: Frame) -> None:
         """The replica has an entry."""
@@ -471,7 +489,7 @@ class Part:
             told = unpacked(payload)
             self.members, self._groups = set(told["members"]), dict(told["groups"])
         elif frame.kind is Kind.STATE and frame.flags & SHARED:
-            self._kept[frame.version] = bytes(payload)
+            self._keep(None, frame, payload)
         elif frame.kind is Kind.STATE and frame.flags & MORE:
             about = unpacked(payload)
             description = msgspec.convert(about["description"], Description)
@@ -487,7 +505,7 @@ class Part:
         elif self._log:
             table, about = self.tables[frame.table], self._log[1]
             updates = [(worker, step, mark) for worker, step, mark in about["updates"]]
-            if table.shard.follow(frame.chunk, updates, frame.version, frame.step):
+            if table.shard.follow(frame.chunk, updates, frame.version, frame.step) and len(payload):
                 target = table.updaters[frame.chunk].value
                 table.apply(
                     frame.chunk, torch.frombuffer(payload, dtype=target.dtype).view(target.shape), about["options"]

@@ -88,7 +88,13 @@ class Server:
         self._links: dict[int, _ReplicaLink] = {}
         self._votes: dict[int, set[int]] = {}  # by shard: who cannot reach its primary
         self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
-        self._listener = socket.create_server(("", addresses[number][1]), reuse_port=False, backlog=1024)
+        both = socket.has_dualstack_ipv6()
+        self._listener = socket.create_server(
+            ("", addresses[number][1]),
+            family=socket.AF_INET6 if both else socket.AF_INET,
+            dualstack_ipv6=both,
+            backlog=1024,
+        )
         self._listener.setblocking(False)
 
     def _take_own_part(self, again: bool) -> None:
@@ -203,6 +209,8 @@ class Server:
         if part is None or not part.in_charge:
             peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
             return
+        for old in [one for one in self._peers if one.part is part and one.worker == worker and one is not peer]:
+            self._end(old)  # it has not broken here yet
         peer.part, peer.worker = part, worker
         self.was_called = True
         part.welcome(worker, hello, peer.connection)

@@ -168,7 +168,7 @@ class Table:
             result = memory.view(target).copy_(result)
             self._pool.give(first.gradient)
         if len(updates) > 1:
-            total = sum(update.weight for update in updates) or 1
+            total = sum(update.weight for update in updates)
             result.mul_(first.weight / total)
             for update in updates[1:]:
                 result.add_(update.gradient.view(dtype), alpha=update.weight / total)
@@ -256,6 +256,10 @@ class Table:
             raise TrainingError(f"chunk {chunk} does not fit: {content['value'].numel()} elements")
         self.set(chunk, raw(content["value"].contiguous()), replace=True)
         self.updaters[chunk].restore(content["state"])
+
+    def restore(self, chunk: int, data: Any) -> None:
+        """Takes over an optimizer's state of the chunk."""
+        self.updaters[chunk].restore(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
 
 def _less_momentum(lr: float, momentum: float, staleness: float) -> dict[str, float]:

@@ -83,12 +83,14 @@ class Kind(enum.IntEnum):
 
 FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
 """Flags: of a PUSH, that it needs no COMMIT; of a VALUE, that the gradient counted; of a LOG or STATE, that more belong to it; of a PUSH or VALUE,
-that its payload lies in memory that both share; of a STATE, that it is what main has kept for the others."""
+that its payload lies in memory that both share; of a STATE, that it is what main has kept for the others; of the answer to a KEEP, that it is
+complete (FINAL), and this worker's (APPLIED)."""
 
 
 class Frame(NamedTuple):
     """A header. `step` is the number of the request where the frame is no push or answer to one; `weight` says of how many
-    workers a pushed gradient is the mean, and `mark` which they are."""
+    workers a pushed gradient is the mean, and `mark` which they are; of a KEEP, and of what is fetched then, in how many
+    pieces it is, of which this is number `chunk`."""
 
     kind: Kind
     flags: int = 0

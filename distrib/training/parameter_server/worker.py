@@ -33,11 +33,17 @@ from distrib.training.parameter_server.held import HeldTable
 from distrib.training.parameter_server.hostgroup import HostGroup, host_identity
 from distrib.training.parameter_server.line import open_door
 from distrib.training.parameter_server.server import servers_from
-from distrib.training.parameter_server.wire import Frame, Kind, packed, unpacked
-from distrib.training.synchronous import follow_parameters
+from distrib.training.parameter_server.wire import APPLIED, FINAL, Frame, Kind, packed, unpacked
+from distrib.training.synchronous import follow_parameters, unwrapped
 from distrib.training.world import World
 
 T = TypeVar("T")
+
+PIECE_BYTES = 256 << 20
+"""In which pieces what main reads for all travels: a frame has an end, and a server others to answer."""
+
+VIEW = "view"
+"""What is brought to the beginning of an evaluation."""
 
 
 class Asynchronous(Backend):
@@ -52,11 +58,15 @@ class Asynchronous(Backend):
         self.tables: list[HeldTable] = []
         self._models: list[nn.Module] = []
         self._holders: dict[torch.Tensor, tuple[HeldTable, list[int]]] = {}
+        self._asked: nn.Module | None = None  # whose values are being saved or loaded
+        self._inside: set[nn.Module] = set()  # and the modules in it
         self._called: set[nn.Module] = set()  # modules whose forward has been called
         self._late: dict[HeldTable, list[int]] = {}  # chunks that no forward pass would wait for
         self._exact = False  # the models hold the servers' values, all of them
+        self._closed = False
         self._met = False  # the other workers of this host
         self._kept = 0
+        self._place: int | None = None  # how often all have met since an evaluation began
 
     @property
     def waited_seconds(self) -> float:
@@ -94,25 +104,33 @@ class Asynchronous(Backend):
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
         }
 
-        def pack() -> bytes:
-            file = io.BytesIO()
-            torch.save({name: value.detach() for name, value in state.items() if not value.requires_grad}, file)
-            return file.getvalue()
-
-        fixed = torch.load(io.BytesIO(self.from_main(pack)), weights_only=True, map_location=self.device)
+        told = self.from_main(lambda: _saved({n: v.detach() for n, v in state.items() if not v.requires_grad}))
+        fixed = torch.load(io.BytesIO(told), weights_only=True, map_location=self.device)
         with torch.no_grad():
             for name, value in fixed.items():
                 if name in state:
                     state[name].copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
-            model.register_forward_pre_hook(self._before_model)
-            for module in model.modules():
+            model.register_forward_pre_hook(self._hook(model, self._before_model))
+            for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
                 if next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_pre_hook(self._before_forward)
-            model.register_state_dict_pre_hook(lambda *_: self._refresh())  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_post_hook(lambda *_: self._restored())  # type: ignore[no-untyped-call]
+                    module.register_forward_pre_hook(self._hook(module, self._before_forward))
+                module.register_state_dict_pre_hook(self._hook(module, self._before_saving))
+                module.register_load_state_dict_post_hook(self._hook(module, self._after_loading))
+                # Those two have public names only since torch 2.5.
+                module._register_state_dict_hook(self._hook(module, self._leave))
+                module._register_load_state_dict_pre_hook(self._hook(module, self._before_loading), with_module=True)
         return model
+
+    def _hook(self, owner: nn.Module, work: Callable[..., None]) -> Callable[..., None]:
+        """What a module calls. A copy of it has the hook too, where it does nothing: a function is not copied, as a method's object is."""
+
+        def hook(module: nn.Module, *told: Any) -> None:
+            if module is owner and not self._closed:
+                work(module, *told)
+
+        return hook
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if not model.training:
@@ -125,21 +143,54 @@ class Asynchronous(Backend):
                 held[0].get(held[1])
 
     def _refresh(self) -> None:
-        """Fetches all parameters, unless nothing was trained since."""
+        """Fetches all parameters, unless they were fetched since the last step of this worker and the last meeting of all."""
         if not self._exact:
             for table in self.tables:
                 table.pull()
             self._exact = True
 
-    def _restored(self) -> None:
-        """A model was given other values: main's are the servers' now. A substitute's are not what the others train."""
-        if self.is_main:
+    # The values of a model, or of a module of it, are saved and loaded. Torch calls the hooks of its modules, too: within those of
+    # the module that was asked, which is the one that counts.
+
+    def _before_saving(self, module: nn.Module, prefix: str, _: Any) -> None:
+        if self._enters(module, prefix):
             for table in self.tables:
-                table.wait()
-                table.give(replace=True)
-        elif self.substitute:
-            self._exact = False
-            self._refresh()
+                table.pull(table.chunks_with(module.parameters()))
+
+    def _before_loading(self, module: nn.Module, _: Any, prefix: str, *__: Any) -> None:
+        """Answers that were not put in place yet must not come over what is loaded; and what main does not load but gives, as it
+        shares a chunk or is missing in the file, is to stay as the servers have it."""
+        if self._enters(module, prefix):
+            for table in self.tables:
+                chunks = table.chunks_with(module.parameters())
+                if self.is_main:
+                    table.pull(chunks)
+                else:
+                    table.get(chunks)
+
+    def _after_loading(self, module: nn.Module, _: Any) -> None:
+        """Main's values are the servers' now. A substitute's are not what the others train."""
+        if module is not self._asked:
+            return
+        self._leave(module)
+        self._exact = False
+        for table in self.tables:
+            chunks = table.chunks_with(module.parameters())
+            if self.is_main:
+                table.give(chunks, replace=True)
+            elif self.substitute:
+                table.pull(chunks)
+
+    def _enters(self, module: nn.Module, prefix: str) -> bool:
+        """Whether the module was asked itself, and not one that it is in. What was asked before may have failed, and never left."""
+        if prefix and module in self._inside:
+            return False
+        self._asked, self._inside = module, set(module.modules()) - {module}
+        return True
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if module is self._asked:
+            self._asked, self._inside = None, set()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +201,8 @@ class Asynchronous(Backend):
         }
         self._meet()
         wire: Any = self.strategy.gradients.format
-        in_step = self.strategy.staleness == 0
-        table = HeldTable(len(self.tables), optimizer, names, self.client, wire, synchronous=in_step)
+        counted = self.strategy.staleness is not None  # others wait for this worker's steps
+        table = HeldTable(len(self.tables), optimizer, names, self.client, wire, counted=counted)
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
         table.begin()
         self.tables.append(table)
@@ -162,14 +213,15 @@ class Asynchronous(Backend):
                 raise TrainingError("a parameter belongs to two optimizers", hint="give it to one of them")
             self._holders[parameter] = table, chunks
             parameter.register_post_accumulate_grad_hook(table.ready)  # type: ignore[no-untyped-call]
+        self._begin_untrained(table)
         hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
         def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
             args, kwargs = _without_closure(args, kwargs)
+            table.check()
             if hasattr(optimizer, "found_inf"):
                 table.distrust()
-            if _unscaled(optimizer):
-                self._take(table)
+            self._take(table, leave_out=not _unscaled(optimizer))
             hidden[:] = [(parameter, parameter.grad) for parameter in table.parameters]
             for parameter in table.parameters:
                 parameter.grad = None  # so that the optimizer's own step changes nothing
@@ -192,7 +244,7 @@ class Asynchronous(Backend):
         self._met = True
         door = open_door()
         host = host_identity()
-        told = {who: unpacked(part) for who, part in self._gather(packed([host, door.getsockname().hex()]))}
+        told = {who: unpacked(part) for who, part in self._gather("doors", packed([host, door.getsockname().hex()]))}
         doors = {who: bytes.fromhex(name) for who, (where, name) in told.items() if where == host}
         if len(doors) == 1 or self.world.rank not in doors or self._beside_all_servers:
             door.close()
@@ -200,22 +252,33 @@ class Asynchronous(Backend):
         number, in_step = self.world.size + min(doors), self.strategy.staleness == 0
         self.client.join_group(HostGroup(self.client, number, door, doors, in_step=in_step))
 
+    def _begin_untrained(self, table: HeldTable) -> None:
+        """What a model learns beside this table's parameters begins as main's, too: perhaps no optimizer will train it."""
+        models = [model for model in self._models if not table.chunks_of.keys().isdisjoint(model.parameters())]
+        rest = [p for model in models for p in model.parameters() if p.requires_grad and p not in self._holders]
+        if rest:
+            values = self.from_main(lambda: _saved([parameter.detach() for parameter in rest]))
+            given = torch.load(io.BytesIO(values), weights_only=True, map_location=self.device)
+            with torch.no_grad():
+                for parameter, value in zip(rest, given, strict=True):
+                    parameter.copy_(value)
+
     def left_out(self, optimizer: Optimizer) -> None:
         for table in self.tables:
             if table.optimizer is optimizer:
-                table.take(leave_out=True)
+                self._take(table, leave_out=True)
 
     def rescaled(self, optimizer: Optimizer) -> None:
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.distrust()
 
-    def _take(self, table: HeldTable) -> None:
+    def _take(self, table: HeldTable, *, leave_out: bool = False) -> None:
         if table not in self._late:
             owners = {p for module in self._called for p in module.parameters(recurse=False)}
             late = {chunk for p, chunks in table.chunks_of.items() if p not in owners for chunk in chunks}
             self._late[table] = sorted(late)
-        table.take()
+        table.take(leave_out=leave_out)
         self._exact = False
         table.get(self._late[table])
 
@@ -226,13 +289,15 @@ class Asynchronous(Backend):
         return {**state, "state": {number: found[p] for number, p in enumerate(order) if found.get(p)}}
 
     def _give_state(self, table: HeldTable) -> None:
+        table.check_state(table.optimizer.state)  # on every rank, so that none goes on alone
         if self.is_main:
             table.give_state(table.optimizer.state)
         table.optimizer.state.clear()
 
-    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         for table in self.tables:
-            table.sending = on
+            if table.optimizer is optimizer:
+                table.sending = on
 
     def _rejoin(self) -> None:
         self.client.outside = False
@@ -244,6 +309,7 @@ class Asynchronous(Backend):
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on main; what it raises is raised on every rank. It stays known: substitutes ask for it later."""
         self._step_aside()
+        self._exact = False
         number, self._kept = self._kept, self._kept + 1
         problem: Exception | None = None
         kept = self._fetched(number)
@@ -252,7 +318,9 @@ class Asynchronous(Backend):
                 answer: tuple[Any, str | None] = work(), None
             except (OSError, DistribError) as error:
                 problem, answer = error, (None, str(error))
-            kept = self.client.result(self.client.ask(0, Frame(Kind.KEEP, version=number), pickle.dumps(answer)))[1]
+            own = pickle.dumps(answer)
+            fetch = Frame(Kind.FETCH, version=number)
+            kept = own if self._keep(number, own) else self._whole(*self.client.result(self.client.ask(0, fetch)))
         value, why = pickle.loads(kept)  # written by a rank of this job, whose key it proved
         if why is not None:
             raise problem or TrainingError(f"on the main rank: {why}")
@@ -264,21 +332,40 @@ class Asynchronous(Backend):
         if self.client.group:
             self.client.group.leave()
 
+    def _keep(self, number: int, content: bytes) -> bool:
+        """Has the servers keep this under `number`, in pieces. False where they had another's already, who was main before."""
+        whole, count = memoryview(content), -(-len(content) // PIECE_BYTES)
+        while True:  # again from the first piece where the server was lost between two
+            for piece in range(count):
+                frame = Frame(Kind.KEEP, chunk=piece, version=number, weight=count)
+                data = whole[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+                if (flags := self.client.result(self.client.ask(0, frame, data))[0].flags) & FINAL:
+                    return bool(flags & APPLIED)
+
     def _fetched(self, number: int) -> Any:
         """What main has kept under this number; None where this worker is main, or becomes it while it waits."""
         asked = None if self.is_main else self.client.ask(0, Frame(Kind.FETCH, version=number))
         while asked and not self.is_main:
             concurrent.futures.wait([asked], timeout=0.2)
             if asked.done():
-                return asked.result()[1]
+                return self._whole(*asked.result())
             self.client.check()
         return None
 
+    def _whole(self, first: Frame, content: Any) -> Any:
+        """All of what main has kept, of which the first piece has come."""
+        rest = []
+        for piece in range(1, first.weight):
+            frame = Frame(Kind.FETCH, chunk=piece, version=first.version)
+            rest.append(self.client.result(self.client.ask(0, frame))[1])
+        return b"".join([content, *rest]) if rest else content
+
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduction over the workers that are there; a new tensor."""
-        file = io.BytesIO()
-        torch.save(tensor.cpu(), file)
-        parts = [torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(file.getvalue())]
+        what = f"{op} {tensor.dtype} {list(tensor.shape)}"
+        parts = [
+            torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(what, _saved(tensor.cpu()))
+        ]
         stacked = torch.stack(parts)
         if op == "mean":
             result = stacked.sum(0) / len(parts)
@@ -288,11 +375,32 @@ class Asynchronous(Backend):
             result = stacked.amax(0) if op == "max" else stacked.amin(0)
         return result.to(tensor.device)
 
-    def _gather(self, part: bytes) -> list[tuple[int, bytes]]:
-        """What every worker that is there has brought, and who brought it; a substitute, which is elsewhere in the script, is alone."""
+    def _gather(self, what: str, part: bytes = b"") -> list[tuple[int, bytes]]:
+        """What every worker that is there has brought to the same place of the script, and who brought it.
+
+        A substitute, which is elsewhere in the script, is alone. One that was cut off may have come back in the middle of what
+        the others do there: whoever brings something else is not counted, and its next evaluation begins with that of the others.
+        """
+        self._exact = False
         if self.substitute:
             return [(self.world.rank, part)]
         self._step_aside()
+        if what == VIEW:
+            self._place = 0
+        elif self._place is not None:
+            self._place += 1
+        head = packed([what, self._place])
+        while True:
+            parts = [(who, *whole.partition(b"\n")) for who, whole in self._round(head + b"\n" + part)]
+            here = [(who, body) for who, start, _, body in parts if start == head]
+            if what != VIEW or not self.client.astray or len(here) == len(parts):
+                break
+        if what == VIEW:
+            self.client.astray = False
+        return here or [(self.world.rank, part)]
+
+    def _round(self, part: bytes) -> list[tuple[int, bytes]]:
+        """What the members have brought to the next round, whatever it is."""
         number, self.client.round = self.client.round, self.client.round + 1
         asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
         answer = self.client.result(asked)[1]
@@ -315,8 +423,7 @@ class Asynchronous(Backend):
             return (self.world.rank + epoch) % size, size
         for table in self.tables:
             table.wait()
-        there = [who for who, _ in self._gather(b"")]
-        self._exact = False
+        there = [who for who, _ in self._gather(VIEW)]
         if self.world.rank not in there:  # it was cut off, and comes too late for this one
             return 0, 1
         return there.index(self.world.rank), len(there)
@@ -333,14 +440,26 @@ class Asynchronous(Backend):
 
     def settle(self) -> None:
         """Waits until all that was sent is answered, and gives the models the servers' values."""
-        for table in self.tables:
-            table.wait()
+        self._exact = False
+        self._refresh()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Comes after main has given the servers what was restored: nobody trains on before it has."""
+        self._gather("restored")
         self._refresh()
 
     def close(self) -> None:
         for shard in range(len(self.client.addresses)):
             self.client.result(self.client.ask(shard, Frame(Kind.LEAVE)))
+        self._closed = True  # the models keep the values that they have
         self.client.close()
+
+
+def _saved(thing: Any) -> bytes:
+    """`thing` as torch saves it."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
 
 
 def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
