@@ -101,7 +101,7 @@ def test_models_of_all_kinds(launch):
         assert run.code == 0 and "done" in run.out, run
 
 
-@pytest.mark.parametrize("lesson", ["numbers", "begins", "seldom", "scales"])
+@pytest.mark.parametrize("lesson", ["numbers", "begins", "seldom", "scales", "arrives"])
 def test_what_compression_keeps_from_step_to_step(launch, lesson):
     run = launch("-np", "4", AVERAGES, lesson, "0,1,2,3", "0,0,1,1")
     assert run.code == 0 and run.out.count("done") == 2, run

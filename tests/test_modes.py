@@ -57,9 +57,13 @@ def no_variable_of_torch(monkeypatch, tmp_path):
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation fused late unwrapped again", id="sync, steps"),
-        pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted again", id="accumulate, steps"),
-        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted", id="local, steps"),
+        pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures", id="sync, steps"),
+        pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted again one_model", id="accumulate, steps"),
+        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks", id="local, steps"),
+        pytest.param(
+            {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step",
+            id="local, overlapped",
+        ),
     ],
 )  # fmt: skip
 def test_lessons(strategy, ranks, lessons, tmp_path):
@@ -159,10 +163,35 @@ def test_even_batches_cost_nothing():
     weight = torch.zeros(4, requires_grad=True)
     samples = Samples(own=1, all=3)
     mean = Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
-    for own, every, hooks in ((4, 12, 0), (3, 10, 1), (4, 12, 0)):
+    for own, every, weighted in ((4, 12, False), (3, 10, True), (4, 12, False)):
         samples.own, samples.all = own, every
         mean.follow()
-        assert len(weight._backward_hooks or {}) == hooks
+        assert bool(mean._hooks) == weighted
+
+
+def test_what_a_script_computes_beside_its_step_is_not_weighted():
+    weight = torch.ones(2, requires_grad=True)
+    Mean(torch.optim.SGD([weight], lr=1.0), Samples(own=3, all=4), ranks=2).follow()
+    loss = (2 * weight).sum()
+    assert torch.autograd.grad(loss, weight, retain_graph=True)[0].tolist() == [2.0, 2.0]
+    loss.backward()
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+def test_a_parameter_of_two_optimizers_is_weighted_once():
+    weight = torch.ones(2, requires_grad=True)
+    samples = Samples(own=3, all=4)
+    means = [Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=2) for _ in range(2)]
+    for own in (3, 2, 3):
+        samples.own = own
+        for mean in means:
+            mean.follow()
+        weight.grad = None
+        weight.sum().backward()
+        assert weight.grad.tolist() == [own / 2, own / 2]
+    means[1].batches = 2
+    with pytest.raises(TrainingError, match="in two optimizers"):
+        means[1].follow()
 
 
 @given(st.integers(1, 2000), st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, pairwise
@@ -273,6 +274,22 @@ def test_rounds_of_a_stream():
     assert list(every_nth(iter("abcde"), 0, 2, whole_rounds=lambda: False)) == ["a", "c", "e"]
 
 
+def test_of_a_stream_no_batches_of_others_are_kept():
+    class Batch:
+        pass
+
+    alive = weakref.WeakSet()
+
+    def stream():
+        for _ in range(24):
+            alive.add(batch := Batch())
+            assert len(alive) <= 4  # what the script has, this rank's next, the one before this, and this
+            yield batch
+            del batch
+
+    assert sum(1 for _ in every_nth(stream(), 0, 8, whole_rounds=lambda: True)) == 3
+
+
 def test_the_loader_keeps_its_options():
     loader = DataLoader(range(9), 4, num_workers=1, collate_fn=tuple, timeout=30, persistent_workers=True)
     kept = sharded(loader, 0, 1)
@@ -298,6 +315,9 @@ def test_batches_are_moved_however_they_are_nested():
 
 def test_worlds():
     assert find_world({}).source == "alone"
+    inside_slurm = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    world = find_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **inside_slurm})
+    assert (world.rank, world.size, world.source) == (3, 4, "environment")
     plan = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     world = find_world(plan)
     assert (world.rank, world.size, world.local_rank, world.local_size, world.source) == (3, 4, 1, 2, "environment")

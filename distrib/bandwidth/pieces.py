@@ -68,7 +68,7 @@ def of_distrib(
     if left_to_ddp(total, strategy, alone=ranks_per_host == 1):
         return of_ddp(gradients, buckets.plain_bytes(total))
     fine = max(FINE_BYTES, total // FINE_PARTS)
-    parts = of_ddp(gradients, min(fine, strategy.bucket_bytes or fine))
+    parts = of_ddp(gradients, strategy.bucket_bytes or fine)
     if strategy.bucket_bytes or wire is None:
         even = strategy.bucket_bytes or FIRST_PIECE_BYTES
         return tuple(piece for part in parts for piece in _split(part, buckets.evenly(int(part.size_bytes), even)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
 
@@ -39,6 +40,11 @@ def gather_numbers(own: list[float]) -> list[list[float]]:
 def _described(thing: Any) -> list[str]:
     """What must be the same on all ranks, in words: the kind, then each parameter and buffer."""
     kind = type(thing).__name__
+    if isinstance(thing, DataLoader) and not isinstance(thing.dataset, IterableDataset):
+        # Of other lengths some ranks would wait for a last batch that others do not have.
+        size = f" in batches of {thing.batch_size}" if thing.batch_size else ""
+        rest = ", without an incomplete last one" if thing.drop_last else ""
+        return [f"a {kind} of {len(thing.dataset)} samples{size}{rest}"]  # type: ignore[arg-type]
     if not isinstance(thing, nn.Module):
         return [f"a {kind}"]
     parameters = [

@@ -81,8 +81,8 @@ class Backend:
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Learns which of the prepared models `optimizer` trains; again whenever there is another."""
 
-    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
-        """Whether the next backward of `models` ends with gradients that all ranks share, or leaves each its own."""
+    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        """Whether `optimizer`, which trains `models`, wants gradients of the next backward that all ranks share, or its own."""
 
     def check_used(self, models: Sequence[nn.Module]) -> None:
         """Comes before each step. Raises TrainingError where gradients are missing that other ranks wait for."""
@@ -166,6 +166,8 @@ class Synchronous(Together):
         super().__init__(strategy, world, device)
         self._awaited: dict[nn.Module, dict[str, nn.Parameter]] = {}
         """Of each unwrapped model, the parameters whose gradients DistributedDataParallel waits for."""
+        self._wishes: dict[Optimizer, tuple[list[nn.Module], bool]] = {}
+        """The models that an optimizer trains, and whether it wants their gradients exchanged."""
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = synchronous(
@@ -185,7 +187,7 @@ class Synchronous(Together):
     def _await(self, model: nn.Module) -> None:
         inner = unwrapped(model)
         self._awaited[inner] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-        self._averaged.update(self._awaited[inner].values())
+        self._averaged = {parameter for named in self._awaited.values() for parameter in named.values()}
 
     def scaled(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
         for model in models:
@@ -210,7 +212,7 @@ class Synchronous(Together):
             if model.find_unused_parameters or model.static_graph:
                 continue
             unused = {name: p for name, p in self._awaited[inner].items() if p.grad is None}
-            if not unused or all(p.grad is None for p in model.parameters()):
+            if not unused or all(p.grad is None for p in model.parameters()) or _is_averaged(model):
                 continue
             if frozen := [name for name, p in unused.items() if not p.requires_grad]:
                 raise TrainingError(
@@ -231,15 +233,28 @@ class Synchronous(Together):
         elsewhere = {parameter for inner in others for parameter in self._awaited[inner].values()}
         return {*self._awaited[unwrapped(model)].values()} - elsewhere
 
-    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
+    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        self._wishes[optimizer] = list(models), on
         for model in models:
             if isinstance(model, DistributedDataParallel):
-                model.require_backward_grad_sync = on  # what DDP's no_sync() sets
+                # What DDP's no_sync() sets. An exchange too many is harmless; one too few, where optimizers share a model, is not.
+                model.require_backward_grad_sync = any(
+                    wanted and any(one is model for one in trained) for trained, wanted in self._wishes.values()
+                )
 
 
 def _was_called(model: nn.Module) -> bool:
     """Whether a model of DistributedDataParallel has computed anything: torch sets that up in the first forward."""
     return getattr(model, "_lazy_init_ran", True)
+
+
+def _is_averaged(model: DistributedDataParallel) -> bool:
+    """Whether the latest backward gave all gradients that are waited for; the script may have cleared some since."""
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
 
 
 def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:

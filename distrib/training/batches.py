@@ -284,9 +284,15 @@ class _Watch:
 
 def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Callable[[], bool]) -> Iterator[Any]:
     """Batch number `rank` of each `ranks` batches; of an incomplete last round only without `whole_rounds`."""
-    while round_ := list(islice(batches, ranks)):
-        if rank < len(round_) and (len(round_) == ranks or not whole_rounds()):
-            yield round_[rank]
+    while True:
+        own, read = None, 0
+        for batch in islice(batches, ranks):  # not kept: those of all ranks may be more than there is memory for
+            own, read = batch if read == rank else own, read + 1
+        if not read:
+            return
+        del batch
+        if rank < read and (read == ranks or not whole_rounds()):
+            yield own
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -54,9 +54,8 @@ class Horovod(Together):
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._pairs[optimizer] = list(models)
 
-    def exchange(self, models: Sequence[nn.Module], on: bool) -> None:
-        for reducer in self._of(models):
-            reducer.exchange(on)
+    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        self._reducers[optimizer].exchange(on)
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         self._reducers[optimizer].finish()

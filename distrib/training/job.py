@@ -200,6 +200,11 @@ class Job:
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
                 hint="leave out one of them",
             )
+        if sync_batchnorm and self._elastic:
+            raise TrainingError(
+                "sync_batchnorm makes ranks wait for each other inside a step, which they do not in mode async",
+                hint="leave it out, or use --mode sync",
+            )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         prepared = [self._prepare(thing, options) for thing in things]
         for observer in (self._profiler, self._meter):
@@ -326,7 +331,9 @@ class Job:
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
         It is meant for SGD. In asynchronous training each host's ranks make a step of their own, or each rank where what it
-        pushes crosses no wire (on one host only, or beside all servers), and `lr` grows by as many.
+        pushes crosses no wire (on one host only, or beside all servers), and `lr` grows by as many. In mode local it stays
+        that of one rank where an outer momentum takes the ranks on (DiLoCo); without (`--outer average`) it grows, which a few
+        inner steps on a rank's own batches bear, and hundreds may not.
         """
         return lr * self._backend.ranks_in_step
 

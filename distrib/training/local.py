@@ -51,8 +51,21 @@ class Local(Backend):
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
 
+    @property
+    def ranks_in_step(self) -> int:
+        # The outer momentum takes the ranks on by itself; without it a rank's steps are as long as those of all together
+        # (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
+        return 1 if self.strategy.outer.momentum else self.world.size
+
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
+        for other in self._rounds:
+            if other is not optimizer and not {*_trained(other)}.isdisjoint(_trained(optimizer)):
+                raise TrainingError(
+                    f"{type(other).__name__} and {type(optimizer).__name__} train the same parameter: in mode local "
+                    "each would take it to another common value",
+                    hint="give it to one of them, or use --mode sync",
+                )
         self._rounds[optimizer] = Round(optimizer, self.strategy, self.world.size)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
@@ -161,8 +174,9 @@ class Round:
         if self._taken == self._settled:
             return
         for fragment in self._fragments:
-            if fragment.due is not None:
-                fragment.finish(own_share=MIXED)
+            if fragment.due is not None:  # where it was sent after the latest step, nobody has trained since
+                just_sent = fragment.due == self._taken + self._outer.overlap_steps
+                fragment.finish(own_share=0.0 if just_sent else MIXED)
         apart = [fragment for fragment in self._fragments if fragment.begun]
         for fragment in apart:
             fragment.send(self._taken)
@@ -225,9 +239,9 @@ class Round:
         buffers = [buffer for model in self.models for buffer in model.buffers() if buffer.numel()]
         means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         if means:
-            flat = flatten(means)
+            flat = flatten(means) / self._ranks  # before they are summed: some are masks of the largest number there is
             dist.all_reduce(flat)
-            unflatten(flat / self._ranks, means)
+            unflatten(flat, means)
         broadcast([buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())])
 
 

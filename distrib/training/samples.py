@@ -8,12 +8,15 @@ already, whoever carries it between the ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from distrib.errors import TrainingError
 
 
 @dataclass(kw_only=True)
@@ -22,6 +25,8 @@ class Samples:
 
     own: int = 1
     all: int = 1
+    weighted_by: dict[torch.Tensor, Mean] = field(default_factory=dict)
+    """Whose weight the gradient of a parameter takes on its way: once, however many optimizers have it."""
 
 
 class Mean:
@@ -47,7 +52,7 @@ class Mean:
         self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._given: set[torch.Tensor] = set()  # parameters to whose .grad what was kept is added already
-        self._hooks: dict[torch.Tensor, list[RemovableHandle]] = {}
+        self._hooks: dict[torch.Tensor, list[RemovableHandle | _OnItsWay]] = {}
         self._several = False
 
     @property
@@ -59,6 +64,11 @@ class Mean:
     def begun(self) -> bool:
         """Whether the group has batches behind it."""
         return self._done > 0
+
+    @property
+    def share(self) -> float:
+        """Of all ranks' samples in the present batch, this rank's."""
+        return self._own / self._all
 
     def next(self) -> None:
         """The script is done with the present batch."""
@@ -80,16 +90,28 @@ class Mean:
         groups = self._optimizer.param_groups if wanted else []
         parameters = {parameter for group in groups for parameter in group["params"]}
         several = self.batches > 1
+        taken = self._samples.weighted_by
         for parameter in [p for p in self._hooks if several != self._several or p not in parameters]:
+            del taken[parameter]
             for handle in self._hooks.pop(parameter):
                 handle.remove()
         self._several = several
         for parameter in parameters - self._hooks.keys():
             # One that is frozen keeps the hooks that it has: it may be so for the turn of another model only.
-            if parameter.requires_grad:
-                self._hooks[parameter] = [parameter.register_hook(self._on_its_way(parameter))]
-                if several:
-                    self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))
+            if not parameter.requires_grad:
+                continue
+            other = taken.setdefault(parameter, self)
+            if other is not self:
+                if several or other.batches > 1:
+                    raise TrainingError(
+                        f"a parameter {list(parameter.shape)} is in two optimizers: whose batches of one step its gradient "
+                        "belongs to cannot be told",
+                        hint="leave out accumulate, or give the parameter to one of them",
+                    )
+                continue
+            self._hooks[parameter] = [_OnItsWay(parameter, self._on_its_way(parameter))]
+            if several:
+                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))
 
     @property
     def _own(self) -> float:
@@ -151,6 +173,27 @@ class Mean:
         if task != self._pass:
             self._pass = task
             self.passes += 1
+
+
+class _OnItsWay:
+    """A hook of where the gradient of `parameter` arrives, which exists as long as this does.
+
+    A hook of the tensor itself would also weight what `torch.autograd.grad` gives to a script.
+    """
+
+    def __init__(self, parameter: torch.Tensor, weighted: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._place: Any
+        with torch.enable_grad():
+            self._place = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+        def hook(gradients: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+            gradient = weighted(gradients[0])
+            return None if gradient is None else (gradient,)
+
+        self._handle = self._place.register_prehook(hook)
+
+    def remove(self) -> None:
+        self._handle.remove()
 
 
 def _is_cleared(parameter: torch.Tensor) -> bool:

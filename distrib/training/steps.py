@@ -82,7 +82,7 @@ class Steps:
         }
         self._finite.name(names)
         self._backend.pair(self.optimizer, self._models)
-        self._backend.exchange(self._models, self.mean.last)
+        self._backend.exchange(self.optimizer, self._models, self.mean.last)
         self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]
 
     @property
@@ -117,43 +117,78 @@ class Steps:
             raise TrainingError(
                 "a GradScaler leaves out steps that the job must count", hint="scaler = job.prepare(scaler)"
             )
-        if self.mean.batches > 1 and (arguments or options.get("closure") is not None):
+        closure = arguments[0] if arguments else options.get("closure")
+        if closure is None:
+            return self.take(lambda: self._own(*arguments, **options))
+        if self.mean.batches > 1:
             raise TrainingError(
                 "a closure computes its own gradients: they cannot be accumulated", hint="leave out accumulate"
             )
-        return self.take(lambda: self._own(*arguments, **options))
+        options["closure"] = self._watched(closure)
+        return self.take(lambda: self._own(*arguments[1:], **options), by_closure=True)
 
-    def take(self, update: Callable[[], Any] | None) -> Any:
-        """Takes a step, if the present batch is the last of its group; None if it is not. Without `update` it is left out."""
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, whose gradients are looked at when it has computed them, and whose loss is the same on every rank.
+
+        An optimizer that looks for its way by the loss, as LBFGS does, would otherwise call the closure more often on some ranks.
+        """
+
+        def watched() -> Any:
+            loss = closure()
+            self._backend.check_used(self._models)
+            if not self._finite.after(self.taken + 1):
+                raise _LeftOut
+            if loss is None or not self._backend.together or self._backend.world.size == 1:
+                return loss
+            mean = torch.as_tensor(loss, device=self._backend.device).detach() * self.mean.share
+            dist.all_reduce(mean)
+            return mean
+
+        return watched
+
+    def take(self, update: Callable[[], Any] | None, *, by_closure: bool = False) -> Any:
+        """Takes a step, if the present batch is the last of its group; None if it is not. Without `update` it is left out.
+
+        `by_closure`: `update` itself computes the gradients, and sees to what must be seen to between them and the step.
+        """
         result = None
         self._counted += 1
         last = self.mean.last
         if last:
             self._judge()
-            result = self._take(update)
+            result = self._take(update, by_closure)
         else:
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # for schedulers, which step after each batch
             self._told(self.taken, False)
         self.mean.next()
         if last != self.mean.last:
-            self._backend.exchange(self._models, self.mean.last)
+            self._backend.exchange(self.optimizer, self._models, self.mean.last)
             if self.mean.last:
                 self._compare()
         return result
 
-    def _take(self, update: Callable[[], Any] | None) -> Any:
+    def _take(self, update: Callable[[], Any] | None, by_closure: bool) -> Any:
         if not self.taken:
             self._check_owned()
-        self._backend.check_used(self._models)
+        if not by_closure:
+            self._backend.check_used(self._models)
         found_inf = getattr(self.optimizer, "found_inf", None)  # the optimizer itself leaves the step out then
         bad = False
         if found_inf is not None or update is None:
             self._finite.forget()
-        elif bad := not self._finite.after(self.taken + 1):
+        elif not by_closure and (bad := not self._finite.after(self.taken + 1)):
             update = None
+
+        def attempt() -> Any:
+            nonlocal update, bad
+            try:
+                return update() if update else None
+            except _LeftOut:
+                update, bad = None, True
+
         self.taking = True
         try:
-            result = self._backend.step(self.optimizer, update or _nothing)
+            result = self._backend.step(self.optimizer, attempt)
         finally:
             self.taking = False
         if update is None:
@@ -241,8 +276,8 @@ _OFTEN = {10**power for power in range(1, 10)}
 """After so many steps that were left out something is said."""
 
 
-def _nothing() -> None:
-    """What is left of a step that is left out."""
+class _LeftOut(Exception):
+    """A closure's gradients are no numbers, and the step is left out."""
 
 
 def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:

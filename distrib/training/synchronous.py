@@ -103,10 +103,11 @@ def _each_on_a_host_of_its_own() -> bool:
 
 def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
     """How large DDP makes its buckets, in MiB; None is its own default."""
+    if strategy.bucket_bytes:
+        return strategy.bucket_bytes / MIB
     if strategy.gradients.format == "powersgd":
-        return strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
-    fine = max(FINE_BYTES, sum(parameter.nbytes for parameter in learning) // FINE_PARTS)
-    return min(fine, strategy.bucket_bytes or fine) / MIB
+        return None
+    return max(FINE_BYTES, sum(parameter.nbytes for parameter in learning) // FINE_PARTS) / MIB
 
 
 def _on_gpu(

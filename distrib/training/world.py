@@ -37,6 +37,8 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
     """
     environ = os.environ if environ is None else environ
     planned = "RANK" in environ and "WORLD_SIZE" in environ
+    if planned and "TORCHELASTIC_RUN_ID" in environ and "DISTRIB_JOB" not in environ:
+        return planned_world(environ)  # torchrun's, which MPI or Slurm may have started: its variables are still there
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
         try:
             comm = _start_mpi(threads)

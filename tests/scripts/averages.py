@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import distrib
 from distrib.strategy import Strategy, parse_gradients
 from distrib.training.gradients.compression import EXACT_STEPS
-from distrib.training.gradients.hook import Averaging, attach
+from distrib.training.gradients.hook import SETTLED_STEPS, Averaging, attach
 
 STEPS = 50
 
@@ -144,6 +144,27 @@ def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
         (wrapped(torch.ones(1, 40)).sum() * (0.0 if step < EXACT_STEPS + 2 else 1.0)).backward()
     for parameter in wrapped.parameters():
         assert parameter.grad is not None and float(parameter.grad.norm()) > 0.01
+
+
+def arrives(job: distrib.Job, hosts: list[str] | None) -> None:
+    """Until it is settled how pieces are cut nothing is put aside; later all of it arrives."""
+    steps = 60
+    for name in ("int8", "topk:0.1"):
+        model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12)))
+        wrapped, _ = ours(model, Strategy(gradients=parse_gradients(name)), hosts)
+        numbers = [1.0 + place % 2 for place in range(12)]
+        arrived = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for step in range(1, steps + 1):
+            wrapped.zero_grad()
+            alike = sum(number * p.sum() for number, p in zip(numbers, model.parameters(), strict=True))
+            (wrapped(torch.zeros(1, 128)).sum() + alike).backward()
+            for total, parameter, number in zip(arrived, model.parameters(), numbers, strict=True):
+                total += parameter.grad  # type: ignore[arg-type]
+                if step <= SETTLED_STEPS:
+                    torch.testing.assert_close(total, torch.full_like(total, step * number))
+        for total, number in zip(arrived, numbers, strict=True):
+            late = (number * steps - total) / number
+            assert float(late.min()) > -1 and float(late.max()) < 25, (name, number, late.min(), late.max())
 
 
 def scales(job: distrib.Job, hosts: list[str] | None) -> None:

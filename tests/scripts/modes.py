@@ -208,6 +208,10 @@ def mistakes(job: distrib.Job) -> None:
     ):
         raises(words, lambda other=other: job.prepare(other if job.rank == 1 else nn.Linear(2, 2)))
     raises("a Linear, not a Linear, a SGD", lambda: job.prepare(*things(job.rank == 1)))
+    raises(
+        "a DataLoader of 9 samples in batches of 2, not a DataLoader of 8 samples in batches of 2",
+        lambda: job.prepare(DataLoader(make_data(9 if job.rank == 1 else 8), 2)),
+    )
     job.prepare(nn.ReLU())
 
     left, right = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -609,6 +613,139 @@ def frozen(job: distrib.Job) -> None:
     assert_alike(job.unwrap(model))
     job.unwrap(model)[1].bias.requires_grad_(False)  # type: ignore[index,union-attr,operator]
     raises("1.bias of Sequential was frozen after job.prepare", lambda: train(model, optimizer, job.rank, 1))
+
+
+def refrozen(job: distrib.Job) -> None:
+    """What learnt once, was frozen with its model prepared again and is unfrozen, is named: nobody averages it."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+    inner = model
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, job.rank, 2)
+    inner[0].requires_grad_(False)
+    model = job.prepare(inner)
+    train(model, optimizer, job.rank, 2)
+    inner[0].requires_grad_(True)
+    raises("0.weight learns only since job.prepare", lambda: train(model, optimizer, job.rank, 1))
+
+
+class Pair(nn.Module):
+    """Two networks in one module, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 300), nn.Linear(6, 300)
+
+    def forward(self, x: torch.Tensor, both: bool = True, first: bool = True) -> torch.Tensor:
+        if both:
+            return self.one(x) + self.two(x)  # type: ignore[no-any-return]
+        return (self.one if first else self.two)(x)  # type: ignore[no-any-return]
+
+
+def in_turn(job: distrib.Job) -> None:
+    """After one backward the optimizers of a model step one after the other, and clear all gradients each."""
+    torch.manual_seed(3)
+    model = Pair()
+    first = torch.optim.SGD(model.one.parameters(), lr=0.1)
+    second = torch.optim.SGD(model.two.parameters(), lr=0.1)
+    model, first, second = job.prepare(model, first, second)
+    for step in range(4):
+        model(torch.full((4, 6), step + job.rank + 1.0)).square().mean().backward()
+        first.step()
+        job.unwrap(model).one.zero_grad()  # type: ignore[union-attr,operator]
+        second.step()
+        second.zero_grad()
+    assert_alike(job.unwrap(model))
+
+
+def one_model(job: distrib.Job) -> None:
+    """Two optimizers of one model, with a backward each, accumulate: what either steps with is everybody's mean."""
+    torch.manual_seed(3)
+    model = Pair()
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.01) for half in (model.one, model.two)]
+    model, *optimizers = job.prepare(model, *optimizers, find_unused_parameters=True)
+    before = parameters_of(job.unwrap(model))
+    for batch in range(6):
+        for number, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            model(torch.full((4, 6), batch + job.rank + 1.0), False, number == 0).square().mean().backward()
+            optimizer.step()
+    assert not torch.equal(parameters_of(job.unwrap(model)), before)
+    assert_alike(job.unwrap(model))
+
+
+def closures(job: distrib.Job) -> None:
+    """A closure's gradients are looked at before the step; an optimizer that searches by the loss does alike on all ranks."""
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), on_nan="skip")
+    bad = 0
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch).square().mean()
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
+
+    for step in range(1, 7):
+        batch = torch.full((4, 6), float("nan") if step == 2 else job.rank + 1.0)
+        before = parameters_of(model)
+        optimizer.step(closure)
+        assert torch.isfinite(parameters_of(model)).all()
+        bad += torch.equal(parameters_of(model), before)
+    assert STRATEGY.mode != "sync" or bad == 1  # parameters change when the others tell of theirs, too
+    job.settle()
+    assert_alike(job.unwrap(model))
+
+    torch.manual_seed(3)
+    model = make_plain_model()
+    search = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=15, line_search_fn="strong_wolfe")
+    model, search = job.prepare(model, search)
+    generator = torch.Generator().manual_seed(job.rank)
+    inputs, targets = torch.randn(16, 6, generator=generator), torch.randn(16, 3, generator=generator)
+    losses = []
+
+    def searched() -> torch.Tensor:
+        search.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        return loss
+
+    for _ in range(4):
+        losses.append(float(search.step(searched)))
+    job.settle()
+    assert_alike(job.unwrap(model))
+    assert STRATEGY.mode != "sync" or (losses[-1] < 0.5 * losses[0] and len(set(gathered(losses[-1]))) == 1)
+
+
+def two_optimizers(job: distrib.Job) -> None:
+    """In mode local a parameter can have one common value only."""
+    model = make_plain_model()
+    job.prepare(model, torch.optim.Adam(model.parameters()))
+    other = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
+    raises("Adam and SGD train the same parameter", lambda: job.prepare(other))
+
+
+def masks(job: distrib.Job) -> None:
+    """Buffers of the largest numbers stay what they are when they are averaged."""
+    model = make_plain_model()
+    model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, job.rank, 4)
+    assert torch.isfinite(model.mask).all()
+
+
+def one_outer_step(job: distrib.Job) -> None:
+    """An epoch that ends as an exchange has been sent ends with that one outer step."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    loader = DataLoader(TensorDataset(torch.ones(4 * job.world_size, 1)), 1)
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for (inputs,) in loader:
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    way = 0.4
+    torch.testing.assert_close(model.weight.item(), -0.7 * (1 + 0.9) * way)
 
 
 def ported(job: distrib.Job) -> None:

@@ -50,6 +50,8 @@ class Way(Protocol):
     """How many pieces may be on their way at once."""
     whole: bool
     """Whether a piece must be a whole bucket of DDP, of which the way is told the `Origin`."""
+    keeps_errors: bool = False
+    """Whether what is left out of a piece comes with the same piece of the next step."""
 
     def sum(
         self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None
@@ -67,9 +69,10 @@ class Way(Protocol):
 
 
 class Exact(Way):
-    """The sum of the gradients as they are."""
+    """The sum of the gradients as they are. Two pieces at once, as many as Gloo has threads: more would wait there, out of step
+    with the other lanes."""
 
-    stages, window, whole = 1, 64, False
+    stages, window, whole = 1, 2, False
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         yield dist.all_reduce(piece, group=groups[0], async_op=True).get_future()
@@ -133,7 +136,7 @@ class Blocks(Way):
     quantize blockwise). As in `Halved` each rank sums a share; both crossings keep their errors, as in Tang et al. 2021,
     arXiv:2102.02888."""  # fmt: skip
 
-    stages, window, whole = 2, 8, False
+    stages, window, whole, keeps_errors = 2, 8, False, True
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         ranks, rank = groups[0].size(), groups[0].rank()
@@ -195,7 +198,7 @@ class Largest(Way):
     Stich, Cordonnier, Jaggi 2018 (arXiv:1809.07599).
     """
 
-    stages, window, whole = 1, 8, False
+    stages, window, whole, keeps_errors = 1, 8, False, True
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction

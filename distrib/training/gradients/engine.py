@@ -83,7 +83,9 @@ class Engine:
         way: Way,
     ) -> None:
         self._neighbours, self._inputs, self._result = neighbours, inputs, result
-        self._lane, self._lanes, self._way = lane, lanes, way
+        self._lane, self._lanes = lane, lanes
+        self.way = way
+        """Between steps every rank may set another, with as many stages at most."""
         self._pieces: deque[Piece] = deque()
         self._flights: deque[_Flight] = deque()
         self._promises: deque[_Promise] = deque()
@@ -120,13 +122,13 @@ class Engine:
     def forget(self) -> None:
         """Drops what compression keeps of each piece; to be called between steps, when pieces are cut anew."""
         self._errors.clear()
-        self._way.forget()
+        self.way.forget()
 
     def rescale(self, factor: torch.Tensor) -> None:
         """Gradients come so many times as large from now on; to be called between steps."""
         for errors in self._errors.values():
             errors *= factor
-        self._way.rescale(factor)
+        self.way.rescale(factor)
 
     def stop(self) -> None:
         """Ends the thread; what was promised and is not kept never will be.
@@ -159,7 +161,7 @@ class Engine:
     def _begin(self) -> None:
         """Sums over the host, and sends away, what all its ranks have copied."""
         ready = self._neighbours.slowest(COPIED)
-        while self._begun < ready and len(self._flights) < self._way.window:
+        while self._begun < ready and len(self._flights) < self.way.window:
             piece = self._pieces.popleft()
             self._begun += 1
             self._flights.append(flight := _Flight(piece, self._sum(piece)))
@@ -169,11 +171,11 @@ class Engine:
     def _sum(self, piece: Piece) -> Waits:
         if self._lane is None:
             return
-        result = self._lane.share(piece, piece.of(self._result), undivided=self._way.whole)
+        result = self._lane.share(piece, piece.of(self._result), undivided=self.way.whole)
         if not result.numel():
             return
         if len(self._inputs) > 1:
-            parts = [self._lane.share(piece, piece.of(i), undivided=self._way.whole) for i in self._inputs]
+            parts = [self._lane.share(piece, piece.of(i), undivided=self.way.whole) for i in self._inputs]
             torch.add(parts[0], parts[1], out=result)
             for part in parts[2:]:
                 result += part
@@ -185,10 +187,10 @@ class Engine:
                     self._errors[key] = torch.zeros(result.numel())
                 return self._errors[key]
 
-            self.sent_bytes += self._way.sent_bytes(
+            self.sent_bytes += self.way.sent_bytes(
                 result.numel(), result.element_size(), self._lane.hosts, piece.origin
             )
-            yield from self._way.sum(result, self._lane.groups, errors, piece.origin)
+            yield from self.way.sum(result, self._lane.groups, errors, piece.origin)
 
     def _step(self, flight: _Flight) -> None:
         """Takes a piece to the next thing that it must wait for."""
@@ -199,12 +201,12 @@ class Engine:
 
     def _advance(self) -> None:
         """Takes on the pieces whose collective has ended, none past one before it: ranks must agree on the order."""
-        ahead = self._way.stages + 1
+        ahead = self.way.stages + 1
         for flight in self._flights:
             while flight.waiting is not None and flight.waiting.done() and flight.stage < ahead:
                 flight.waiting.wait()  # raises what went wrong
                 self._step(flight)
-            ahead = flight.stage if flight.waiting is not None else self._way.stages + 1
+            ahead = flight.stage if flight.waiting is not None else self.way.stages + 1
         summed = self._summed
         while self._flights and self._flights[0].waiting is None:
             self._flights.popleft()

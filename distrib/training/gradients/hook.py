@@ -14,17 +14,18 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets
+from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets, plain_bytes
 from distrib.bandwidth.pieces import FIRST_PIECE_BYTES
 from distrib.strategy import Strategy
-from distrib.training.gradients.compression import Origin, PowerSgd, Units, way_of
+from distrib.training.gradients.compression import Exact, Origin, PowerSgd, Units, way_of
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
 from distrib.training.rendezvous import timeout_of_job
 
 SETTLED_STEPS = 3
-"""After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more."""
+"""After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more. Before, nothing is
+left out of pieces: it would come with others."""
 ALIGNMENT_BYTES = 16
 BUSY_FACTOR = 10
 """How much more than on idle processors a piece may cost on busy ones."""
@@ -65,6 +66,8 @@ class Averaging(Hook):
         flat = strategy.all_reduce == "flat"
         self._hierarchy = Hierarchy(-(-size // 4096) * 4096, self._way, flat=flat, hosts=hosts)
         self._engine = self._hierarchy.engine
+        if self._way.keeps_errors:
+            self._engine.way = Exact()
         self._scale = 1 / dist.get_world_size()
         self._steps = 0
         self._ends: Cut = ()
@@ -76,6 +79,7 @@ class Averaging(Hook):
         self._ready: list[float] = []
         self._filled = self._sent = self._keys = 0
         self._begun = 0.0
+        self._rearranged = False
         weakref.finalize(self, self._engine.stop)
 
     @property
@@ -100,17 +104,24 @@ class Averaging(Hook):
 
     def plan(self) -> None:
         """Cuts the stream anew, once it is known when gradients get ready. Called between steps, by every rank."""
+        self._settle()
         if self._contest:
             self._go_on(self._contest)
             return
         even = self._even_bytes or self._way.whole or self._mixed or self._hierarchy.hosts == 1
         if self._steps == SETTLED_STEPS and not self._ends and not even:
             cuts = self._cuts()
+            if self._way.keeps_errors:  # which another cut would put to other gradients
+                cuts = cuts[:2][-1:]
             self._contest = Contest(cuts) if len(cuts) > 1 else None
             self._use(cuts[0])
 
+    def _settle(self) -> None:
+        if self._steps >= SETTLED_STEPS:
+            self._engine.way = self._way
+
     def _cuts(self) -> list[Cut]:
-        """Worth a try, the most promising first: as the wire alone would have it, with fewer pieces, and as DDP does."""
+        """Worth a try: as the wire alone would have it, with fewer pieces, and as DDP does; or DDP's only."""
         times = torch.tensor(self._ready, dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         ready, wire = times.tolist(), self._hierarchy.measure()
@@ -120,7 +131,9 @@ class Averaging(Hook):
         if finish_seconds(best, sizes, ready, wire) > (1 - WORTHWHILE) * finish_seconds(plain, sizes, ready, wire):
             return [plain]
         busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
-        return list(dict.fromkeys([best, cut(sizes, ready, busy), plain]))
+        # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
+        largest = max(plain_bytes(sum(sizes)), wire.large_enough_bytes)
+        return list(dict.fromkeys([best, cut(sizes, ready, busy, largest_bytes=largest), plain]))
 
     def _go_on(self, contest: Contest) -> None:
         if not self._ends:  # there are other gradients than before
@@ -186,6 +199,10 @@ class Averaging(Hook):
     def _begin_step(self) -> None:
         self._begun = time.perf_counter()
         self._seen, self._times = [], []
+        self._settle()
+        if self._rearranged:
+            self._engine.forget()
+            self._rearranged = False
         self._filled = self._sent = self._keys = 0
         if (growth := self.units.growth()) is not None:
             self._engine.rescale(growth)
@@ -193,6 +210,7 @@ class Averaging(Hook):
     def _end_step(self) -> None:
         if self._seen != self._layout:
             self._layout, self._ends = self._seen, ()
+            self._rearranged = True
         self._ready = self._times
         self._steps += 1
 
@@ -209,6 +227,7 @@ class GpuAveraging(Hook):
         self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
         self._used: set[tuple[int, int, int]] = set()
         """Keys of `_errors` in this step."""
+        self._steps = 0
         self.sent_bytes = 0
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -222,19 +241,21 @@ class GpuAveraging(Hook):
                 self._errors[key] = torch.zeros(elements, device=buffer.device)
             return self._errors[key]
 
-        self.sent_bytes += self._way.sent_bytes(elements, width, self._groups[0].size(), None)
+        way = self._way if self._steps >= SETTLED_STEPS else Exact()
+        self.sent_bytes += way.sent_bytes(elements, width, self._groups[0].size(), None)
         self._stream.wait_stream(torch.cuda.current_stream(buffer.device))
         with torch.cuda.stream(self._stream):
             if bucket.index() == 0 and (growth := self.units.growth()) is not None:
                 for kept in self._errors.values():
                     kept *= growth
             buffer.mul_(self._scale)
-            for waiting in self._way.sum(buffer, self._groups, errors, None):
+            for waiting in way.sum(buffer, self._groups, errors, None):
                 waiting.wait()  # makes the stream wait, not this thread
             buffer.record_stream(self._stream)
             if bucket.is_last():  # DDP makes other buckets after the first step
                 self._errors = {key: kept for key, kept in self._errors.items() if key in self._used}
                 self._used.clear()
+                self._steps += 1
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
             future.set_result(buffer)
         return future
