@@ -112,7 +112,8 @@ class Averaging(Hook):
         if self._steps == SETTLED_STEPS and not self._ends and not even:
             cuts = self._cuts()
             if self._way.keeps_errors:  # which another cut would put to other gradients
-                cuts = cuts[:2][-1:]
+                cuts = cuts[:2][-1:]  # the coarser
+            cuts = list(dict.fromkeys(cuts))
             self._contest = Contest(cuts) if len(cuts) > 1 else None
             self._use(cuts[0])
 
@@ -133,7 +134,7 @@ class Averaging(Hook):
         busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
         # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
         largest = max(plain_bytes(sum(sizes)), wire.large_enough_bytes)
-        return list(dict.fromkeys([best, cut(sizes, ready, busy, largest_bytes=largest), plain]))
+        return [best, cut(sizes, ready, busy, largest_bytes=largest), plain]
 
     def _go_on(self, contest: Contest) -> None:
         if not self._ends:  # there are other gradients than before
