@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,10 +50,24 @@ def run_ranks(
     mpirun = Path(sys.executable).parent / "mpirun"
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-np", str(ranks)]
     command = [mpirun, *options, sys.executable, script, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=seconds, env=environment
+    tools = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **tools, **variables},
     )
+    with process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            for child in psutil.Process(process.pid).children(recursive=True)[::-1]:
+                if child.name().startswith("python"):
+                    child.send_signal(signal.SIGABRT)  # shows where it hangs
+            out, err = process.communicate(timeout=seconds)
+            pytest.fail(f"no end after {seconds:g} s\n{out}\n{err}")
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 @pytest.fixture(autouse=True)
