@@ -159,8 +159,8 @@ def checked(strategy: Strategy) -> Strategy:
         raise ConfigError(
             f"--balance means nothing in mode {strategy.mode}: no rank waits in each step", hint="leave it out"
         )
-    outer, inner_steps = strategy.outer, strategy.inner_steps
-    if outer.overlap_steps and inner_steps is not None and outer.overlap_steps >= inner_steps:
+    outer, inner_steps = strategy.outer, strategy.inner_steps or INNER_STEPS
+    if outer.overlap_steps >= inner_steps:
         raise ConfigError(
             f"an exchange that {outer.overlap_steps} steps overlap is not over after the {inner_steps} of a round",
             hint="overlap fewer steps, or give more --inner-steps",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -26,29 +27,33 @@ FOLD_SECONDS = 0.1
 FOLD_LIMIT_LINES = 2000
 """How long, and among how many lines, a line waits for the same line of other ranks."""
 
+LOG_TIME = re.compile(rb"^\[([IWE])\d{4} [\d:.]+ ")
+"""How torch's own log lines begin; the time tells them apart where nothing else does."""
+
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
 class _Line:
     """A line that waits for other ranks to say the same."""
 
-    __slots__ = ("number", "ranks", "text", "time")
+    __slots__ = ("key", "number", "ranks", "text", "time")
 
-    def __init__(self, number: int, text: bytes, rank: int) -> None:
-        self.number, self.text, self.ranks, self.time = number, text, [rank], time.monotonic()
+    def __init__(self, number: int, key: bytes, text: bytes, rank: int) -> None:
+        self.number, self.key, self.text, self.ranks, self.time = number, key, text, [rank], time.monotonic()
 
 
 class Folder:
-    """Folds identical lines of several ranks into one; each rank's lines stay in their order."""
+    """Folds identical lines of several ranks into one, whatever the time in torch's own; each rank's lines stay in their order."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Line] = deque()
-        self._by_text: dict[bytes, deque[_Line]] = {}
+        self._by_key: dict[bytes, deque[_Line]] = {}
         self._last: dict[int, int] = {}  # by rank, the number of its last waiting line
         self._number = 0
 
     def add(self, rank: int, text: bytes) -> None:
-        same = self._by_text.setdefault(text, deque())
+        key = LOG_TIME.sub(rb"[\1 ", text)
+        same = self._by_key.setdefault(key, deque())
         last = self._last.get(rank, -1)
         if same and same[-1].number > last:
             # They are in order, and many where a rank says one thing over and over.
@@ -57,7 +62,7 @@ class Folder:
             self._last[rank] = line.number
             return
         self._number += 1
-        line = _Line(self._number, text, rank)
+        line = _Line(self._number, key, text, rank)
         self._waiting.append(line)
         same.append(line)
         self._last[rank] = self._number
@@ -73,10 +78,10 @@ class Folder:
             ):
                 break
             taken.append(self._waiting.popleft())
-            same = self._by_text[line.text]
-            same.popleft()  # the first of them is this line, as the lines of a text wait in order
+            same = self._by_key[line.key]
+            same.popleft()  # the first of them is this line, as the lines of a key wait in order
             if not same:
-                del self._by_text[line.text]
+                del self._by_key[line.key]
         return taken
 
 

@@ -34,6 +34,17 @@ KINDS = (
 )  # fmt: skip
 """Words of well-known ends, and what they mean."""
 
+MISMATCH = re.compile(r"gloo::EnforceNotMet|[Cc]ollective mismatch")
+"""What Gloo dies of where ranks meet in different collectives: by SIGABRT, with a C++ stack for last words."""
+
+TORCH_LOG = re.compile(r"(\[rank\d+\]:)?\[[IWE]\d{4} ")
+"""How torch's own log lines begin, which come and go with no failure."""
+
+SYNTAX_ERROR = re.compile(
+    r'^  File "(.+)", line (\d+)\n(?:.*\n){0,3}(?:Syntax|Indentation|Tab)Error: .+\Z', re.MULTILINE
+)
+"""How Python ends on a script that it cannot read: without the head of a traceback."""
+
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended, as its exit record told or its silence showed.
@@ -94,9 +105,17 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
             message += " (and SIGABRT while Python was ending)"
     elif not message and first.signal:
         message = f"killed by {signal_name(first.signal)}"
+        if aborted and MISMATCH.search(words):
+            message += (
+                " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "
+                "step, as often as the others)"
+            )
     elif not message:
-        last = [line for line in words.splitlines() if line.strip()][-1:]
-        message = f"exit code {first.exit_code}" + (f"; last words: {last[0].strip()}" if last else "")
+        lines = (line.strip() for line in words.splitlines())
+        last = [line for line in lines if line and not TORCH_LOG.match(line)][-1:]
+        message = f"exit code {first.exit_code}" + (f"; last words: {last[0]}" if last else "")
+        if unreadable := SYNTAX_ERROR.search(words.rstrip()):
+            message = f"{last[0]} ({Path(unreadable[1]).name}:{unreadable[2]})"
     for known, meaning in KINDS:
         if known.search(message) or (traceback and known.search(traceback)):
             message += f" ({meaning})"
@@ -126,8 +145,8 @@ def _lost(first: Ending, endings: Iterable[Ending]) -> str:
                 f"{len(silent)} of {hosts} hosts vanished at once ({', '.join(silent[:8])}): look at the network of "
                 "this machine first, then at their switch and power"
             )
-        who = f"rank {ranges([ending.rank for ending in there])}" if len(there) > 1 else "it"
-        return f"host {first.host} vanished: {first.message} ({who}); power, kernel or network"
+        who = f" (ranks {ranges([ending.rank for ending in there])})" if len(there) > 1 else ""
+        return f"host {first.host} vanished: {first.message}{who}; power, kernel or network"
     if len(there) > 1 and all(ending.lost for ending in there):
         return f"every rank of {first.host} was lost at once, without an exit record; was the host shut down?"
     return f"the process around it was killed, it left no exit record ({first.message})"

@@ -17,6 +17,7 @@ COLLECTIVE_CALL = re.compile(
 )
 """Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
 
+JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
 
@@ -58,6 +59,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.what} ({self.where})" if self.where else self.what
 
 
+AT_END = Place(waits=True, what="job.close, at the end of its script", where="")
+
+
 def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
     """A stack from what py-spy wrote as JSON."""
 
@@ -84,6 +88,8 @@ def place_of(stack: Stack) -> Place:
     own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
+    if any(frame.name == "close" and JOB_FILE.search(frame.filename) for frame in stack.frames):
+        return AT_END
     for frame in inner:
         if COLLECTIVE_FILES.search(frame.filename) and not frame.name.startswith("_") and frame.name != "wrapper":
             return Place(waits=True, what=frame.name, where=where)
@@ -111,7 +117,8 @@ def is_computing(stack: Stack) -> bool:
 
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
-    """The ranks that the others wait for: those that do not wait themselves, else those that are at a place of their own."""
+    """The ranks that the others wait for: those that do not wait themselves; else those that left their script early, or are
+    at a place of their own."""
     if all(stack.problem for stack in stacks):
         return []
     places = {stack.rank: place_of(stack) for stack in stacks}
@@ -120,7 +127,7 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
         return absent
     by_place = _grouped(stacks)
     if len(by_place) > 1:
-        return min(by_place.values(), key=len)
+        return by_place.get(AT_END) or min(by_place.values(), key=len)
     slowest = min(stack.step for stack in stacks)
     return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
 

@@ -380,7 +380,7 @@ def make_plan(
                 )
             )
     ranks += _servers(hosts, common, len(ranks), "OMP_NUM_THREADS" in options.environment)
-    notes += training.notes_on(options.strategy, (rank.device for rank in ranks))
+    notes += training.notes_on(options.strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks}))
     ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)
     plan = LaunchPlan(
         job=job,

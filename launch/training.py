@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
@@ -73,10 +73,15 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     )
 
 
-def notes_on(chosen: Strategy, devices: Iterable[str]) -> tuple[str, ...]:
-    """What was asked for and means nothing to ranks on these devices."""
-    if chosen.all_reduce != "auto" and any(device.startswith("cuda") for device in devices):
+def notes_on(chosen: Strategy, devices: Collection[str], hosts: int) -> tuple[str, ...]:
+    """What was asked for and means nothing to ranks on these devices of so many hosts."""
+    gpus = any(device.startswith("cuda") for device in devices)
+    if chosen.all_reduce != "auto" and gpus:
         return (f"--all-reduce {chosen.all_reduce} is for CPU hosts: between GPUs NCCL chooses the way",)
+    if chosen.mode == "sync" and chosen.backend == "torch" and not chosen.gradients.exact and hosts == 1 and not gpus:
+        return (
+            f"--gradients {chosen.gradients} changes nothing on one CPU host: fewer bytes are sent between hosts only",
+        )
     return ()
 
 
@@ -119,7 +124,7 @@ def _staleness(text: str | None) -> int | None:
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give 1 or more")
     return int(text)
 
 

@@ -183,6 +183,17 @@ def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
         assert words not in plan(tmp_path, *lab, *fine)["notes"]
 
 
+def test_fewer_bytes_that_change_nothing_are_noted(tmp_path, lab):
+    words = "--gradients int8 changes nothing on one CPU host: fewer bytes are sent between hosts only"
+    assert words in plan(tmp_path, "-np", "2", "--gradients", "int8")["notes"]
+    for fine in (
+        ["-np", "2"],
+        ["-H", "n1,n2", "--gradients", "int8"],
+        [*lab, "--include", "new1", "--gradients", "int8"],
+    ):
+        assert words not in plan(tmp_path, *fine)["notes"]
+
+
 def test_indices_are_those_of_gpus_where_the_topology_knows_them(tmp_path, lab):
     told = plan(tmp_path, *lab, "--include", "new1:0,7")
     assert [(rank["device"], rank["host"]) for rank in told["ranks"]] == [("cuda:0", "new1"), ("cuda:1", "new1")]

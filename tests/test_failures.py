@@ -195,6 +195,39 @@ def test_well_known_ends_are_explained(tmp_path, words, meaning):
     assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
 
 
+def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
+    log = tmp_path / "1.err"
+    log.write_text(
+        "[W1122 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+    )
+    assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
+    log.write_text("no licence\n[rank1]:[W1122 07:38:15.6 ProcessGroup.cpp:1] destroy_process_group() was not called\n")
+    assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9; last words: no licence"
+
+
+def test_a_script_that_python_cannot_read_is_told_with_its_line(launch, tmp_path):
+    script = tmp_path / "broken.py"
+    script.write_text("import os\n\nprint((os.sep)\n")
+    run = launch("-np", "1", script, timeout=60)
+    assert run.code == 1, run
+    assert run.result["first_failure"]["message"] == "SyntaxError: '(' was never closed (broken.py:3)"
+
+
+def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
+    script = tmp_path / "different.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "with distrib.init() as job:\n"
+        "    if job.is_main:\n"
+        "        job.all_reduce(torch.ones(1000))\n"
+        "    else:\n"
+        "        job.all_reduce(torch.ones(1))\n"
+    )
+    run = launch("-np", "2", script, timeout=60)
+    assert run.code == 134, run
+    assert "killed by SIGABRT (the ranks called different collectives" in run.err
+
+
 def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
     script = tmp_path / "chained.py"
     script.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('no') from error\n")
@@ -272,6 +305,23 @@ def test_all_in_the_same_collective_point_at_the_network_or_the_one_behind():
     assert "all 4 ranks wait in all_reduce; is the network up?" in hangs.report(stacks, 5)[0]
     behind = [*stacks[:3], stack(3, IN_ALL_REDUCE, step=5)]
     assert [s.rank for s in hangs.culprits(behind)] == [3]
+
+
+def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
+    closing = frames(
+        ("broadcast", f"{TORCH}/distributed/distributed_c10d.py", 9),
+        ("settle", "/home/me/distrib/distrib/training/job.py", 300),
+        ("close", "/home/me/distrib/distrib/training/job.py", 516),
+        ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
+    )
+    stacks = [stack(0, IN_BACKWARD), stack(1, closing), stack(2, closing)]
+    assert [s.rank for s in hangs.culprits(stacks)] == [1, 2]
+    assert hangs.report(stacks, 6)[0] == (
+        "no progress for 6 s: ranks 1-2 are in job.close, at the end of its script; "
+        "1 rank waits for them in the backward pass, for gradients"
+    )
+    assert [s.rank for s in hangs.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
+    assert hangs.culprits([stack(rank, closing) for rank in range(2)]) == []
 
 
 def test_a_rank_without_a_stack_is_still_told_of():

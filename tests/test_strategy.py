@@ -54,6 +54,10 @@ def test_options_make_the_strategy():
         (["--fragments", "2"], "--fragments means nothing in mode sync"),
         (["--overlap-steps", "2"], "--overlap-steps means nothing in mode sync"),
         (["--outer", "average"], "--outer means nothing in mode sync"),
+        (
+            ["--mode", "local", "--overlap-steps", "500"],
+            "an exchange that 500 steps overlap is not over after the 500 of a",
+        ),
         (["--mode", "local", "--bucket", "4MiB"], "--bucket means nothing in mode local"),
         (["--mode", "async", "--all-reduce", "flat"], "--all-reduce means nothing in mode async"),
         (["--backend", "horovod", "--bucket", "4MiB"], "--bucket means nothing with --backend horovod"),

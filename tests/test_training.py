@@ -428,6 +428,10 @@ def test_checkpoints_come_back(job, tmp_path):
 def test_checkpoints_that_are_none(job, tmp_path):
     path = tmp_path / "last.pt"
     assert job.restore(path, model=nn.Linear(1, 1), epoch=0) == {"epoch": 0}
+    torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, path)
+    with pytest.raises(TrainingError, match="was not written by") as told:
+        job.restore(path)
+    assert "before job.prepare(model)" in told.value.hint
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(TrainingError, match="no checkpoint"):
         job.restore(path)

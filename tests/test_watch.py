@@ -83,6 +83,16 @@ def test_the_wire_that_holds_a_job_is_named(plan):
     assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
 
 
+def test_what_the_wire_has_not_cost_is_told_of_too(plan):
+    said, _ = hear(plan, step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
+    assert (
+        "(90% was foretold): of 200 ms a step, 80 ms are waiting for gradients and 30 ms rank 1 computing for longer than was foretold; link"
+        in said[0]
+    )
+    said, _ = hear(replace(plan, outlook=None), step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
+    assert "and 30 ms rank 1 computing for longer than most; link" in said[0]
+
+
 def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
     said, measured = hear(replace(plan, outlook=None), step=0.3, links=RING)
     assert len(said) == 1 and "was foretold" not in said[0] and measured.against_foretold is None

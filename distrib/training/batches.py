@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
@@ -147,6 +148,7 @@ class ShardedLoader(Iterable[Any]):
         known = inspect.signature(DataLoader.__init__).parameters
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)

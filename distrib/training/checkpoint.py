@@ -108,9 +108,15 @@ def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str
     """
     try:
         saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        states, values = saved["states"], saved["values"]
     except Exception as error:  # torch raises a dozen kinds here
         raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
+    try:
+        states, values = saved["states"], saved["values"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise TrainingError(
+            f"{source} was not written by job.save",
+            hint="read what another script saved with torch.load, and give it to the model before job.prepare(model)",
+        ) from error
     wanted = {name: thing for name, thing in objects.items() if has_state(thing)}
     if missing := sorted(wanted.keys() - states.keys()):
         raise TrainingError(

@@ -16,6 +16,9 @@ from distrib_launch.plan import LaunchPlan
 SLOWER = 0.15
 """By how much a step may take longer than foretold before something is said to be wrong."""
 
+TOLD = 0.02
+"""What of a step is lost otherwise is told of from here on."""
+
 LESS = 0.7
 """A link that carries less than this part of what is expected of it is named."""
 
@@ -127,10 +130,13 @@ class Watch:
         most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
             foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
+            rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
+            computing = f"rank {seen.slowest_rank} computing for longer than {'was foretold' if outlook else 'most'}"
+            more = f" and {words.time(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
             self._warn(
                 "wire",
                 f"the wire holds this job at {seen.efficiency:.0%} of its speed{foretold}: of {words.time(seen.step_seconds)} a step, "
-                f"{words.time(seen.exposed_seconds)} are waiting for gradients{self._narrowest(seen)}",
+                f"{words.time(seen.exposed_seconds)} are waiting for gradients{more}{self._narrowest(seen)}",
             )
         if outlook is None:
             return

@@ -44,7 +44,8 @@ def main() -> int:
                 parser.error(str(error))
             raise
         print(f"up: {', '.join(cluster.hosts)}; hostfile {cluster.hostfile}")
-        print(f"try: python -m tests.cluster run n1 distrib-launch -H {cluster.hostfile} examples/train_cnn.py")
+        name = f" --name {options.name}" if options.name != "play" else ""
+        print(f"try: python -m tests.cluster{name} run n1 distrib-launch -H {cluster.hostfile} examples/train_cnn.py")
         return 0
     if options.name not in names():
         parser.error(f"no cluster {options.name} is up")
@@ -58,7 +59,10 @@ def main() -> int:
         command = cluster.enter(options.host, options.command or [os.environ.get("SHELL", "sh")])
         os.execvp(command[0], command)
     elif options.verb == "shape":
-        cluster.shape(options.host, options.rate)
+        try:
+            cluster.shape(options.host, options.rate)
+        except ValueError as error:
+            parser.error(str(error))
     else:
         getattr(cluster, options.verb)(options.host)
     return 0

@@ -35,11 +35,11 @@ def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple
     return wrapped, averaging
 
 
-def train(wrapped: nn.Module, rank: int, steps: int = STEPS) -> float:
+def train(wrapped: nn.Module, rank: int, steps: int = STEPS, lr: float = 0.05) -> float:
     """Learns which of three directions its inputs point to, from other samples on every rank; gives the last loss."""
     generator = torch.Generator().manual_seed(100 + rank)
     directions = torch.randn(40, 3, generator=torch.Generator().manual_seed(5))
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=lr, momentum=0.9)
     for _ in range(steps):
         inputs = torch.randn(16, 40, generator=generator)
         loss = nn.functional.cross_entropy(wrapped(inputs), (inputs @ directions).argmax(dim=1))
@@ -78,7 +78,8 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
     for name, fraction in most.items():
         model = copy.deepcopy(first)
         wrapped, compressed = ours(model, Strategy(gradients=parse_gradients(name)), hosts)
-        reached = job.all_reduce(train(wrapped, job.rank, 3 * STEPS))
+        # Momentum and what topk sends late add up: at 0.05 it diverges with some cuts, in a single process as here.
+        reached = job.all_reduce(train(wrapped, job.rank, 3 * STEPS, lr=0.02 if name.startswith("topk") else 0.05))
         assert reached < 0.35 < 1.0, (hosts, name, reached, loss)
         sent = job.all_reduce(compressed.sent_bytes, "sum") / job.all_reduce(averaging.sent_bytes, "sum")
         assert 0 < sent < fraction, (name, sent)
