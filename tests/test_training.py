@@ -533,6 +533,27 @@ def test_ranks_agree(lesson, variables, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
+    script = tmp_path / "forgotten.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "job = distrib.init()\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]\n"
+        "model, *optimizers = job.prepare(model, *optimizers)\n"
+        "loader = torch.utils.data.DataLoader(torch.ones(8, 2), 2)\n"
+        "if __import__('sys').argv[1:]:\n"
+        "    loader = job.prepare(loader)\n"
+        "for batch in loader:\n"
+        "    model(batch).sum().backward()\n"
+        "    [optimizer.step() for optimizer in optimizers]\n"
+    )
+    result = run_ranks(2, script)
+    assert result.returncode == 0 and result.stderr.count("no DataLoader was given to job.prepare") == 1, result.stderr
+    result = run_ranks(2, script, "prepared")
+    assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
+
+
 @pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7), ("quit", 7)])
 @pytest.mark.parametrize("variables", [{}, {"LESSON_WITHOUT_WITH": "1"}], ids=["with", "without"])
 def test_a_rank_that_fails_leaves_at_once(how, code, variables):

@@ -281,6 +281,9 @@ class Job:
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped
+        if step == 1 and not self._status.begun and not self._loaders and self.world_size > 1 and self.rank == 0:
+            note = "no DataLoader was given to job.prepare: every rank trains on the same samples, unless the script shares them out"
+            print(f"distrib: note: {note}", file=sys.stderr, flush=True)
         if step:
             self._status.step(step)
 
