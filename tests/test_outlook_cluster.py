@@ -68,7 +68,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     cluster, where = probed(rate="200mbit")
     run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
     before, during = warnings_of(run)[:2]
-    assert before.startswith("3 hosts x 1 ranks will reach ") and re.search(r"2[2-6] MB/s; 90% needs ", before)
+    assert before.startswith("3 hosts x 1 rank will reach ") and re.search(r"2[2-6] MB/s; 90% needs ", before)
     assert during.startswith("the wire holds this job at ") and "was foretold)" in during
     foretold, measured = run.result["foretold"], run.result["measured"]
     assert foretold["cap"] and foretold["efficiency"] < 0.8

@@ -427,6 +427,12 @@ def test_a_slow_loader_is_told_of(tmp_path):
         return subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=60).stdout
 
     assert "ranks will reach 50% (loading data, for which the ranks of a host share its processors)" in said("starved")
+    topology.write_text(
+        topology.read_text().replace("HDR", "25GbE")
+    )  # which costs as much, but would gain nothing if it were faster
+    starving = "(loading data, for which the ranks of a host share its processors; no network brings more than 50%)"
+    assert f"ranks will reach 50% {starving}" in said("starved")
+    topology.write_text(topology.read_text().replace("25GbE", "HDR"))
     assert "warning" not in said("waits") and "each step waits 50% of its time alone for data" in said("waits")
 
 

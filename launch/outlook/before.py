@@ -14,8 +14,8 @@ from distrib_launch.outlook.record import Outlook
 from distrib import units
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise, best_alike, is_alike, options_of
-from distrib.bandwidth.prediction import Prediction
-from distrib.bandwidth.scaling import foretell, note_on_processors
+from distrib.bandwidth.prediction import Limit, Prediction
+from distrib.bandwidth.scaling import foretell, note_on_processors, unlimited
 from distrib.bandwidth.workload import Workload
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError, DistribError
@@ -100,9 +100,12 @@ def look(
         if auto:
             strategy, foretold, why = _choose(strategy, foretold, advice)
             notes += (why,)
+        limit = None
+        if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
+            limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
     except DistribError as error:
         return None, strategy, (f"nothing is foretold: {error}",)
-    warning = _warning(plan, foretold, advice, options.warn_below, auto=auto)
+    warning = _warning(plan, foretold, limit, advice, options.warn_below, auto=auto)
     fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
     if warning or not fed:
         notes += tuple(note for note in foretold.notes if note not in notes)
@@ -141,8 +144,19 @@ def _choose(strategy: Strategy, foretold: Prediction, advice: Sequence[Advice]) 
     )
 
 
-def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], threshold: float, *, auto: bool) -> str:
-    """What is said of a job that the wire will hold below the threshold; empty for others."""
+def _warning(
+    plan: LaunchPlan,
+    foretold: Prediction,
+    limit: Limit | None,
+    advice: Sequence[Advice],
+    threshold: float,
+    *,
+    auto: bool,
+) -> str:
+    """What is said of a job that the wire will hold below the threshold; empty for others.
+
+    `limit` is what it would reach where wires held nothing back, for a job that no wire brings to what is wanted.
+    """
     if foretold.efficiency >= threshold:
         return ""
     counts = {host.workers for host in plan.hosts if host.workers}
@@ -154,7 +168,9 @@ def _warning(plan: LaunchPlan, foretold: Prediction, advice: Sequence[Advice], t
         why = f"link {cap.link}, {words.rate(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
             why += f"; {cap.wanted_efficiency:.0%} needs {words.rate(cap.needed_bytes_per_second)}"
-    said = f"{hosts} x {ranks} ranks will reach {foretold.efficiency:.0%} ({why})"
+        elif limit and limit.losses and limit.efficiency < foretold.efficiency + WORTH:
+            why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
+    said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {foretold.efficiency:.0%} ({why})"
     chosen = foretold.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
