@@ -77,7 +77,8 @@ def test_lessons(strategy, ranks, lessons, tmp_path):
 def test_scripts_are_told_of_steps(strategy, tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "stepped", DISTRIB_STRATEGY=json.dumps(strategy))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr.splitlines() == [
+    told = [line for line in result.stderr.splitlines() if "DataLoader" not in line]  # which it does without
+    assert told == [
         f"distrib: {n} of {n + 1} steps of SGD were left out, as gradients were nan or infinite" for n in (10, 11)
     ]
 
