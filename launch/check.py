@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distrib_launch.options import Once
+
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_options(check: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    check.add_argument("-H", "--hosts", metavar="FILE|LIST", help="default: Slurm's allocation, or this machine")
+    check.add_argument(
+        "-H", "--hosts", action=Once, metavar="FILE|LIST", help="default: Slurm's allocation, or this machine"
+    )
     check.add_argument("--topology", metavar="FILE")
     check.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
     check.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")

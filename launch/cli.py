@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distrib_launch import engines, job, outlook, training
 from distrib_launch.console import complain, perhaps_unread
+from distrib_launch.options import Once, Parser
 from distrib_launch.placement import HOW
 
 from distrib._version import __version__
@@ -34,13 +35,6 @@ exit code: 0 when every rank succeeded, else that of the rank that failed first 
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """Wrong options are errors like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, hint="see distrib-launch --help")
-
-
 def parser() -> Parser:
     """The command's options; `distrib_launch.run` takes them too."""
     p = Parser(
@@ -49,10 +43,9 @@ def parser() -> Parser:
         description="Run a training script on several machines, one rank per GPU or slot.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     where = p.add_argument_group("where to run")
-    where.add_argument("-H", "--hosts", metavar="FILE|LIST", help="a hostfile, or hosts such as a:2,b:2")
+    where.add_argument("-H", "--hosts", action=Once, metavar="FILE|LIST", help="a hostfile, or hosts such as a:2,b:2")
     where.add_argument("-n", "-np", "--np", dest="ranks", type=_positive, metavar="N",
                        help="number of ranks (default: every slot)")  # fmt: skip
     where.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "

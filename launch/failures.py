@@ -223,8 +223,8 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
     for words, ranks in (
         ("lost the connection to it", [e.rank for e in others if e.consequence and not e.stopped_by]),
         ("failed too", [e.rank for e in others if e.failed and not e.consequence and not e.stopped_by]),
-        ("were stopped", [e.rank for e in others if e.failed and e.stopped_by]),
-        ("had finished", [e.rank for e in others if not e.failed]),
+        ("were stopped", [e.rank for e in others if e.stopped_by]),
+        ("had finished", [e.rank for e in others if not e.failed and not e.stopped_by]),
     ):
         if ranks:
             what = words.replace("were ", "was ") if len(ranks) == 1 else words

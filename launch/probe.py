@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from distrib_launch import probefile, probejob
 from distrib_launch.journal import Journal
+from distrib_launch.options import Once
 
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
@@ -49,7 +50,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 
 def add_options(probe: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    probe.add_argument("-H", "--hosts", metavar="FILE|LIST", help="a hostfile, or hosts such as a,b (default: Slurm's, "
+    probe.add_argument("-H", "--hosts", action=Once, metavar="FILE|LIST", help="a hostfile, or hosts such as a,b (default: Slurm's, "
                        "or this machine alone)")  # fmt: skip
     probe.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
                        "the hostfile with its stem)")  # fmt: skip

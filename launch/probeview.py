@@ -13,6 +13,8 @@ from typing import Any, TextIO
 from distrib.probe.records import Record, StepDone, decode
 
 LINE_SECONDS = 2.0
+LAUNCHER = "distrib-launch: "
+"""How the launcher's own lines begin, which says them in the name of probe."""
 _TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
 
 
@@ -89,6 +91,8 @@ class View:
             print(f"probe: {part:4.0%}, {left} (done: {record.what})", file=sys.stderr, flush=True)
 
     def _err(self, line: str) -> None:
+        if line.startswith(LAUNCHER):
+            line = f"distrib-topo: {line.removeprefix(LAUNCHER)}"
         if line.strip():
             if self._progress:
                 self._progress.console.print(line, markup=False, highlight=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+
+from distrib_launch.options import Parser
 
 from distrib.errors import DistribError
 
@@ -13,7 +14,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     from distrib_launch import check, outlook, probe, show
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="distrib-topo",
         description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
     )
@@ -30,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
     outlook.add_options(plan_verb)
     plan_verb.set_defaults(run=outlook.run)
-    options = parser.parse_args(argv)
     try:
+        options = parser.parse_args(argv)
         code: int = options.run(options)
         return code
     except DistribError as error:

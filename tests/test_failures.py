@@ -150,6 +150,13 @@ def ending(rank: int, **changes: object) -> failures.Ending:
     return failures.Ending(**{**values, **changes})
 
 
+def test_ranks_that_were_stopped_and_ended_well_have_not_finished(tmp_path):
+    server = ending(2, exit_code=0, stopped_by="launcher")
+    failure = failures.describe(ending(1), [ending(1)], tmp_path / "1.err", "/py")
+    report = failures.report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
+    assert "rank 0: had finished" in report and "rank 2: was stopped" in report
+
+
 def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_first():
     stopped = ending(0, exit_code=0, signal=15, stopped_by="launcher")
     consequence = ending(1, consequence=True)

@@ -266,11 +266,14 @@ def test_mistakes_are_one_line(tmp_path, words, says):
     [
         (["--batch", "1000000000"], "argument --batch: '1000000000' is no number from 1 to 999999999"),
         (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
+        (["--nodes", "64..1"], "argument --nodes: '64..1' is no count of hosts; write such as 16, 1..64 or 1,2,4"),
+        (["-H", "a:2", "-H", "b:2"], "-H is given twice, a:2 and b:2; name all hosts in one list or file: a:2,b:2"),
     ],
 )
-def test_numbers_that_cannot_be_name_their_option(words, says):
+def test_options_that_cannot_be_are_named_in_one_line(words, says):
     done = plan("--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", *words)
-    assert done.returncode == 2 and says in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith(f"distrib-topo: error: {says}"), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -475,6 +478,9 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     (tmp_path / "train.profile.json").write_text("{}")
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
+    assert "the default" not in done.stdout
+    done = subprocess.run([*command[:-1], "--mode", "auto", command[-1]], capture_output=True, text=True)
+    assert done.returncode == 0 and "; mode auto uses the default\n" in done.stdout
 
 
 def test_mode_auto_takes_the_best_exact_strategy_and_says_why(tmp_path):

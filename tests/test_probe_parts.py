@@ -356,7 +356,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
     assert kept == [encode(DONE)]
     err = capsys.readouterr().err
     assert "50%" in err and "1 s left" in err
-    assert "a word" in err and "distrib-launch: note: so" in err
+    assert "a word" in err and "distrib-topo: note: so" in err
 
 
 @pytest.mark.parametrize(

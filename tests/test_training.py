@@ -492,6 +492,8 @@ def test_status_lines(monkeypatch):
         lines = [json.loads(line) for line in os.read(reading, 65536).splitlines()]
         assert lines[0] == {"step": 1} and len(lines) < 10
         assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}}
+        # The last step is said in the end, as the rank may stand still now.
+        assert [json.loads(line) for line in os.read(reading, 65536).splitlines()] == [{"step": 50}]
         for _ in range(2000):
             job.log(text="x" * 4000)  # full: lines are lost, nothing waits
         os.close(reading)
@@ -552,6 +554,58 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     assert result.returncode == 0 and result.stderr.count("no DataLoader was given to job.prepare") == 1, result.stderr
     result = run_ranks(2, script, "prepared")
     assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
+
+
+NEVER_PREPARED = """
+import sys
+import distrib, torch
+
+with distrib.init() as job:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.ones(8, 2), 2)
+    if "loader" in sys.argv:
+        loader = job.prepare(loader)
+    if "model" in sys.argv:
+        model = job.prepare(model)
+    for batch in loader:
+        optimizer.zero_grad()
+        model(batch.to(job.device)).sum().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "prepared", "code", "says"),
+    [
+        (
+            {},
+            "model loader",
+            0,
+            "note: SGD was not given to job.prepare, but the model that it trains was: batches of ",
+        ),
+        ({"accumulate": 2}, "model loader", 1, "the model that it trains was: its batches are not accumulated; "),
+        ({"mode": "local", "inner_steps": 2}, "model loader", 1, "trains was: every rank would have its own; model, "),
+        (
+            {"mode": "local", "inner_steps": 2},
+            "loader",
+            0,
+            "note: SGD takes a step, and no model was given to job.prepa",
+        ),
+        (
+            {},
+            "",
+            0,
+            "note: SGD takes a step, and no model was given to job.prepare: every rank trains one of its own, ",
+        ),
+    ],
+)
+def test_an_optimizer_that_was_not_prepared_is_told_of(tmp_path, strategy, prepared, code, says):
+    script = tmp_path / "forgotten.py"
+    script.write_text(NEVER_PREPARED)
+    result = run_ranks(2, script, *prepared.split(), DISTRIB_STRATEGY=json.dumps(strategy))
+    assert bool(result.returncode) == bool(code) and says in result.stderr, result.stderr
+    assert code or result.stderr.count("job.prepare") == 1, result.stderr
 
 
 @pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7), ("quit", 7)])

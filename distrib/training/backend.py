@@ -34,6 +34,8 @@ class Backend:
 
     together = False
     """Whether gradients, when a step is taken, are the mean over all ranks."""
+    averages_backward = False
+    """Whether a model's backward pass averages them, also for an optimizer that was not prepared."""
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         self.strategy, self.world, self.device = strategy, world, device
@@ -160,6 +162,7 @@ class Together(Backend):
 class Synchronous(Together):
     """Gradients are averaged by torch's DistributedDataParallel."""
 
+    averages_backward = True
     to_unfreeze = "unfreeze it before job.prepare, or prepare the model again: model = job.prepare(job.unwrap(model))"
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:

@@ -26,13 +26,14 @@ from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.finite import OnNan
+from distrib.training.forgotten import Forgotten
 from distrib.training.meter import Meter
 from distrib.training.normalization import with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
 from distrib.training.samples import Samples
-from distrib.training.steps import Steps, follow_scaler, refuse_others
+from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
@@ -114,9 +115,9 @@ class Job:
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
         self._stepped: bool | torch.Tensor = False
-        self._others = refuse_others(self._steps)
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
+        self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._loaders = 0
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
@@ -281,9 +282,8 @@ class Job:
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped
-        if step == 1 and not self._status.begun and not self._loaders and self.world_size > 1 and self.rank == 0:
-            note = "no DataLoader was given to job.prepare: every rank trains on the same samples, unless the script shares them out"
-            print(f"distrib: note: {note}", file=sys.stderr, flush=True)
+        if step == 1 and not self._status.begun and not self._loaders and self.world_size > 1:
+            self._forgotten.no_loader()
         if step:
             self._status.step(step)
 
@@ -527,7 +527,7 @@ class Job:
             self._abandon()
             raise
         self.closed = True
-        self._others.remove()
+        self._forgotten.end()
         for steps in self._steps:
             steps.end()
         self._end_watch()
@@ -562,7 +562,7 @@ class Job:
         """Leaves without a word to the others: after a failure they may never answer, and MPI's Finalize may hang."""
         if not self.closed:
             self.closed = True
-            self._others.remove()
+            self._forgotten.end()
             self._end_watch()
             if self.world_size > 1:
                 leaving.no_later_than()

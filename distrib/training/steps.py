@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.backend import Backend
@@ -304,21 +302,3 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
         own_update(new_scale)
 
     scaler.step, scaler.update = step, update  # type: ignore[method-assign]
-
-
-def refuse_others(steps: Sequence[Steps]) -> RemovableHandle:
-    """Makes steps raise TrainingError that nobody would count: of other optimizers, on the parameters of `steps`."""
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        if any(one.taking for one in steps):  # an optimizer that works by another one, as Lookahead does
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for one in steps:
-            if one.counting and one.trains(parameters):
-                raise TrainingError(
-                    f"a step of {type(optimizer).__name__} on what {type(one.optimizer).__name__} trains, "
-                    f"which was prepared, does not go through its step(): the job cannot count it",
-                    hint="prepare the optimizer whose step() takes it, such as job.prepare(optimizer.base_optimizer)",
-                )
-
-    return register_optimizer_step_pre_hook(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from typing import Any
 
@@ -14,6 +15,8 @@ from distrib.errors import TrainingError
 
 LONGEST_LINE_BYTES = 4096
 SHORTEST_INTERVAL_SECONDS = 0.1
+LATE_SECONDS = 0.5
+"""A step that was not said at once is said after so long: it may have been the last before the rank stood still."""
 
 
 class StatusPipe:
@@ -21,8 +24,9 @@ class StatusPipe:
 
     def __init__(self, descriptor: int | None) -> None:
         self._descriptor = descriptor
-        self._step = 0
+        self._step = self._said = 0
         self._next_step_time = 0.0
+        self._late: threading.Timer | None = None
 
     @classmethod
     def from_environment(cls) -> StatusPipe:
@@ -31,12 +35,18 @@ class StatusPipe:
         return cls(int(text) if text.isdecimal() else None)
 
     def step(self, number: int) -> None:
-        """Says that step `number` is done, at most ten times a second: steps between are not said."""
+        """Says that step `number` is done, at most ten times a second: of faster ones some are left out, never the last."""
         self._step = max(self._step, number)
+        if self._descriptor is None:
+            return
         now = time.monotonic()
-        if self._descriptor is not None and now >= self._next_step_time:
+        if now >= self._next_step_time:
             self._next_step_time = now + SHORTEST_INTERVAL_SECONDS
-            self._write({"step": self._step})
+            self._say_step()
+        elif self._late is None:
+            self._late = threading.Timer(LATE_SECONDS, self._say_late)
+            self._late.daemon = True
+            self._late.start()
 
     def metrics(self, values: dict[str, Any]) -> None:
         """Says what the script measured. Raises TrainingError for values that fit no line of 4096 bytes."""
@@ -58,6 +68,15 @@ class StatusPipe:
             self._write({"measured": values})
         except TrainingError:  # a rank that talks to hundreds of hosts
             self._write({"measured": {**values, "sent_bytes_per_second": {}}})
+
+    def _say_step(self) -> None:
+        self._said = self._step
+        self._write({"step": self._said})
+
+    def _say_late(self) -> None:
+        self._late = None
+        if self._said < self._step:
+            self._say_step()
 
     def _write(self, message: dict[str, Any]) -> None:
         line = json.dumps(message, allow_nan=False).encode() + b"\n"

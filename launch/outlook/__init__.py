@@ -6,6 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
+from distrib_launch.options import Once
+
 from distrib.errors import ConfigError
 
 
@@ -13,7 +15,9 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     """The options of `distrib-topo plan`."""
     plan.add_argument("--workload", metavar="NAME|FILE", required=True, help="what is trained: a network of the catalogue such as "
                       "ResNet-50, or the file of distrib-launch --profile")  # fmt: skip
-    plan.add_argument("-H", "--hosts", metavar="FILE|LIST", help="on these hosts (default: all of the topology)")
+    plan.add_argument(
+        "-H", "--hosts", action=Once, metavar="FILE|LIST", help="on these hosts (default: all of the topology)"
+    )
     plan.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
     )

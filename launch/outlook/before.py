@@ -56,12 +56,16 @@ def look(
     """
     auto = options.mode == "auto"
     strategy = plan.strategy
+
+    def nothing(why: object) -> tuple[None, Strategy, tuple[str, ...]]:
+        return None, strategy, (f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else ""),)
+
     try:
         found = find_workload(options, topology)
     except ConfigError as error:
         if options.workload is not None:
             raise
-        return None, strategy, (f"nothing is foretold: {error}",)
+        return nothing(error)
     if found is None:
         if auto:
             return (
@@ -78,7 +82,7 @@ def look(
     devices = {rank.device.partition(":")[0] for rank in plan.ranks}
     if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
         other = "GPUs" if "cuda" in devices else "CPUs"
-        return None, strategy, (f"nothing is foretold: {source} is of {workload.device}, the ranks run on {other}",)
+        return nothing(f"{source} is of {workload.device}, the ranks run on {other}")
     working = [host for host in plan.hosts if host.workers]
     hosts = tuple(host.name for host in working)
     each = tuple(host.workers for host in working)
@@ -90,8 +94,7 @@ def look(
 
     as_placed = msgspec.structs.replace(strategy, servers=_servers_apart(plan))
     if as_placed.servers and len(working) == 1:
-        said = "the servers are on other hosts than the only one with workers"
-        return None, strategy, (f"nothing is foretold: {said}",)
+        return nothing("the servers are on other hosts than the only one with workers")
     if workload.device != "cpu":  # NCCL chooses its own way there
         as_placed = msgspec.structs.replace(as_placed, all_reduce="auto")
     try:
@@ -104,7 +107,7 @@ def look(
         if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
             limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
     except DistribError as error:
-        return None, strategy, (f"nothing is foretold: {error}",)
+        return nothing(error)
     warning = _warning(plan, foretold, limit, advice, options.warn_below, auto=auto)
     fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
     if warning or not fed:

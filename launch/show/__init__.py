@@ -8,6 +8,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
+from distrib_launch.options import Once
+
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +19,11 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `distrib-topo show`."""
     parser.add_argument(
-        "-H", "--hosts", metavar="FILE|LIST", help="which hosts (default: a Slurm allocation, else all of the topology)"
+        "-H",
+        "--hosts",
+        action=Once,
+        metavar="FILE|LIST",
+        help="which hosts (default: a Slurm allocation, else all of the topology)",
     )
     parser.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"

@@ -1,0 +1,79 @@
+"""What a script did not give to `job.prepare`: an error where ranks would part by it, else a note."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distrib.errors import TrainingError
+from distrib.training.backend import Backend
+from distrib.training.steps import Steps
+
+
+class Forgotten:
+    """Watches the steps of all optimizers, those of the job and others.
+
+    `steps` are those of the optimizers that were prepared so far, `models` tells the models, `accumulates` whether several
+    batches make a step.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        steps: Sequence[Steps],
+        models: Callable[[], Sequence[nn.Module]],
+        accumulates: Callable[[], bool],
+    ) -> None:
+        self._backend, self._steps, self._models, self._accumulates = backend, steps, models, accumulates
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hook = register_optimizer_step_pre_hook(self._before)
+
+    def end(self) -> None:
+        """Stops watching."""
+        self._hook.remove()
+
+    def no_loader(self) -> None:
+        """A first step was taken, and no DataLoader was prepared."""
+        self._note(
+            "no DataLoader was given to job.prepare: every rank trains on the same samples, unless the script shares them out"
+        )
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for one in self._steps:
+            if one.trains(parameters):
+                if one.counting:
+                    raise TrainingError(
+                        f"a step of {type(optimizer).__name__} on what {type(one.optimizer).__name__} trains, "
+                        f"which was prepared, does not go through its step(): the job cannot count it",
+                        hint="prepare the optimizer whose step() takes it, such as job.prepare(optimizer.base_optimizer)",
+                    )
+                return
+        if optimizer not in self._known and (self._backend.world.size > 1 or self._accumulates()):
+            self._known.add(optimizer)
+            self._never_prepared(type(optimizer).__name__, {id(parameter) for parameter in parameters})
+
+    def _never_prepared(self, name: str, parameters: set[int]) -> None:
+        models = self._models()
+        if not any(id(parameter) in parameters for model in models for parameter in model.parameters()):
+            if not models and self._backend.world.size > 1:
+                what = f"{name} takes a step, and no model was given to job.prepare"
+                self._note(f"{what}: every rank trains one of its own, unless the script averages their gradients")
+            return
+        what = f"{name} was not given to job.prepare, but the model that it trains was"
+        lost = "its batches are not accumulated" if self._accumulates() else "every rank would have its own"
+        if self._accumulates() or not self._backend.averages_backward:
+            raise TrainingError(f"{what}: {lost}", hint="model, optimizer = job.prepare(model, optimizer)")
+        self._note(f"{what}: batches of unequal size and gradients that are nan are not seen to, and steps not counted")
+
+    def _note(self, note: str) -> None:
+        if self._backend.world.rank == 0:
+            print(f"distrib: note: {note}", file=sys.stderr, flush=True)
