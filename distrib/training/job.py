@@ -532,8 +532,8 @@ class Job:
             steps.end()
         self._end_watch()
         if dist.is_initialized():
-            dist.destroy_process_group()
             leaving.let_go_of_tensors()
+            dist.destroy_process_group()
         if self._comm is not None:
             from mpi4py import MPI
 

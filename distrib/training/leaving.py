@@ -76,6 +76,7 @@ def no_later_than(seconds: float = FAILED_EXIT_SECONDS) -> None:
 def let_go_of_tensors() -> None:
     """Gives Gloo's threads the time to drop the tensors of the last collectives, for which they take Python's lock.
 
+    Before torch 2.8 whoever destroys their group waits for them with the lock in his hand, for ever (pytorch pull request 154976).
     Where a model keeps the group alive, or the rank has failed, nothing waits for them, and one that asks for the lock when
     Python has begun to end aborts the process (seen in one exit of four with torch 2.13; pytorch pull request 179291).
     """

@@ -19,6 +19,9 @@ from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
 from distrib.training.world import World
 
+TAKES_SOCKETS = torch.__version__ >= "2.8"
+"""Whether the store that torch prefers takes a socket that listens already (pytorch pull request 150215); its older one does."""
+
 
 def join(world: World, device: torch.device, timeout: timedelta) -> None:
     """Makes torch's default process group of all ranks of `world`; a rank that is alone needs none.
@@ -88,6 +91,7 @@ def _meet(world: World, timeout: timedelta) -> TCPStore:
                 timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
+                use_libuv=TAKES_SOCKETS,
             )
         except (OSError, RuntimeError, TrainingError) as error:
             problem = f"rank 0 cannot listen for the others on {address or socket.gethostname()}: {error}"
