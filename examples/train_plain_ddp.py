@@ -66,4 +66,5 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     gc.collect()  # the model must be gone: while it holds the group, Gloo's threads are not waited for and may abort
+    time.sleep(0.1)  # before torch 2.8 they must be done with their tensors, or what follows may wait for ever
     dist.destroy_process_group()
