@@ -19,7 +19,7 @@ from tests.conftest import TOPO
 
 pytestmark = pytest.mark.cluster
 ENV = {"OMP_NUM_THREADS": "1"}
-TRIES = 3
+TRIES = 4
 
 
 @pytest.fixture

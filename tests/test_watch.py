@@ -241,8 +241,8 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
     """As in modes local and async, where it waits for an exchange, or for parameters, and not between backward and optimizer."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # which the first optimizer sets
     told: list[dict[str, float]] = []
-    waited = 0.0
-    meter = Meter(torch.device("cpu"), told.append, lambda: waited)
+    waits = [0.0]
+    meter = Meter(torch.device("cpu"), told.append, lambda: sum(waits))
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     meter.watch(model)
@@ -253,8 +253,8 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
         if step % 5 == 4:
             begun = time.monotonic()
             time.sleep(0.05)
-            waited += time.monotonic() - begun
+            waits.append(time.monotonic() - begun)
     (seen,) = told
-    assert seen["exposed_seconds"] == pytest.approx(0.05 / 5, rel=0.3)
+    assert 0.8 * min(waits[1:]) / 5 < seen["exposed_seconds"] < 1.2 * max(waits) / 5
     assert seen["step_seconds"] == pytest.approx(seen["compute_seconds"] + seen["exposed_seconds"])
     assert seen["compute_seconds"] < 0.03

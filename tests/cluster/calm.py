@@ -12,7 +12,7 @@ CALM = 0.03
 """The part of the processors' time that others may take."""
 
 
-def wait_for_calm(most_seconds: float = 90.0) -> None:
+def wait_for_calm(most_seconds: float = 150.0) -> None:
     """Until nobody else takes much of the processors' time."""
     deadline = time.monotonic() + most_seconds
     while _stolen() > CALM and time.monotonic() < deadline:
