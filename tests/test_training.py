@@ -493,9 +493,9 @@ def test_status_lines(monkeypatch):
         lines = [json.loads(line) for line in os.read(reading, 65536).splitlines()]
         assert lines[0] == {"step": 1} and len(lines) < 10
         assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}}
-        # The last step is said in the end, as the rank may stand still now.
-        assert select.select([reading], [], [], 10)[0]
-        assert [json.loads(line) for line in os.read(reading, 65536).splitlines()] == [{"step": 50}]
+        if {"step": 50} not in lines:  # the last step is said in the end, as the rank may stand still now
+            assert select.select([reading], [], [], 10)[0]
+            assert [json.loads(line) for line in os.read(reading, 65536).splitlines()] == [{"step": 50}]
         for _ in range(2000):
             job.log(text="x" * 4000)  # full: lines are lost, nothing waits
         os.close(reading)
