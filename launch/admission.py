@@ -44,9 +44,10 @@ def admit(
     answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections)
     dropped: dict[str, str] = {}
     while True:
-        report = preflight.assess(
+        report, answers = preflight.settle(
+            plan,
             answers,
-            preflight.wants_of(plan, answers.own_names, os.environ),
+            connections,
             question=question,
             interface=options.interface,
             environ={**os.environ, **plan.ranks[0].environment},
@@ -74,6 +75,7 @@ def admit(
                 own_names=answers.own_names | late.own_names,
                 interpreters={**answers.interpreters, **late.interpreters},
             )
+    connections.stop_listening()
     warnings = [f"left out: {why}" for why in dropped.values()] + [str(check) for check in report.warnings]
     if dropped:
         console.say(f"warning: {len(dropped)} host(s) left out (--drop-bad-hosts); {plan.world_size} rank(s) remain")

@@ -6,17 +6,15 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 from distrib_launch.checks import Check, error
 from distrib_launch.connections import LOADER, Connections
 
-from distrib.cluster.inventory import Inventory, Question, own_inventory, program, read_answer
+from distrib.cluster.inventory import Inventory, Question, Told, own_inventory, program, read_answer
 from distrib.errors import LaunchError
 
 SSH_SECONDS = 20.0
-AT_ONCE = 128
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,9 +29,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host said: its facts, or why there are none. `asked` and `answered` are Unix times on this machine."""
+    """What a host said: its facts, or why there are none. `asked` and `answered` are Unix times on this machine.
+
+    `port` is where the host can be called while its connection is held, None where it cannot.
+    """
 
     inventory: Inventory | None = None
+    port: int | None = None
     problem: Check | None = None
     asked: float = 0.0
     answered: float = 0.0
@@ -57,7 +59,8 @@ def ask_all(
             target = msgspec.structs.replace(target, is_here=True, question=alone)
         if target.is_here and target.python == own_python:
             now = time.time()
-            return Answer(inventory=own_inventory(target.question), asked=now, answered=time.time())
+            own = own_inventory(target.question)
+            return Answer(inventory=own, port=connections.listen(), asked=now, answered=time.time())
         command = [target.python, "-c", LOADER]
         if not target.is_here:
             command = [*connections.shared(ssh), target.name, shlex.join(command)]
@@ -65,20 +68,13 @@ def ask_all(
 
     if all(target.is_here for target in targets):
         return {target.name: ask(target) for target in targets}
-    pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, max(1, len(targets))), thread_name_prefix="preflight")
-    try:
-        return dict(zip((t.name for t in targets), pool.map(ask, targets), strict=True))
-    except BaseException:  # interrupted: what still runs would be waited for
-        connections.close()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return dict(zip((t.name for t in targets), connections.all_at_once(ask, targets), strict=True))
 
 
 def _ask(target: Target, command: Sequence[str], connections: Connections) -> Answer:
     asked = time.time()
     try:
-        told = connections.ask(command, program(target.question), SSH_SECONDS)
+        told = connections.ask(target.name, command, program(target.question), SSH_SECONDS)
     except OSError as problem:
         if target.is_here:
             return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
@@ -86,8 +82,8 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
             f"cannot run {command[0]}: {problem.strerror}", hint="install ssh, or name --ssh-command"
         ) from None
     answered = time.time()
-    if inventory := read_answer(told.out):
-        return Answer(inventory=inventory, asked=asked, answered=answered)
+    if said := read_answer(told.out, Told):
+        return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
     if told.code is None:
         return Answer(problem=error(target.name, "ssh", f"no answer within {SSH_SECONDS:.0f} s", _is_it_up(target)))
     return Answer(problem=explain(target, told.code, told.err, told.out), asked=asked, answered=answered)

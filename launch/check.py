@@ -72,13 +72,9 @@ def run(options: argparse.Namespace) -> int:
             question = msgspec.structs.replace(question, script=None, directory=None)
         with Connections() as connections:
             answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections)
-    report = preflight.assess(
-        answers,
-        preflight.wants_of(plan, answers.own_names, os.environ),
-        question=question,
-        interface=options.interface,
-        environ=os.environ,
-    )
+            report, _ = preflight.settle(
+                plan, answers, connections, question=question, interface=options.interface, environ=os.environ
+            )
     with perhaps_unread():
         if options.json:
             print(msgspec.json.encode(report).decode())

@@ -12,22 +12,29 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeVar
 
+from distrib.cluster import host_program
 from distrib.cluster.inventory import is_whole
 
 LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
 """Runs, in the Python of any host, a program of a given length: its end need not be the end of the pipe."""
 
+AT_ONCE = 128
 CLOSE_SECONDS = 0.5
 LOOK_SECONDS = 0.2
 """So often those who wait for an answer see whether it is wanted still: closing a pipe wakes nobody who polls it."""
+
+Item = TypeVar("Item")
+Outcome = TypeVar("Outcome")
 
 
 class Conversation(NamedTuple):
@@ -46,7 +53,8 @@ class Connections:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._door: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._has_folder = False
@@ -67,7 +75,7 @@ class Connections:
                 self._has_folder = True
         return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]]
 
-    def ask(self, command: Sequence[str], program: str, seconds: float) -> Conversation:
+    def ask(self, host: str, command: Sequence[str], program: str, seconds: float) -> Conversation:
         """Run `program` in the Python that `command` starts with `LOADER`, until it has answered. Raises OSError."""
         with self._lock:
             if self._closed:
@@ -76,10 +84,51 @@ class Connections:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
-            self._processes.append(process)
+            self._processes[host] = process
+        told = self._exchange(process, f"{len(program)}\n{program}".encode(), seconds)
+        if told.code is None and not is_whole(told.out.encode()):
+            _kill(process)
+        return told
+
+    def ask_again(self, host: str, line: str, seconds: float) -> str:
+        """What the program on `host`, which has answered before, says to one line more; empty where it says nothing."""
+        process = self._processes.get(host)
+        return self._exchange(process, f"{line}\n".encode(), seconds).out if process else ""
+
+    def all_at_once(self, work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+        """What `work`, which waits for hosts, returns for each item. Whatever interrupts it ends the connections."""
+        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, max(1, len(items))), thread_name_prefix="preflight")
+        try:
+            return list(pool.map(work, items))
+        except BaseException:  # what still runs would be waited for
+            self.close()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def listen(self) -> int | None:
+        """The port at which this machine can be called while the connections are held."""
+        with self._lock:
+            if self._door is None and not self._closed:
+                self._door = host_program.listen()
+            return host_program.port_of(self._door)
+
+    def stop_listening(self) -> None:
+        """Nobody needs to call this machine any more."""
+        with self._lock:
+            if self._door:
+                self._door.close()
+            self._door = None
+
+    def holds(self, host: str) -> bool:
+        """Whether the program on `host` still runs, as far as can be seen from here."""
+        process = self._processes.get(host)
+        return process is not None and process.poll() is None
+
+    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, seconds: float) -> Conversation:
+        """Send `data`, and take what is said until an answer is whole, the process ends, or the time is over."""
         assert process.stdin and process.stdout and process.stderr
         heard: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
-        left = f"{len(program)}\n{program}".encode()
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for stream in (process.stdin, process.stdout, process.stderr):
@@ -89,7 +138,6 @@ class Connections:
             open_streams = len(heard)
             while open_streams and not is_whole(heard[process.stdout]):
                 if (remaining := deadline - time.monotonic()) <= 0:
-                    _kill(process)
                     return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
                 ready = selector.select(min(remaining, LOOK_SECONDS))
                 if self._closed:
@@ -97,13 +145,13 @@ class Connections:
                 for key, _ in ready:
                     stream = key.fileobj  # type: ignore[assignment]
                     if stream is process.stdin:
-                        left = _write(process.stdin, left)
-                        if not left:
+                        data = _write(process.stdin, data)
+                        if not data:
                             selector.unregister(process.stdin)
                         continue
-                    data = os.read(key.fd, 1 << 16)
-                    heard[stream] += data
-                    if not data:
+                    read = os.read(key.fd, 1 << 16)
+                    heard[stream] += read
+                    if not read:
                         selector.unregister(stream)
                         open_streams -= 1
         code = None if is_whole(heard[process.stdout]) else process.wait()
@@ -111,9 +159,10 @@ class Connections:
 
     def close(self) -> None:
         """End all of them, by force where they do not end by themselves."""
+        self.stop_listening()
         with self._lock:
             self._closed = True
-            processes, self._processes = self._processes, []
+            processes, self._processes = list(self._processes.values()), {}
         for process in processes:
             if process.stdin:
                 with contextlib.suppress(OSError):

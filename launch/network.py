@@ -87,16 +87,21 @@ def choose_network(
     wanted: str | None = None,
     reached_at: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
+    barred: Mapping[str, str] | None = None,
 ) -> ClusterNetwork:
     """Choose each host's interface.
 
     `wanted` is `--interface`, names or networks between commas. `reached_at` tells at which of its addresses each host
-    was reached from here, where that is known. `environ` is what the user has set: that is left alone.
+    was reached from here, where that is known. `environ` is what the user has set: that is left alone. `barred` are
+    addresses that do not lead to their host, each with the reason.
 
     Raises NoNetworkError naming the hosts that have no interface to the others, or none of those wanted.
     """
     reached_at = reached_at or {}
     usable, doubles = _candidates(inventories)
+    barred = barred or {}
+    shut = {f"{c.host}'s {c}": barred[str(c.address.ip)] for c in usable if str(c.address.ip) in barred}
+    usable = [c for c in usable if str(c.address.ip) not in barred]
     if wanted:
         usable = _only_wanted(usable, inventories, doubles, wanted)
     reason = NAMED_BY_USER if wanted else ""
@@ -122,7 +127,7 @@ def choose_network(
             subnet=str(choice.subnet),
             mtu=choice.interface.mtu,
             speed_bytes_per_second=choice.interface.speed_bytes_per_second,
-            environment=_environment(choice, subnet, rdma, environ or {}, notes),
+            environment=_environment(choice, inventories[host].ports, subnet, rdma, environ or {}, notes),
         )
         for host, choice in taken.items()
     )
@@ -130,7 +135,10 @@ def choose_network(
         subnet=str(subnet) if subnet else None,
         reason=reason or why,
         hosts=hosts,
-        passed_over=tuple(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),
+        passed_over=(
+            *(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),
+            *(f"{what}: {why}" for what, why in shut.items()),
+        ),
         notes=tuple(dict.fromkeys(notes)),
     )
 
@@ -266,6 +274,7 @@ def variables(interface: str | None) -> dict[str, str]:
 
 def _environment(
     choice: _Candidate,
+    ports: tuple[int, int] | None,
     subnet: Network | None,
     rdma: Mapping[str, tuple[RdmaPort, ...]] | None,
     environ: Mapping[str, str],
@@ -273,17 +282,21 @@ def _environment(
 ) -> dict[str, str]:
     """What is set for the ranks of one host; a variable that the user has set himself is not among it."""
     name = choice.interface.name
-    ports = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
+    hcas = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
     chosen = {
         **variables(name),
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet else name,
-        "UCX_NET_DEVICES": ",".join([*ports, name]),
+        "UCX_NET_DEVICES": ",".join([*hcas, name]),
     }
-    if ports:
-        chosen["NCCL_IB_HCA"] = "=" + ",".join(ports)
+    if hcas:
+        chosen["NCCL_IB_HCA"] = "=" + ",".join(hcas)
     elif rdma is not None:
         chosen["NCCL_IB_DISABLE"] = "1"
+    if ports:  # Open MPI begins at port 1024, which a firewall that leaves open what the kernel gives does not let in
+        first, last = ports
+        chosen[f"OMPI_MCA_btl_tcp_port_min_v{choice.address.version}"] = str(first)
+        chosen[f"OMPI_MCA_btl_tcp_port_range_v{choice.address.version}"] = str(last - first + 1)
     if "OMPI_MCA_btl_tcp_if_exclude" in environ:  # Open MPI refuses both
         del chosen["OMPI_MCA_btl_tcp_if_include"]
     for variable in list(chosen):

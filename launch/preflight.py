@@ -1,6 +1,6 @@
-"""Before anything starts: every host is asked what it is, judged against the job, and its network card is chosen.
+"""Before anything starts: every host is asked what it is, judged against the job, and its network card is chosen and tried.
 
-`ask` does all that touches a host; `assess` is pure and can be repeated for fewer hosts.
+`ask` and `settle` do all that touches a host; `assess` is pure and can be repeated for fewer hosts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from distrib_launch.checks import Check, Want, error, full_table, warning
 from distrib_launch.connections import Connections
 from distrib_launch.network import ClusterNetwork, NoNetworkError, choose_network, engine_environment
 from distrib_launch.plan import HostPlan, LaunchPlan
+from distrib_launch.reach import Callee, Failure, call_all, explain
 from distrib_launch.sync import is_here
 
 from distrib.cluster.inventory import Inventory, Question, own_inventory
@@ -32,6 +33,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     own_names: frozenset[str]
     interpreters: dict[str, str]
     seconds: float
+    unreached: tuple[Failure, ...] = ()
+    """Who was found not to get through to whom, on networks that were tried."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,9 +128,9 @@ def assess(
     answers: Answers,
     wants: Mapping[str, Want],
     *,
-    question: Question = Question(),  # noqa: B008 (it is frozen)
-    interface: str | None = None,
-    environ: Mapping[str, str] | None = None,
+    question: Question,
+    interface: str | None,
+    environ: Mapping[str, str],
 ) -> Report:
     """Judge the hosts that `wants` names. `interface` is what the user chose, `environ` what he has set for ranks."""
     hosts = tuple(wants)
@@ -147,12 +150,19 @@ def assess(
     )
     network = None
     if len({facts.network_identity for facts in inventories.values()} | {answers.here.network_identity}) > 1:
+        unreached = [f for f in answers.unreached if f.source in told and (not f.target or f.target in told)]
+        found += explain([f for f in unreached if not f.target], hosts)
+        between = [f for f in unreached if f.target]
+        barred = {f.address: f"{f.source} cannot reach it ({f.reason})" for f in between}
         try:
             network = choose_network(
-                inventories, wanted=interface, reached_at=_reached(inventories, answers), environ=environ
+                inventories, wanted=interface, reached_at=_reached(inventories, answers), environ=environ, barred=barred
             )
         except NoNetworkError as problem:
-            found += [error(host, "network", reason, problem.hint) for host, reason in problem.hosts.items()]
+            lacking = [error(host, "network", reason, problem.hint) for host, reason in problem.hosts.items()]
+            found += explain(between, hosts) or lacking
+        else:  # another network than the one that should have been
+            found += [msgspec.structs.replace(check, status="warning") for check in explain(between, hosts)]
     if network:
         found += _mtus(network)
     silent = [host for host in hosts if host not in inventories]
@@ -165,6 +175,44 @@ def assess(
         seconds=answers.seconds,
         inventories=inventories,
     )
+
+
+def settle(
+    plan: LaunchPlan,
+    answers: Answers,
+    connections: Connections,
+    *,
+    question: Question,
+    interface: str | None = None,
+    environ: Mapping[str, str],
+) -> tuple[Report, Answers]:
+    """Judge the plan's hosts, and let them call each other on the network chosen; where that fails, choose the next.
+
+    Returns the verdict and the answers, with what came of the calls. Takes what `assess` takes.
+    """
+    wants = wants_of(plan, answers.own_names, os.environ)
+    while True:
+        report = assess(answers, wants, question=question, interface=interface, environ=environ)
+        if not report.fit or report.network is None:
+            return report, answers
+        failures = call_all(_callees(plan, report, answers, connections), list(wants), answers.own_names, connections)
+        if not failures:
+            return report, answers
+        answers = msgspec.structs.replace(answers, unreached=(*answers.unreached, *failures))
+
+
+def _callees(plan: LaunchPlan, report: Report, answers: Answers, connections: Connections) -> list[Callee]:
+    """Whom the hosts must reach: each other at the chosen addresses, and this machine where it is none of them."""
+    assert report.network
+    found = [
+        Callee(host=one.host, addresses=(one.address,), port=port, network=one.subnet)
+        for one in report.network.hosts
+        if (port := answers.by_host[one.host].port)
+    ]
+    if not answers.own_names.intersection(report.hosts) and (port := connections.listen()):
+        own = sorted(own_addresses(with_network(plan, report, answers, os.environ)))
+        found.append(Callee(host="", addresses=tuple(own), port=port, network=report.network.subnet or "the hosts"))
+    return found
 
 
 def clock_offset(answer: Answer) -> float:
@@ -303,8 +351,9 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str]) -> PreflightError | None:
     question = question_of(plan)
     with Connections() as connections:
         answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections)
-    wants = {host: want for host, want in wants_of(plan, answers.own_names, os.environ).items() if host in hosts}
-    report = assess(answers, wants, question=question, environ=os.environ)
+        ranks = tuple(rank for rank in plan.ranks if rank.host in hosts)
+        of_them = msgspec.structs.replace(plan, hosts=tuple(silent), ranks=ranks)
+        report, _ = settle(of_them, answers, connections, question=question, environ=os.environ)
     return report.refusal() if report.errors else None
 
 

@@ -22,7 +22,7 @@ def inventory(hostname: str = "n1", **facts: Any) -> Inventory:
         "free_shm_bytes": 32 * GIB, "free_disk_bytes": {"directory": 100 * GIB, "tmp": 100 * GIB},
         "limits": {"memlock": None, "nofile": 65536, "nproc": None}, "interfaces": (), "rdma": (), "gpudirect": False,
         "script_sha256": "aa", "siblings": {}, "directory_exists": True, "missing_programs": (),
-        "own_name_is_loopback": False, "ssh_connection": (), "home_is_writable": True, "time": 1000.0,
+        "own_name_is_loopback": False, "ports": (32768, 60999), "ssh_connection": (), "home_is_writable": True, "time": 1000.0,
     }  # fmt: skip
     return Inventory(**{**usual, **facts})
 

@@ -115,6 +115,8 @@ def test_variables_for_every_library():
         "NCCL_SOCKET_IFNAME": "=ens5",
         "NCCL_SOCKET_FAMILY": "AF_INET",
         "OMPI_MCA_btl_tcp_if_include": "10.0.0.0/24",
+        "OMPI_MCA_btl_tcp_port_min_v4": "32768",
+        "OMPI_MCA_btl_tcp_port_range_v4": "28232",
         "UCX_NET_DEVICES": "ens5",
     }
 

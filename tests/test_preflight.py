@@ -25,7 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.cluster import inventory_program
-from distrib.cluster.inventory import GpuHolder, Question, RdmaPort, own_inventory, program, read_answer
+from distrib.cluster.host_program import BEGIN, END
+from distrib.cluster.inventory import GpuHolder, Question, RdmaPort, Told, own_inventory, program, read_answer
 from tests.conftest import SCRIPTS, TOPO
 from tests.inventories import GIB, gpus, inventory
 
@@ -44,8 +45,10 @@ def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_pa
     told = subprocess.run(
         [sys.executable, "-I", "-S", "-"], input=program(question), capture_output=True, text=True, timeout=30
     )
-    facts = read_answer(f"Welcome to n1!\n{told.stdout}logout\n")
-    assert facts is not None, told
+    said = read_answer(f"Welcome to n1!\n{told.stdout}logout\n", Told)
+    assert said is not None, told
+    assert said.port
+    facts = said.inventory
     assert facts.packages["torch"] is None  # -S: no packages
     assert facts.script_sha256 == own_inventory(question).script_sha256
     assert facts.directory_exists
@@ -64,11 +67,9 @@ def test_own_facts_agree_with_what_python_itself_knows():
     assert facts.memory_bytes and facts.free_shm_bytes
 
 
-@pytest.mark.parametrize(
-    "output", ["", "bash: no", "<<distrib-inventory {} distrib-inventory>>", "<<distrib-inventory "]
-)
+@pytest.mark.parametrize("output", ["", "bash: no", f"{BEGIN}{{}}{END}", BEGIN])
 def test_what_is_no_answer_is_taken_for_none(output):
-    assert read_answer(output) is None
+    assert read_answer(output, Told) is None
 
 
 @pytest.fixture
@@ -624,7 +625,7 @@ def test_closing_ends_those_who_wait_for_an_answer(tmp_path):
     def ask():
         words = f'setsid sh -c "echo \\$\\$ > {file}.new; mv {file}.new {file}; exec sleep 60" & wait'
         with contextlib.suppress(OSError):
-            connections.ask(["sh", "-c", words], "pass", 50.0)
+            connections.ask("n1", ["sh", "-c", words], "pass", 50.0)
         ended.set()
 
     threading.Thread(target=ask, daemon=True).start()

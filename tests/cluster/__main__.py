@@ -22,7 +22,12 @@ def main() -> int:
     run = verbs.add_parser("run", help="run a command on a host (default: a shell)")
     run.add_argument("host")
     run.add_argument("command", nargs=argparse.REMAINDER)
-    for verb, text in (("cut", "take a host's link down"), ("lose", "switch a host off"), ("restore", "bring it back")):
+    for verb, text in (
+        ("cut", "take a host's link down"),
+        ("lose", "switch a host off"),
+        ("restore", "bring it back"),
+        ("wall", "put a firewall before a host that lets in ssh alone"),
+    ):
         verbs.add_parser(verb, help=text).add_argument("host")
     shape = verbs.add_parser("shape", help="change a host's link rate")
     shape.add_argument("host")

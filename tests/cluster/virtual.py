@@ -37,7 +37,7 @@ def why_unavailable() -> str | None:
     """What is missing here for a virtual cluster, or None."""
     if os.geteuid() != 0:
         return "needs root"
-    for tool in ("ip", "tc", "nsenter", "unshare", "ssh", "ssh-keygen"):
+    for tool in ("ip", "tc", "nft", "nsenter", "unshare", "ssh", "ssh-keygen"):
         if shutil.which(tool) is None:
             return f"needs the command {tool}"
     if not Path("/usr/sbin/sshd").exists():
@@ -278,6 +278,17 @@ class Cluster:
         if not (self.directory / f"{host}.pid").exists():  # lost, maybe by another process
             self._start_sshd(host)
             self._wait_sshd(host)
+
+    def wall(self, host: str, *, ports: str = "22", hook: str = "input", verdict: str = "drop") -> None:
+        """Put a firewall before a host's eth0 that lets in ssh alone, or calls of these ports (`hook` output: out), for good.
+
+        `verdict`: ufw and clouds drop what is not allowed, firewalld answers `reject with icmpx admin-prohibited`.
+        """
+        way = "iifname" if hook == "input" else "oifname"
+        _sh("ip", "netns", "exec", self.namespace(host), "nft", "-f", "-", text=f"""table inet wall {{ chain {hook} {{
+            type filter hook {hook} priority filter
+            {way} eth0 tcp dport != {{ {ports} }} tcp flags & (syn | ack) == syn {verdict};
+        }}; }}""")  # fmt: skip
 
     def write_hosts_file(self, host: str, *, own_address: str | None = None) -> None:
         """Write the host's /etc/hosts, its own name pointing at `own_address` if given (as Debian's installer does)."""

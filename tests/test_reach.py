@@ -1,0 +1,193 @@
+"""Whether hosts reach each other is found out before the start, and whoever is not reached is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from distrib_launch.network import NoNetworkError, choose_network
+from distrib_launch.reach import NEAR, Callee, Failure, _due, explain
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.cluster import host_program
+from tests.conftest import SCRIPTS
+from tests.inventories import interface, inventory
+
+WHERE = SCRIPTS / "where.py"
+TOPO = Path(sys.executable).parent / "distrib-topo"
+NET = "10.0.0.0/24"
+
+
+def callee(number, host=None):
+    name = f"n{number}" if host is None else host
+    return Callee(host=name, addresses=(f"10.0.0.{number}",), port=40000, network=NET)
+
+
+def failures(*pairs, hosts, reason="timed out"):
+    """Of `hosts` hosts, those that did not get through: pairs of numbers, 0 for this machine."""
+    return [
+        Failure(
+            source=f"n{source}",
+            callee=callee(target, "" if not target else None),
+            address=f"10.0.0.{target}",
+            reason=reason,
+            called=hosts - 1,
+        )
+        for source, target in pairs
+    ]
+
+
+# -- calling ----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 300))
+def test_every_host_calls_and_is_called_by_enough_others(size):
+    callees = [callee(number) for number in range(size)] + [callee(999, "")]
+    called = dict.fromkeys((c.host for c in callees if c.host), 0)
+    for source in called:
+        due = [c.host for c in _due(source, callees)]
+        assert due.count("") == 1
+        others = [host for host in due if host]
+        assert source not in others
+        assert len(set(others)) == len(others)
+        assert len(others) == size - 1 if size - 1 <= NEAR else NEAR / 2 <= len(others) <= 2 * NEAR
+        for other in others:
+            called[other] += 1
+    assert min(called.values()) == max(called.values())
+
+
+def test_a_call_tells_why_it_failed():
+    with contextlib.ExitStack() as stack:
+        there = stack.enter_context(host_program.listen())
+        full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(3):  # the kernel lets one more than the backlog in, and is silent to the others
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            nobody = gone.getsockname()
+        port = host_program.port_of(there)
+        told = host_program.reach([("127.0.0.1", port), nobody, full.getsockname(), ("127.0.0.2", port)], 0.3)
+    assert told == ["", "Connection refused", "timed out", ""]
+    assert host_program.reach([], 0.3) == []
+
+
+# -- blaming ----------------------------------------------------------------------------------------------------------
+
+
+def blamed(found, hosts):
+    return {check.host: check.reason for check in explain(found, [f"n{i}" for i in range(1, hosts + 1)])}
+
+
+def test_a_host_that_nobody_reaches_is_blamed():
+    found = blamed(failures((1, 3), (2, 3), hosts=3), 3)
+    assert list(found) == ["n3"]
+    assert found["n3"].startswith("n1, n2 cannot reach it at 10.0.0.3 (timed out)")
+
+
+def test_a_host_that_reaches_nobody_is_blamed_where_the_others_get_through():
+    found = blamed(failures((3, 1), (3, 2), hosts=3), 3)
+    assert list(found) == ["n3"]
+    assert "none of the other hosts" in found["n3"]
+
+
+def test_where_nobody_gets_through_everybody_is_blamed_and_the_remedy_said_once():
+    pairs = [(a, b) for a in (1, 2, 3) for b in (1, 2, 3) if a != b]
+    found = explain(failures(*pairs, hosts=3), ["n1", "n2", "n3"])
+    assert [check.host for check in found] == ["n2", "n3", "n1"]
+    assert [f"ufw allow from {NET}" in check.fix for check in found] == [True, False, False]
+
+
+def test_a_host_that_does_not_reach_this_machine_is_told_of_once():
+    found = explain(failures((2, 0), (2, 0), hosts=2), ["n1", "n2"])
+    (check,) = found
+    assert check.host == "n2"
+    assert f"cannot reach this machine, {socket.gethostname()}, at 10.0.0.0" in check.reason
+
+
+def test_a_network_that_does_not_lead_there_is_passed_over_for_one_that_may():
+    hosts = {
+        f"n{i}": inventory(
+            f"n{i}",
+            interfaces=(
+                interface("eth0", f"10.0.0.{i}/24", speed=1e9),
+                interface("eth1", f"10.1.0.{i}/24", speed=1e8),
+            ),
+        )
+        for i in (1, 2)
+    }
+    assert choose_network(hosts).subnet == "10.0.0.0/24"
+    other = choose_network(hosts, barred={"10.0.0.2": "n1 cannot reach it (timed out)"})
+    assert other.subnet == "10.1.0.0/24"
+    assert other.passed_over == ("n2's eth0 (10.0.0.2/24): n1 cannot reach it (timed out)",)
+    with pytest.raises(NoNetworkError):
+        choose_network(hosts, barred={"10.0.0.2": "", "10.1.0.1": "", "10.0.0.1": ""})
+
+
+# -- on hosts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("verdict", ["drop", "reject with icmpx admin-prohibited"])
+def test_a_firewall_that_lets_in_ssh_alone_is_named_before_the_start(make_cluster, launch, verdict):
+    cluster = make_cluster(3)
+    cluster.wall("n3", verdict=verdict)
+    run = launch("-H", cluster.hostfile, WHERE, cluster=cluster)
+    assert run.code == 3, run
+    why = "timed out" if verdict == "drop" else "No route to host"
+    assert f"error: n3: network: n1, n2 cannot reach it at {cluster.address('n3')} ({why})" in run.err
+    assert "firewall" in run.err
+    assert "n1: network" not in run.err
+    assert run.seconds < 30
+    left = launch("-H", cluster.hostfile, "--drop-bad-hosts", WHERE, cluster=cluster)
+    assert left.code == 0, left
+    assert left.result["hosts"] == ["n1", "n2"]
+
+
+@pytest.mark.cluster
+def test_a_host_that_gets_out_to_nobody_is_named(make_cluster):
+    cluster = make_cluster(3)
+    cluster.wall("n2", hook="output")
+    told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--json"])
+    assert told.returncode == 3, told
+    bad = [check for check in json.loads(told.stdout)["checks"] if check["status"] == "error"]
+    assert [(check["host"], check["check"]) for check in bad] == [("n2", "network")]
+    assert "it reaches none of the other hosts" in bad[0]["reason"]
+
+
+@pytest.mark.cluster
+def test_a_launcher_behind_a_firewall_is_told_so(make_cluster, launch):
+    cluster = make_cluster(3)
+    cluster.wall("n1")
+    run = launch("-H", "n2:1,n3:1", WHERE, cluster=cluster)
+    assert run.code == 3, run
+    for host in ("n2", "n3"):
+        assert f"{host}: network: it cannot reach this machine, n1, at {cluster.address('n1')} (timed out)" in run.err
+
+
+@pytest.mark.cluster
+def test_ranks_keep_to_the_ports_that_the_kernel_may_give(make_cluster, launch):
+    """A site that opens some ports, and says so to the kernel: libraries that choose a port themselves must keep to them."""
+    cluster = make_cluster(3)
+    for host in cluster.hosts:
+        cluster.run(host, ["sh", "-c", "echo 40000 41000 > /proc/sys/net/ipv4/ip_local_port_range"], check=True)
+        cluster.wall(host, ports="22, 40000-41000")
+    for script in (SCRIPTS / "mpi_ring.py", SCRIPTS / "gloo.py"):
+        run = launch("-H", cluster.hostfile, "--timeout", "60s", script, cluster=cluster)
+        assert run.code == 0, run
+
+
+@pytest.mark.cluster
+def test_another_network_is_taken_where_the_first_leads_nowhere(make_cluster, launch):
+    cluster = make_cluster(2, second_rates={"n1": "1gbit", "n2": "1gbit"})
+    cluster.wall("n2")
+    run = launch("-H", cluster.hostfile, WHERE, cluster=cluster)
+    assert run.code == 0, run
+    plan = json.loads((run.run_dir / "plan.json").read_text())
+    assert [host["interface"] for host in plan["hosts"]] == ["eth1", "eth1"]
+    assert f"warning: n2: network: n1 cannot reach it at {cluster.address('n2')} (timed out)" in run.err
