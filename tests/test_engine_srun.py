@@ -244,6 +244,8 @@ class TestOutside:
         cluster = make_slurm(3, slots=4)
         run = launch("--engine", "srun", "-H", "n3:1,n1:3,n2:2", JOB, "--mpi", "*:environment", cluster=cluster)
         assert run.code == 0, run
+        plan = json.loads((run.run_dir / "plan.json").read_text())
+        assert not any(word.startswith("--nodes") for word in plan["command"])  # Slurm 24.11 refuses it
         assert [r["host"] for r in run.result["ranks"]] == ["n3", "n1", "n1", "n1", "n2", "n2"]
         for rank, host in enumerate(["n3", "n1", "n1", "n1", "n2", "n2"]):
             env = json.loads((run.run_dir / f"ranks/{rank}.out").read_text().splitlines()[0])["env"]

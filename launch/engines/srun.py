@@ -95,8 +95,9 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
             "--engine srun: no hosts",
             hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
         )
-    words = [srun, "--job-name", job_name(plan), "--nodes", str(len(plan.hosts)), "--ntasks", str(len(plan.ranks))]
-    # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order.
+    words = [srun, "--job-name", job_name(plan), "--ntasks", str(len(plan.ranks))]
+    # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order. It says how many nodes there
+    # are, too: Slurm 24.11 takes no --nodes beside it.
     words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
     # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
     words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
