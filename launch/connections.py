@@ -92,8 +92,11 @@ class Connections:
 
     def ask_again(self, host: str, line: str, seconds: float) -> str:
         """What the program on `host`, which has answered before, says to one line more; empty where it says nothing."""
-        process = self._processes.get(host)
-        return self._exchange(process, f"{line}\n".encode(), seconds).out if process else ""
+        process = self._processes[host]
+        told = self._exchange(process, f"{line}\n".encode(), seconds)
+        if told.code is None and not is_whole(told.out.encode()):
+            _kill(process)  # what it says later would be taken for the next answer
+        return told.out
 
     def all_at_once(self, work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
         """What `work`, which waits for hosts, returns for each item. Whatever interrupts it ends the connections."""
@@ -111,19 +114,26 @@ class Connections:
         with self._lock:
             if self._door is None and not self._closed:
                 self._door = host_program.listen()
+                if self._door:
+                    threading.Thread(target=host_program.welcome, args=(self._door,), daemon=True).start()
             return host_program.port_of(self._door)
 
     def stop_listening(self) -> None:
         """Nobody needs to call this machine any more."""
         with self._lock:
             if self._door:
+                with contextlib.suppress(OSError):
+                    self._door.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
                 self._door.close()
             self._door = None
 
-    def holds(self, host: str) -> bool:
-        """Whether the program on `host` still runs, as far as can be seen from here."""
-        process = self._processes.get(host)
-        return process is not None and process.poll() is None
+    def asked(self, host: str) -> bool:
+        """Whether `host` was asked by a program of its own."""
+        return host in self._processes
+
+    def ended(self, host: str) -> bool:
+        """Whether that program has ended, as far as can be seen from here."""
+        return self.asked(host) and self._processes[host].poll() is not None
 
     def _exchange(self, process: subprocess.Popen[bytes], data: bytes, seconds: float) -> Conversation:
         """Send `data`, and take what is said until an answer is whole, the process ends, or the time is over."""

@@ -99,13 +99,19 @@ def choose_network(
     """
     reached_at = reached_at or {}
     usable, doubles = _candidates(inventories)
-    barred = barred or {}
-    shut = {f"{c.host}'s {c}": barred[str(c.address.ip)] for c in usable if str(c.address.ip) in barred}
-    usable = [c for c in usable if str(c.address.ip) not in barred]
     if wanted:
         usable = _only_wanted(usable, inventories, doubles, wanted)
     reason = NAMED_BY_USER if wanted else ""
+    barred = barred or {}
+    shut = {c: barred[str(c.address.ip)] for c in usable if str(c.address.ip) in barred}
+    shared, _ = _best_subnet(usable, inventories, reached_at)
+    usable = [c for c in usable if c not in shut]
     subnet, why = _best_subnet(usable, inventories, reached_at)
+    if shared and not subnet:  # each host by itself might take a bridge that leads nowhere
+        raise NoNetworkError(
+            {c.host: f"{c}: {told}" for c, told in shut.items()},
+            hint="name a network that leads to every host with --interface",
+        )
     if subnet is not None:
         chosen = {host: _best([c for c in usable if c.host == host and c.subnet == subnet]) for host in inventories}
     else:
@@ -137,7 +143,7 @@ def choose_network(
         hosts=hosts,
         passed_over=(
             *(f"{what}: the same address on {hosts_of}" for what, hosts_of in doubles.items()),
-            *(f"{what}: {why}" for what, why in shut.items()),
+            *(f"{c.host}'s {c}: {told}" for c, told in shut.items()),
         ),
         notes=tuple(dict.fromkeys(notes)),
     )

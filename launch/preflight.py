@@ -18,7 +18,7 @@ from distrib_launch.checks import Check, Want, error, full_table, warning
 from distrib_launch.connections import Connections
 from distrib_launch.network import ClusterNetwork, NoNetworkError, choose_network, engine_environment
 from distrib_launch.plan import HostPlan, LaunchPlan
-from distrib_launch.reach import Callee, Failure, call_all, explain
+from distrib_launch.reach import Callee, Round, call_all, explain, explain_launcher
 from distrib_launch.sync import is_here
 
 from distrib.cluster.inventory import Inventory, Question, own_inventory
@@ -33,8 +33,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     own_names: frozenset[str]
     interpreters: dict[str, str]
     seconds: float
-    unreached: tuple[Failure, ...] = ()
-    """Who was found not to get through to whom, on networks that were tried."""
+    rounds: tuple[Round, ...] = ()
+    """What came of the hosts' calls to each other, on each network that was tried."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,19 +150,24 @@ def assess(
     )
     network = None
     if len({facts.network_identity for facts in inventories.values()} | {answers.here.network_identity}) > 1:
-        unreached = [f for f in answers.unreached if f.source in told and (not f.target or f.target in told)]
-        found += explain([f for f in unreached if not f.target], hosts)
-        between = [f for f in unreached if f.target]
-        barred = {f.address: f"{f.source} cannot reach it ({f.reason})" for f in between}
+        rounds = [calls.among(hosts) for calls in answers.rounds]
+        barred = {
+            f.address: f"{f.source} cannot reach it ({f.reason})"
+            for calls in rounds
+            for f in calls.failures
+            if f.target
+        }
+        found += [check for calls in rounds[-1:] for check in explain_launcher(calls)]
+        blamed = [explain(calls) for calls in rounds]
         try:
             network = choose_network(
                 inventories, wanted=interface, reached_at=_reached(inventories, answers), environ=environ, barred=barred
             )
         except NoNetworkError as problem:
-            lacking = [error(host, "network", reason, problem.hint) for host, reason in problem.hosts.items()]
-            found += explain(between, hosts) or lacking
-        else:  # another network than the one that should have been
-            found += [msgspec.structs.replace(check, status="warning") for check in explain(between, hosts)]
+            last = blamed.pop() if blamed else []
+            found += last or [error(host, "network", why, problem.hint) for host, why in problem.hosts.items()]
+        # What became of networks that another took the place of.
+        found += [msgspec.structs.replace(check, status="warning") for checks in blamed for check in checks]
     if network:
         found += _mtus(network)
     silent = [host for host in hosts if host not in inventories]
@@ -195,24 +200,28 @@ def settle(
         report = assess(answers, wants, question=question, interface=interface, environ=environ)
         if not report.fit or report.network is None:
             return report, answers
-        failures = call_all(_callees(plan, report, answers, connections), list(wants), answers.own_names, connections)
-        if not failures:
+        callees = _callees(report.network, answers)
+        if not answers.own_names.intersection(wants):
+            own = own_addresses(with_network(plan, report, answers, environ))
+            callees += _this_machine(own, connections)
+        calls = call_all(callees, list(wants), report.network.subnet, connections)
+        if not calls.failures:
             return report, answers
-        answers = msgspec.structs.replace(answers, unreached=(*answers.unreached, *failures))
+        answers = msgspec.structs.replace(answers, rounds=(*answers.rounds, calls))
 
 
-def _callees(plan: LaunchPlan, report: Report, answers: Answers, connections: Connections) -> list[Callee]:
-    """Whom the hosts must reach: each other at the chosen addresses, and this machine where it is none of them."""
-    assert report.network
-    found = [
-        Callee(host=one.host, addresses=(one.address,), port=port, network=one.subnet)
-        for one in report.network.hosts
+def _callees(network: ClusterNetwork, answers: Answers) -> list[Callee]:
+    """The hosts, at their chosen addresses. All of them must reach this machine, be it one of them."""
+    return [
+        Callee(host=one.host, addresses=(one.address,), port=port, by_all=one.host in answers.own_names)
+        for one in network.hosts
         if (port := answers.by_host[one.host].port)
     ]
-    if not answers.own_names.intersection(report.hosts) and (port := connections.listen()):
-        own = sorted(own_addresses(with_network(plan, report, answers, os.environ)))
-        found.append(Callee(host="", addresses=tuple(own), port=port, network=report.network.subnet or "the hosts"))
-    return found
+
+
+def _this_machine(addresses: Collection[str], connections: Connections) -> list[Callee]:
+    port = connections.listen()
+    return [Callee(host="", addresses=tuple(sorted(addresses)), port=port, by_all=True)] if port else []
 
 
 def clock_offset(answer: Answer) -> float:
@@ -351,9 +360,10 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str]) -> PreflightError | None:
     question = question_of(plan)
     with Connections() as connections:
         answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections)
-        ranks = tuple(rank for rank in plan.ranks if rank.host in hosts)
-        of_them = msgspec.structs.replace(plan, hosts=tuple(silent), ranks=ranks)
-        report, _ = settle(of_them, answers, connections, question=question, environ=os.environ)
+        wants = {host: want for host, want in wants_of(plan, answers.own_names, os.environ).items() if host in hosts}
+        ours = _this_machine(plan.listen or own_addresses(plan), connections)
+        answers = msgspec.structs.replace(answers, rounds=(call_all(ours, list(wants), None, connections),))
+    report = assess(answers, wants, question=question, interface=None, environ=os.environ)
     return report.refusal() if report.errors else None
 
 

@@ -7,7 +7,7 @@ yet not lead from one to another. Both are found here, in milliseconds, rather t
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 from distrib_launch.checks import Check, error
@@ -16,138 +16,136 @@ from distrib_launch.connections import Connections
 from distrib.cluster import host_program
 from distrib.cluster.inventory import read_answer
 
-CALL_SECONDS = 3.0
-"""A lost first packet is sent again after one second (RFC 6298) and after two more."""
+CALL_SECONDS = 4.0
+"""A first packet that was lost is sent again after one second (RFC 6298) and after two more."""
 ASK_SECONDS = CALL_SECONDS + 5.0
 NEAR = 16
 """Up to so many others, a host calls all of them; of more, those whose distance in the list is a power of two."""
 
 
 class Callee(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called: a host, or this machine, "", at any of these addresses. `network` is what to let in there."""
+    """What is called: a host, or this machine, "", at any of these addresses. `by_all`: by every host, however many."""
 
     host: str
     addresses: tuple[str, ...]
     port: int
-    network: str
+    by_all: bool = False
 
 
-class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """`source`, which called so many, could not connect to `callee` at `address`."""
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """`source` tried to connect to `target`, "" for this machine, at `address`. `reason` is why it could not, or empty."""
 
     source: str
-    callee: Callee
+    target: str
     address: str
     reason: str
-    called: int
+
+
+class Round(msgspec.Struct, frozen=True, kw_only=True):
+    """All calls on one network. `subnet` is None where the hosts share none."""
+
+    subnet: str | None
+    calls: tuple[Call, ...]
 
     @property
-    def target(self) -> str:
-        return self.callee.host
+    def failures(self) -> list[Call]:
+        return [call for call in self.calls if call.reason]
+
+    def among(self, hosts: Collection[str]) -> Round:
+        """The calls between these hosts, and from them to this machine."""
+        left = (call for call in self.calls if call.source in hosts and (not call.target or call.target in hosts))
+        return Round(subnet=self.subnet, calls=tuple(left))
 
 
-def call_all(
-    callees: Sequence[Callee], sources: Collection[str], own_names: Collection[str], connections: Connections
-) -> tuple[Failure, ...]:
-    """Let every source call the callees that are due to it, all at once; `own_names` are the hosts that are this machine.
+def call_all(callees: Sequence[Callee], sources: Sequence[str], subnet: str | None, connections: Connections) -> Round:
+    """Let every source call the callees that are due to it, all at once.
 
     A host whose program has ended says nothing and is accused of nothing.
     """
-    due = {source: list(_due(source, callees)) for source in sources}
 
-    def call(source: str) -> list[Failure]:
-        calls = [(callee, address) for callee in due[source] for address in callee.addresses]
-        targets = [(address, callee.port) for callee, address in calls]
-        if source in own_names and not connections.holds(source):
-            reasons: list[str] | None = host_program.reach(targets, CALL_SECONDS)
-        else:
+    def call(source: str) -> list[Call]:
+        due = list(_due(source, callees))
+        targets = [(address, callee.port) for callee in due for address in callee.addresses]
+        if connections.asked(source):
             asked = msgspec.json.encode({"targets": targets, "seconds": CALL_SECONDS}).decode()
-            reasons = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[str])
-        told = list(zip(calls, reasons or [""] * len(calls), strict=True))
-        reached = {callee.host for (callee, _), reason in told if not reason}
-        return [
-            Failure(
-                source=source,
-                callee=callee,
-                address=address,
-                reason=reason,
-                called=sum(bool(callee.host) for callee in due[source]),
-            )
-            for (callee, address), reason in told
-            if callee.host not in reached
-        ]
+            told = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[str])
+        else:  # this machine, without a connection
+            told = host_program.reach(targets, CALL_SECONDS)
+        if told is None or len(told) != len(targets):
+            return []
+        reasons = iter(told)
+        return [_best(source, callee, [next(reasons) for _ in callee.addresses]) for callee in due]
 
-    if not any(due.values()):
-        return ()
-    found = [failure for failures in connections.all_at_once(call, list(due)) for failure in failures]
-    return tuple(f for f in found if not f.target or f.target in own_names or connections.holds(f.target))
+    calls = [call for calls in connections.all_at_once(call, sources) for call in calls]
+    return Round(subnet=subnet, calls=tuple(c for c in calls if not (c.reason and connections.ended(c.target))))
 
 
-def _due(source: str, callees: Sequence[Callee]) -> Iterable[Callee]:
-    """Whom a host calls: this machine, and of the others so many that every host is called, and calls, several times."""
-    ring = [callee for callee in callees if callee.host]
-    yield from (callee for callee in callees if not callee.host)
-    place = next((number for number, callee in enumerate(ring) if callee.host == source), None)
-    if place is None:
-        return
-    size = len(ring)
-    far = {1 << power for power in range(size.bit_length()) if 1 << power < size}
-    steps = range(1, size) if size - 1 <= NEAR else sorted(far | {size - step for step in far})
-    yield from (ring[(place + step) % size] for step in steps)
+def _best(source: str, callee: Callee, reasons: Sequence[str]) -> Call:
+    """What came of the calls to all addresses of one: it is enough to get through at one."""
+    place = next((number for number, reason in enumerate(reasons) if not reason), 0)
+    return Call(source=source, target=callee.host, address=callee.addresses[place], reason=reasons[place])
+
+
+def _due(source: str, callees: Sequence[Callee]) -> Iterator[Callee]:
+    """Whom a host calls: who is called by all, and of the others so many that each calls, and is called, several times."""
+    size = len(callees)
+    place = next((number for number, callee in enumerate(callees) if callee.host == source), None)
+    far = {1 << power for power in range(size.bit_length())}
+    for step in range(1, size) if place is not None else range(size):
+        callee = callees[((place or 0) + step) % size]
+        if size - 1 <= NEAR or step in far or size - step in far or callee.by_all:
+            yield callee
 
 
 # -- in words ---------------------------------------------------------------------------------------------------------
 
 
-def explain(failures: Sequence[Failure], hosts: Collection[str]) -> list[Check]:
-    """Who is to blame, as errors: a host that reaches none of the others, which get through, else the one not reached.
-
-    `hosts` are all that called.
-    """
-    found = [_launcher(tried[0]) for tried in _by(lambda f: f.source, (f for f in failures if not f.target))]
-    between = [failure for failure in failures if failure.target]
-    mute = {
-        tried[0].source: tried
-        for tried in _by(lambda f: f.source, between)
-        if 1 < len({f.target for f in tried}) == tried[0].called
-    }
-    if len(mute) == len(hosts):
-        mute = {}
-    for source, tried in mute.items():
-        what = f"it reaches none of the other hosts: not {tried[0].target} at {tried[0].address} ({tried[0].reason})"
-        fix = f"is outgoing traffic filtered there, or does its route lead elsewhere? see: ip route get {tried[0].address}"
-        found.append(error(source, "network", what, fix))
-    told: dict[str, str] = {}
-    for tried in _by(lambda f: f.target, (f for f in between if f.source not in mute)):
-        first = tried[0]
-        who = ", ".join(f.source for f in tried[:4]) + (f" and {len(tried) - 4} more" if len(tried) > 4 else "")
-        what = (
-            f"{who} cannot reach it at {first.address} ({first.reason}) on a port of the kernel's choice, as ranks use"
-        )
-        before = told.setdefault(first.callee.network, first.target)
-        fix = _let_in(first) if before == first.target else f"as for {before}"
-        found.append(error(first.target, "network", what, fix))
+def explain(calls: Round) -> list[Check]:
+    """Who is to blame, as errors: a host that does not get through where others do, else the one that is not reached."""
+    found: list[Check] = []
+    between = [call for call in calls.calls if call.target]
+    reached = {call.target for call in between if not call.reason}
+    mute = {}
+    for source in dict.fromkeys(call.source for call in between):
+        own = [call for call in between if call.source == source]
+        if all(call.reason for call in own) and len(own) > 1 and any(call.target in reached for call in own):
+            mute[source] = next(call for call in own if call.target in reached)
+    for source, call in mute.items():
+        found.append(
+            error(
+                source, "network", f"it reaches none of the other hosts: not {call.target} at {call.address} ({call.reason})",
+                f"is outgoing traffic filtered there, or does its route lead elsewhere? see: ip route get {call.address}",
+            )
+        )  # fmt: skip
+    first = ""
+    for target in dict.fromkeys(call.target for call in between):
+        missed = [call for call in between if call.target == target and call.reason and call.source not in mute]
+        if missed:
+            who = ", ".join(call.source for call in missed[:4])
+            more = f" and {len(missed) - 4} more" if len(missed) > 4 else ""
+            what = f"{who}{more} cannot reach it at {missed[0].address} ({missed[0].reason}) on a port of the kernel's choice, as ranks use"
+            found.append(error(target, "network", what, f"as for {first}" if first else _let_in(calls.subnet)))
+            first = first or target
     return found
 
 
-def _by(key: Callable[[Failure], str], failures: Iterable[Failure]) -> list[list[Failure]]:
-    groups: dict[str, list[Failure]] = {}
-    for failure in failures:
-        groups.setdefault(key(failure), []).append(failure)
-    return list(groups.values())
+def explain_launcher(calls: Round) -> list[Check]:
+    """The hosts that do not reach this machine."""
+    fix = "does a firewall here let in ssh alone? let in all TCP from the hosts, or launch from one of them"
+    return [
+        error(
+            call.source, "network", f"it cannot reach this machine, {socket.gethostname()}, at {call.address} ({call.reason}), "
+            "where its ranks must report", fix,
+        )
+        for call in calls.failures
+        if not call.target
+    ]  # fmt: skip
 
 
-def _launcher(failure: Failure) -> Check:
-    what = (
-        f"it cannot reach this machine, {socket.gethostname()}, at {failure.address} ({failure.reason}), where its ranks "
-        "must report"
-    )
-    return error(failure.source, "network", what, f"{_let_in(failure)}; or launch from one of the hosts")
-
-
-def _let_in(failure: Failure) -> str:
-    net = failure.callee.network
+def _let_in(subnet: str | None) -> str:
+    if subnet is None:
+        return "does a firewall let in ssh alone? let in all TCP from the other hosts"
     return (
-        f"does a firewall let in ssh alone? let in all TCP from {net}: ufw allow from {net}, or firewall-cmd "
-        f"--permanent --zone=trusted --add-source={net}; or choose another network with --interface"
+        f"does a firewall let in ssh alone? let in all TCP from {subnet}: ufw allow from {subnet}, or firewall-cmd "
+        f"--permanent --zone=trusted --add-source={subnet}; or choose another network with --interface"
     )

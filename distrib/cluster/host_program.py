@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import sys
+import threading
 import time
 
 TYPE_CHECKING = False
@@ -19,15 +20,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEGIN, END = "<<distrib-host ", " distrib-host>>"
-HOLD_SECONDS = 30.0
-"""So long a host waits for more: longer than the slowest answer of another host is waited for."""
-BACKLOG = 1024
-"""The kernel shakes hands for so many callers at once; nobody speaks to them."""
+HOLD_SECONDS = 60.0
+"""So long a host waits for the next question: longer than the slowest answers of other hosts are waited for."""
 
 
 def converse(facts: dict[str, Any]) -> None:
     """Say the facts, then answer what is asked, a line each, until the connection is closed or of no more use."""
     door = listen()
+    if door:
+        threading.Thread(target=welcome, args=(door,), daemon=True).start()
     say({"inventory": facts, "port": port_of(door)})
     while select.select([0], [], [], HOLD_SECONDS)[0]:
         line = sys.stdin.readline()
@@ -51,11 +52,22 @@ def listen() -> socket.socket | None:
             if family == socket.AF_INET6:
                 door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             door.bind((address, 0))
-            door.listen(BACKLOG)
+            door.listen(1024)
             return door
         except OSError:  # a kernel without IPv6
             continue
     return None
+
+
+def welcome(door: socket.socket) -> None:
+    """Take calls, and speak with nobody, until the door is shut: a queue that was full would let nobody through."""
+    while True:
+        try:
+            door.accept()[0].close()
+        except OSError as problem:
+            if problem.errno in (errno.EBADF, errno.EINVAL):
+                return
+            time.sleep(0.01)  # too many files are open, for a moment
 
 
 def port_of(door: socket.socket | None) -> int | None:
