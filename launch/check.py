@@ -38,13 +38,15 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.connections import Connections
     from distrib_launch.console import perhaps_unread
     from distrib_launch.engines import mpirun
-    from distrib_launch.job import read_hosts, read_topology_for, this_machine
+    from distrib_launch.job import FILE_NAME, read_hosts, read_topology_for, this_machine
 
     from distrib.strategy import Strategy
 
     script = Path(options.script).absolute() if options.script else None
     if script and not script.is_file():
         raise ConfigError(f"{options.script}: no such script")
+    if script and options.hosts is None and FILE_NAME.search(options.script):
+        raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
     hosts = read_hosts(options.hosts)
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
     apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}

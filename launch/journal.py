@@ -60,7 +60,7 @@ class Journal:
         elif resume:
             if not old:
                 path.unlink()
-            raise ConfigError(f"{path}: no probe of these hosts to go on with", hint="leave out --resume")
+            raise ConfigError(f"{path}: no probe of these hosts in this mode to go on with", hint="leave out --resume")
         if not self.done_steps:
             self._file.truncate(0)
         elif not path.read_bytes().endswith(b"\n"):

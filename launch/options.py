@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
@@ -16,6 +18,20 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"see {self.prog} --help")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        """As argparse does it, but for the words on what it does not know."""
+        options: argparse.Namespace
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return options
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Raise for words that are no option of this command, naming one that may have been meant."""
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+        perhaps = f"; did you mean {near[0]}?" if near and unknown[0].startswith("-") else ""
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{perhaps}")
 
 
 class Once(argparse.Action):

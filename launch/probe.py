@@ -24,6 +24,7 @@ from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
+    from distrib.cluster.node import Nic
     from distrib.probe.finding import Finding
     from distrib.probe.records import Record, Started
 
@@ -60,7 +61,8 @@ def add_options(probe: argparse.ArgumentParser) -> None:
     probe.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
     probe.add_argument("-o", "--output", metavar="FILE", help="write what was measured into this topology file; what "
                        "people wrote there stays")  # fmt: skip
-    probe.add_argument("--plot", metavar="FILE", help="draw heat map and curves (.png, .svg, .pdf)")
+    probe.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw heat map and curves into FILE (.png, "
+                       ".svg, .pdf); may be repeated")  # fmt: skip
     probe.add_argument("--json", action="store_true", help="print everything as JSON")
     much = probe.add_mutually_exclusive_group()
     much.add_argument("--quick", dest="mode", action="store_const", const="quick", default="default",
@@ -127,10 +129,10 @@ def _check_files(
 
     Raises ConfigError for files that cannot be read, or could not be written later.
     """
-    if options.plot:
+    for path in options.plot:
         from distrib.probe.plot import check_name
 
-        check_name(options.plot)
+        check_name(path)
     earlier = probefile.look(options.output, listed, hosts, options.mode) if options.output else None
     return earlier, _baseline(options.baseline, set(hosts)) if options.baseline else None
 
@@ -187,11 +189,12 @@ def _output(
     from distrib.probe import baseline, finding, findings
     from distrib.probe.records import Ended, PairSeen, StepDone, measured
 
-    found = findings.find(records)
+    found = findings.find(records, _described(options))
     told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
     gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
     now = measured(records) or Measured(when="", software={}, hosts=hosts)
     worse = baseline.worse(before, now) if before else ()
+    compared = [baseline.unchanged(before, now)] if before and not worse else []
     seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
     # What was said of a step counts until the step is done again.
     by_step = {record.step: record.notes for record in records if isinstance(record, StepDone)}
@@ -208,10 +211,22 @@ def _output(
         repetitions=sum(record.repetitions for record in seen),
         outliers=sum(record.outliers for record in seen),
         findings=finding.ranked([*found, *gone, *worse]),
-        notes=(*notes, *outcome.notes),
+        notes=(*notes, *outcome.notes, *compared),
         measured=now,
         run_dir=str(run_dir),
     )
+
+
+def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
+    """The network cards that people wrote into the topology, by host."""
+    from distrib_launch.job import read_topology_for
+
+    from distrib.cluster.topology import read_topology
+
+    topology = read_topology_for(options.topology, options.hosts)
+    if topology is None and options.output and Path(options.output).exists() and Path(options.output).stat().st_size:
+        topology = read_topology(options.output)
+    return {host: topology.nics_of(host) for host in topology.hosts} if topology else {}
 
 
 def _tell(
@@ -239,12 +254,15 @@ def _tell(
                 done.append(f"written in {options.output}")
             except DistribError as error:
                 problems.append(error)
-    if options.plot and start:
+    for path in options.plot:
         from distrib.probe.plot import draw
 
+        if start is None:
+            break
+
         try:
-            draw(options.plot, output.measured, start.primary)
-            done.append(f"drawn in {options.plot}")
+            draw(path, output.measured, start.primary)
+            done.append(f"drawn in {path}")
         except DistribError as error:
             problems.append(error)
     if options.json:
@@ -270,4 +288,5 @@ def _show(output: Output, records: Sequence[Record], start: Started | None, done
     for note in output.notes:
         print(f"note: {note}")
     how = ", ".join((output.mode, *done))
-    print(f"{len(output.hosts)} host(s) probed in {output.seconds:.1f} s ({how}; logs in {output.run_dir})")
+    gone = f", {len(output.lost_hosts)} of them lost," if output.lost_hosts else ""
+    print(f"{len(output.hosts)} host(s){gone} probed in {output.seconds:.1f} s ({how}; logs in {output.run_dir})")

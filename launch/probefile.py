@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distrib.cluster.measured import Measured
+from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
@@ -36,9 +37,21 @@ def look(path: str, listed: HostList, hosts: Collection[str], mode: Mode) -> Mea
             notes = ()  # the others are left out on purpose
         earlier = topology.measured
     check_takes(path, hosts)
+    _refuse_a_part(path, earlier, hosts)
     for note in (*notes, *_replaced(path, earlier, hosts, mode)):
         print(f"distrib-topo: note: {note}", file=sys.stderr)
     return earlier
+
+
+def _refuse_a_part(path: str, earlier: Measured | None, hosts: Collection[str]) -> None:
+    """A probe of a few hosts must not take the place of one of many."""
+    had = {(pair.source, pair.target) for pair in earlier.pairs} if earlier else set()
+    left = [ends for ends in had if set(ends) <= set(hosts)]
+    if earlier and len(left) < FEW * len(had):
+        raise ConfigError(
+            f"-o {path}: it has {len(had)} links, measured {earlier.when}, and these hosts have {len(left)} of them",
+            hint="name another file, or take its `measured:` part out",
+        )
 
 
 def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode) -> list[str]:

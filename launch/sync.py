@@ -90,7 +90,9 @@ def sync(folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: S
 
 
 def is_here(host: str) -> bool:
-    """Whether a host's name stands for an address of this machine: one that a socket can have."""
+    """Whether a host's name is this machine's own, or stands for an address of it: one that a socket can have."""
+    if host == socket.gethostname():  # which need not resolve
+        return True
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

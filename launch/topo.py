@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     outlook.add_options(plan_verb)
     plan_verb.set_defaults(run=outlook.run)
     try:
-        options = parser.parse_args(argv)
+        options, unknown = parser.parse_known_args(argv)
+        if unknown:
+            verbs.choices[options.verb].refuse(unknown)
         code: int = options.run(options)
         return code
     except DistribError as error:

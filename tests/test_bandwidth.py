@@ -606,7 +606,7 @@ def test_an_uplink_is_shared_by_as_many_as_cross_it():
     rates = [
         find_fabric(topology, job(device="V100"), hosts, 8).wire.bytes_per_second for hosts in (in_order, to_and_fro)
     ]
-    assert rates[0] == pytest.approx(4 * rates[1])
+    assert rates[0] == pytest.approx(4 * rates[1], rel=0.03)
 
 
 @pytest.mark.parametrize("narrow", ["oversubscription: '8:1'", "uplink: 100Gb/s"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 import subprocess
 import time
@@ -198,7 +199,9 @@ def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
     # n2 sees an interpreter that lacks every package, at the same path.
     interpreter = Path(run_python_of(launch, cluster))
     bare = tmp_path / "python"
-    bare.write_text('#!/bin/sh\nexec /usr/bin/python3 -I "$@"\n')
+    real = tmp_path / "real"
+    shutil.copy(interpreter.resolve(), real)
+    bare.write_text(f'#!/bin/sh\nexec {real} -I -S "$@"\n')
     bare.chmod(bare.stat().st_mode | stat.S_IEXEC)
     cluster.run("n2", ["mount", "--bind", bare, interpreter], check=True)
     run = launch("-H", "n1:1,n2:1", JOB, cluster=cluster)

@@ -550,6 +550,7 @@ def test_a_step_that_everybody_leaves_out_changes_nothing(make, strategy):
         own, copies = cluster.servers[0].parts[0].tables[0], cluster.servers[1].parts
         assert comes_true(lambda: 0 in copies and 0 in copies[0].tables)
         assert comes_true(lambda: copies[0].tables[0].shard.index == own.shard.index == 3)
+        assert comes_true(lambda: 0 in copies[0].tables[0].updaters)
         assert torch.equal(own.value(0), copies[0].tables[0].value(0))
 
 

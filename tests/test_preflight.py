@@ -607,6 +607,30 @@ def test_hosts_by_names_that_ssh_alone_knows(make_cluster, launch, others):
     assert cluster.left_over(within_seconds=6) == {}
 
 
+def test_a_hostfile_without_its_option_is_no_script(tmp_path):
+    """Taken for the script to check, it would have this machine found fit, and nothing else asked."""
+    (tmp_path / "cluster.txt").write_text("n1\nn2\n")
+    topo = [TOPO, "check", "cluster.txt"]
+    run = subprocess.run(topo, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert "cluster.txt is no script; hosts are named with -H cluster.txt" in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["distrib-topo", "probe", "--quikc"], "--quikc; did you mean --quick?; see distrib-topo probe --help"),
+        (["distrib-topo", "show", "up.yaml"], "up.yaml; see distrib-topo show --help"),
+        (["distrib-launch", "--timout=3", "x.py"], "did you mean --timeout?; see distrib-launch --help"),
+    ],
+)
+def test_an_option_that_is_none_is_told_with_the_one_that_may_have_been_meant(words, told):
+    run = subprocess.run([TOPO.with_name(words[0]), *words[1:]], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert told in run.stderr
+
+
 @pytest.mark.cluster
 def test_what_the_user_has_set_is_left_alone(make_cluster, launch):
     cluster = make_cluster(2)

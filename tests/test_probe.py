@@ -14,6 +14,7 @@ from rich.console import Console
 
 from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
+from distrib.cluster.node import Nic
 from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
 from distrib.probe.facts import used_ports
 from distrib.probe.leader import ATTEMPTS
@@ -33,7 +34,7 @@ from distrib.probe.records import (
     encode,
     measured,
 )
-from distrib.probe.report import bus_bandwidth, curve_table, heat_map, ranks_text
+from distrib.probe.report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
 MB = 1e6
@@ -572,6 +573,55 @@ def test_a_noisy_link_is_noted():
         for r in records
     ]
     assert [(f.kind, f.severity, f.source) for f in findings.find(shaken)] == [("noisy_link", "note", "n1")]
+
+
+# -- what people say of the cards ----------------------------------------------------------------------------------------
+
+
+def described_network(nics, name="eth0"):
+    facts = tuple(
+        Facts(
+            host=f"n{i}",
+            address=f"10.0.0.{i}",
+            interface=name,
+            cpus=2,
+            interfaces=(Interface(name=name, physical=False, up=True),),
+        )
+        for i in (1, 2, 3)
+    )
+    (nic,) = (Nic(**nics),)
+    records = Network(3).records(facts=facts)
+    return findings.find(records, {f"n{i}": (nic,) for i in (1, 2, 3)})
+
+
+def test_links_are_measured_against_the_rate_that_the_topology_gives_them():
+    """A virtual card says nothing of its rate, or a lie; 955 Mb/s is what 1 GbE carries, and a tenth of 10 GbE."""
+    assert described_network({"name": "eth0", "rate": "1GbE"}) == ()
+    found = described_network({"name": "eth0", "rate": "10GbE"})
+    assert {f.kind for f in found} == {"below_nominal"}
+    assert {f.hosts for f in found} == {("n1",), ("n2",), ("n3",)}
+    assert all(f.ratio == pytest.approx(0.1, abs=0.02) for f in found)
+
+
+def test_a_card_that_is_only_in_the_file_is_told_of():
+    (found,) = described_network({"name": "ens5", "rate": "1GbE"})
+    assert (found.kind, found.severity, found.hosts) == ("no_such_card", "note", ("n1", "n2", "n3"))
+    assert "ens5" in found.what and "eth0" in found.evidence
+
+
+def test_one_repetition_is_not_said_to_vary_by_nothing():
+    records = [
+        structs.replace(r, repetitions=1, variation=0.0) if isinstance(r, PairSeen) else r for r in Network(3).records()
+    ]
+    assert "0.0%" not in drawn(links_table(measured(records), records))
+    records = Network(3).records()
+    assert "1.0%" in drawn(links_table(measured(records), records))
+
+
+def drawn(table):
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
 
 
 # -- baseline -------------------------------------------------------------------------------------------------------------

@@ -340,6 +340,32 @@ def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs
     assert read_topology("t.yaml").measured.when == "2025-05-05"
 
 
+def test_a_probe_of_a_few_hosts_does_not_replace_one_of_many(jobs, capsys):
+    earlier("t.yaml", 4)
+    assert probe("-H", "n[1-2]", "-o", "t.yaml") == 2
+    assert "-o t.yaml: it has 12 links, measured 2025-05-05, and these hosts have 2 of them" in capsys.readouterr().err
+    assert jobs.specs == []
+    assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0  # half of them
+    assert read_topology("t.yaml").measured.hosts == ("n1", "n2", "n3")
+
+
+def test_that_nothing_became_worse_is_said(jobs, capsys):
+    jobs.records = lambda spec: [*Network(4).records(), Ended(seconds=1.0)]
+    assert probe("-H", "n[1-4]", "-o", "t.yaml") == 0
+    assert probe("-H", "n[1-4]", "--baseline", "t.yaml") == 0
+    assert (
+        "compared with the probe of 2026-01-01T00:00:00+00:00: none of 12 directions became worse"
+        in capsys.readouterr().out
+    )
+
+
+def test_several_pictures_are_drawn(jobs, tmp_path):
+    jobs.records = lambda spec: [*Network(2).records(), Ended(seconds=1.0)]
+    assert probe("-H", "n[1-2]", "--plot", "a.png", "--plot", "b.svg") == 0
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert (tmp_path / "b.svg").stat().st_size > 1000
+
+
 @pytest.mark.parametrize("text", ["{nodes: [{hosts: 'n[1-2]'}]}\n", "  nodes:\n    - hosts: n[1-2]\n"])
 def test_a_file_that_cannot_take_what_is_measured_is_refused_before_the_probe(jobs, capsys, tmp_path, text):
     (tmp_path / "t.yaml").write_text(text)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 from distrib_launch.connections import Connections
@@ -16,11 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.cluster import host_program
-from tests.conftest import SCRIPTS
+from tests.conftest import SCRIPTS, TOPO
 from tests.inventories import interface, inventory
 
 WHERE = SCRIPTS / "where.py"
-TOPO = Path(sys.executable).parent / "distrib-topo"
 NET = "10.0.0.0/24"
 
 

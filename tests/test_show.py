@@ -35,6 +35,13 @@ def as_json(*arguments: str | Path, cwd: Path | None = None) -> dict[str, Any]:
     return loaded
 
 
+def test_links_between_gpus_that_nobody_described_are_those_of_the_catalogue(tmp_path):
+    (tmp_path / "t.yaml").write_text("nodes:\n  - {hosts: a1, gpus: {kind: A100, count: 4}, cores: 1}\n")
+    text = shown("--topology", "t.yaml", cwd=tmp_path)
+    assert "GPU to GPU: NVLink3 x12, 300 GB/s" in text
+    assert "1 core" in text and "1 cores" not in text
+
+
 def test_the_tree_of_a_dgx_pod():
     text = shown("-H", EXAMPLES / "dgx-a100-hdr.txt")
     for line in (

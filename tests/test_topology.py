@@ -349,6 +349,14 @@ def test_the_way_between_hosts_uses_the_fastest_common_nics():
     across = link_between(eight(), "dgx01", "dgx03")
     assert across.oversubscription == 2 and across.switches == ("rack1", "spine", "rack2")
     assert across.shared_bandwidth_bytes_per_second == pytest.approx(95e9)
+    slow = parse_topology(
+        "nodes: [{hosts: 'a[1-4]', nics: [{name: e, rate: 100GbE}]}]\nswitches:\n"
+        "  - {name: r1, hosts: 'a[1-2]', uplink: 100Gb/s}\n  - {name: r2, hosts: 'a[3-4]'}\n",
+        "t",
+    )
+    way = link_between(slow, "a1", "a3")  # TCP does not fill the card: two of them fit through half of both
+    assert way.oversubscription == 2
+    assert way.shared_bandwidth_bytes_per_second == way.bandwidth_bytes_per_second < 6.25e9
     mixed = link_between(eight(), "dgx01", "old1")
     assert mixed.kind == "ethernet" and mixed.nics == ("eno1",) and mixed.rate_bytes_per_second == 1.25e9
     assert link_between(parse_topology("nodes: [{hosts: 'n[1-2]'}]", "t"), "n1", "n2") is None

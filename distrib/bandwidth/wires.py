@@ -17,7 +17,7 @@ from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.links import Link, parse_bus, parse_uplink
 from distrib.cluster.node import NodeGroup
 from distrib.cluster.topology import Switch, Topology
-from distrib.cluster.ways import Way, data_nics, inside_link, link_between, switch_oversubscription
+from distrib.cluster.ways import UPLINK_USABLE, Way, inside_link, link_between, rate_below, switch_oversubscription
 from distrib.errors import ConfigError
 
 EQUAL = 0.03
@@ -180,18 +180,8 @@ def _uplink_rate(topology: Topology, switch: Switch) -> float:
     if switch.uplink is not None:
         return parse_uplink(switch.uplink)
     ratio = switch_oversubscription(topology, switch)
-    if ratio <= 1:
-        return float("inf")
-    below = _sent_up(topology, switch)
-    return below / ratio if below else float("inf")
-
-
-def _sent_up(topology: Topology, switch: Switch) -> float:
-    """What the hosts and switches below can send up."""
-    nics = (nic for host in switch.host_names for nic in data_nics(topology.nics_of(host)))
-    below = (one for one in topology.switches if one.name in switch.switches)
-    own = sum(nic.link.usable_bytes_per_second for nic in nics)
-    return own + sum(min(_uplink_rate(topology, one), _sent_up(topology, one)) for one in below)
+    below = rate_below(topology, switch)
+    return UPLINK_USABLE * below / ratio if ratio > 1 and below else float("inf")
 
 
 # Inside a host

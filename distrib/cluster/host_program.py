@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<<distrib-host ", " distrib-host>>"
 HOLD_SECONDS = 60.0
-"""So long a host waits for the next question: longer than the slowest answers of other hosts are waited for."""
+"""So long a host waits for the first question: longer than the slowest answers of other hosts are waited for."""
+AFTERWARDS_SECONDS = 6.0
+"""And so long for the next: longer than a call takes to fail. The connection is of use to the engine, if it comes soon."""
 
 
 def converse(facts: dict[str, Any]) -> None:
@@ -30,12 +32,14 @@ def converse(facts: dict[str, Any]) -> None:
     if door:
         threading.Thread(target=welcome, args=(door,), daemon=True).start()
     say({"inventory": facts, "port": port_of(door)})
-    while select.select([0], [], [], HOLD_SECONDS)[0]:
+    seconds = HOLD_SECONDS
+    while select.select([0], [], [], seconds)[0]:
         line = sys.stdin.readline()
         if not line:
             break
         asked = json.loads(line)
         say(reach(asked["targets"], asked["seconds"]))
+        seconds = AFTERWARDS_SECONDS
 
 
 def say(told: Any) -> None:

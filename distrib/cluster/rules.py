@@ -45,7 +45,7 @@ def _cores(group: NodeGroup) -> Rule | None:
     if not group.gpus or not group.gpus.count or not group.cores:
         return None
     kept = group.cores >= group.gpus.count
-    text = f"{group.cores} cores for {group.gpus.count} GPU(s)"
+    text = f"{group.cores} core{'s' if group.cores > 1 else ''} for {group.gpus.count} GPU(s)"
     return Rule(
         rule="cores", kept=kept, text=text + ("" if kept else "; each GPU's rank and its data loaders want one or more")
     )

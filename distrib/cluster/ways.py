@@ -23,6 +23,8 @@ T = TypeVar("T")
 Origin = Literal["measured", "catalogued"]
 
 _FABRIC: dict[LinkKind, str] = {"infiniband": "InfiniBand", "roce": "Ethernet", "ethernet": "Ethernet"}
+UPLINK_USABLE = 0.95
+"""Of its rate, what an uplink carries: what the catalogue has for InfiniBand, and for Ethernet that one host can fill."""
 _GPU = re.compile(r"gpu([0-9]+)")
 
 
@@ -52,8 +54,13 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_bandwidth_bytes_per_second(self) -> float:
-        """What is left of the bandwidth for one host when all under its switches send through them."""
-        return self.bandwidth_bytes_per_second / self.oversubscription
+        """What is left of the bandwidth for one host when all under its switches send through them.
+
+        The switches pass a part of what the hosts' cards are rated for; a host that cannot use all of its card may get enough.
+        """
+        rate = self.rate_bytes_per_second
+        share = UPLINK_USABLE * rate if rate else self.bandwidth_bytes_per_second
+        return min(self.bandwidth_bytes_per_second, share / self.oversubscription)
 
 
 class InsideWay(msgspec.Struct, frozen=True, kw_only=True):
@@ -158,7 +165,7 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
         return units.parse_ratio(switch.oversubscription)
     if switch.uplink is None:
         return 1.0
-    return max(1.0, _inflow(topology, switch) / parse_uplink(switch.uplink))
+    return max(1.0, rate_below(topology, switch) / parse_uplink(switch.uplink))
 
 
 def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:
@@ -200,11 +207,15 @@ def _catalogued_inside(
     if any(gpu and int(gpu[1]) >= (group.gpus.count if group.gpus else 0) for gpu in (first, second)):
         return "", None, None, None
     links = group.links
-    if first and second and links and links.nvlink and group.gpus:
-        count = links.links_of_pair(int(first[1]), int(second[1]), group.gpus.count)
-        if count:
-            link = parse_bus(links.nvlink).with_lanes(count)
-            return link.text, link.rate_bytes_per_second, link.usable_bytes_per_second, link.latency_seconds
+    if first and second and group.gpus and first[1] != second[1]:
+        if links and links.nvlink:
+            count = links.links_of_pair(int(first[1]), int(second[1]), group.gpus.count)
+            nvlink = parse_bus(links.nvlink).with_lanes(count) if count else None
+        else:  # nobody says: as the catalogue has it
+            usual = group.gpus.spec.nvlink if links is None and group.gpus.spec else None
+            nvlink = parse_bus(usual) if usual else None
+        if nvlink:
+            return nvlink.text, nvlink.rate_bytes_per_second, nvlink.usable_bytes_per_second, nvlink.latency_seconds
     pcie = (links.pcie if links else None) or (group.gpus.spec.pcie if group.gpus and group.gpus.spec else None)
     if not pcie or not (first or second):
         return "", None, None, None
@@ -305,7 +316,8 @@ def _oversubscription(topology: Topology, source: str, target: str) -> float:
     return worst
 
 
-def _inflow(topology: Topology, switch: Switch) -> float:
+def rate_below(topology: Topology, switch: Switch) -> float:
+    """The nominal rate, in bytes per second, at which the hosts and switches below could send up."""
     by_name = {each.name: each for each in topology.switches}
     total = sum(_total(data_nics(topology.nics_of(host))) for host in switch.host_names)
     for name in switch.switches:
@@ -313,7 +325,7 @@ def _inflow(topology: Topology, switch: Switch) -> float:
         if below.uplink is not None:
             total += parse_uplink(below.uplink)
         else:
-            total += _inflow(topology, below) / switch_oversubscription(topology, below)
+            total += rate_below(topology, below) / switch_oversubscription(topology, below)
     return total
 
 

@@ -54,6 +54,12 @@ def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
     return ranked(found)
 
 
+def unchanged(before: Measured, now: Measured) -> str:
+    """What is said where nothing became worse."""
+    directions = {(new.source, new.target) for _, new in _compared(before, now)}
+    return f"compared with the probe of {before.when}: none of {len(directions)} directions became worse"
+
+
 def _compared(before: Measured, now: Measured) -> list[tuple[PairLink, PairLink]]:
     """Each link as it was and as it is: alone where both probes have that, else beside the same others."""
     fastest: dict[tuple[str, str, str | None], float] = {}

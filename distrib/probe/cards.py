@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from distrib.cluster.catalog import LinkKind
 from distrib.cluster.links import Link, parse_network
 from distrib.cluster.measured import Collective
-from distrib.cluster.node import fold_hosts
+from distrib.cluster.node import Nic, fold_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import Facts, PairSeen
 from distrib.probe.settings import Way
@@ -90,10 +90,18 @@ def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
 
 
 def of_facts(
-    facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way, collectives: Sequence[Collective]
+    facts: Mapping[str, Facts],
+    seen: Sequence[PairSeen],
+    way: Way,
+    collectives: Sequence[Collective],
+    described: Mapping[str, Sequence[Nic]],
 ) -> list[Finding]:
-    """Rate below the card's, wrong interface, GPUDirect RDMA off, narrow PCIe."""
-    found = [*_below_nominal(facts, seen, way), *_gpudirect(facts, collectives)]
+    """Rate below the card's, wrong interface, cards that are only on paper, GPUDirect RDMA off, narrow PCIe."""
+    found = [
+        *_below_nominal(facts, seen, way, described),
+        *_not_there(facts, described),
+        *_gpudirect(facts, collectives),
+    ]
     for host, each in facts.items():
         found += _faster_interface(each, {record.interface for record in seen if record.source == host})
         for gpu in each.gpus:
@@ -111,9 +119,11 @@ def of_facts(
     return found
 
 
-def _below_nominal(facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+def _below_nominal(
+    facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way, described: Mapping[str, Sequence[Nic]]
+) -> list[Finding]:
     """Hosts that alone, with cards as fast as their own, reach less than the catalogue expects over this way."""
-    cards = {host: card for host, each in facts.items() if (card := _card(each, way))}
+    cards = {host: card for host, each in facts.items() if (card := _card(each, way, described.get(host, ())))}
     classes = classes_of({host: card.rate_bytes_per_second for host, card in cards.items()})
     best: dict[str, tuple[float, Link]] = {}
     for record in one_way(seen, way, "alone"):
@@ -140,11 +150,33 @@ def _below_nominal(facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Wa
     ]  # fmt: skip
 
 
-def _card(facts: Facts, way: Way) -> Link | None:
-    """The card that a host uses, as the catalogue knows it; of several RDMA ports one, as MPI need not use them all."""
+def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]]) -> list[Finding]:
+    """Cards that the topology gives to hosts that have none of that name."""
+    absent: dict[str, list[str]] = {}
+    for host, each in facts.items():
+        real = {interface.name for interface in each.interfaces}
+        for nic in described.get(host, ()):
+            if real and nic.name not in real and nic.link.kind == "ethernet":  # others go by the names of RDMA devices
+                absent.setdefault(nic.name, []).append(host)
+    return [
+        Finding(
+            kind="no_such_card", severity="note", what=f"{fold_hosts(hosts)}: the topology gives {name}, which is not there",
+            evidence=f"{hosts[0]} has {', '.join(interface.name for interface in facts[hosts[0]].interfaces)}",
+            advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
+        )
+        for name, hosts in absent.items()
+    ]  # fmt: skip
+
+
+def _card(facts: Facts, way: Way, described: Sequence[Nic]) -> Link | None:
+    """The card that a host uses, as people say it is, else as it says itself; of several RDMA ports one, as MPI need not
+    use them all."""
     if way == "mpi":
         ports = facts.rdma_bytes_per_second
         return _link(ports / facts.rdma_ports, facts.rdma_kind) if ports else None
+    for nic in described:
+        if nic.name == facts.interface and nic.link.kind != "infiniband":
+            return _link(nic.link.rate_bytes_per_second, "ethernet")
     own = facts.named(facts.interface)
     speed = own.speed_bytes_per_second if own and own.physical else None
     return _link(speed, "ethernet") if speed else None

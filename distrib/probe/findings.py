@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from distrib.cluster.node import Nic
 from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.finding import Finding, ranked, rate_text
 from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
@@ -24,8 +25,11 @@ FASTER = 1.25
 SEGMENT_BYTES = 1448
 
 
-def find(records: Sequence[Record]) -> tuple[Finding, ...]:
-    """All findings of a probe, errors first and what costs most first among equals."""
+def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | None = None) -> tuple[Finding, ...]:
+    """All findings of a probe, errors first and what costs most first among equals.
+
+    `described`: the network cards that people say a host has.
+    """
     start = next((record for record in records if isinstance(record, Started)), None)
     if start is None:
         return ()
@@ -40,7 +44,7 @@ def find(records: Sequence[Record]) -> tuple[Finding, ...]:
     found += oversubscribed(seen, groups, start.primary, start.hosts)
     found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
-    found += [*of_facts(facts, seen, start.primary, collectives), *gpudirect_idle(collectives)]
+    found += [*of_facts(facts, seen, start.primary, collectives, described or {}), *gpudirect_idle(collectives)]
     return ranked(found)
 
 

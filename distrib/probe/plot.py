@@ -62,8 +62,7 @@ def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
     cells = [[rates[a, b] * 8 / unit if (a, b) in rates else nothing for b in hosts] for a in hosts]
     from matplotlib import colormaps
 
-    colours = colormaps["viridis"].copy()
-    colours.set_bad("0.9")
+    colours = colormaps["viridis"].with_extremes(bad="0.9")
     highest = top * 8 / unit
     image = axes.imshow(cells, cmap=colours, vmin=0, vmax=highest)
     figure.colorbar(image, ax=axes, shrink=0.8, label=name)

@@ -119,11 +119,17 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
             format_rate(statistics.median(rates), digits=4, bits=True),
             f"{format_rate(min(rates), digits=4, bits=True)} {slowest.source} to {slowest.target}",
             format_duration(statistics.median(latencies), digits=2) if latencies else "",
-            f"{statistics.median(p.variation for p in pairs):.1%}",
+            _variation(seen),
             str(sum(r.repetitions for r in seen)),
             str(sum(r.outliers for r in seen)),
         )
     return table
+
+
+def _variation(seen: Sequence[PairSeen]) -> str:
+    """The median of those links that were measured more than once: one repetition varies from nothing."""
+    known = [record.variation for record in seen if record.repetitions > 1]
+    return f"{statistics.median(known):.1%}" if known else "-"
 
 
 def _kind(pair: PairLink | PairSeen) -> tuple[str, str, bool, str]:

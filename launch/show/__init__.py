@@ -29,7 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, bytes per second, seconds")
-    parser.add_argument("--plot", metavar="FILE", help="draw the cluster into FILE: .svg, .png or .pdf")
+    parser.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw the cluster into FILE (.svg, .png, "
+                        ".pdf); may be repeated")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,10 +44,10 @@ def run(options: argparse.Namespace) -> int:
     if hosts is None and topology is None:
         raise ConfigError("no hosts to show", hint="name a hostfile with -H, or a topology with --topology")
     view = view_of(hosts, topology)
-    if options.plot:
+    for path in options.plot:
         from distrib_launch.show.plot import plot
 
-        plot(view, options.plot)
+        plot(view, path)
     if options.json:
         _print(msgspec.json.encode(_as_json(view)).decode())
         return 0
@@ -58,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     _print(text)
     for note in view.notes:
         _print(f"note: {note}")
-    if options.plot:
-        _print(f"the picture is in {options.plot}")
+    for path in options.plot:
+        _print(f"the picture is in {path}")
     return 0
 
 

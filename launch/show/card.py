@@ -192,7 +192,7 @@ def _blocks(group: GroupView) -> list[_Block]:
 def _host_words(group: GroupView) -> str:
     facts = [
         f"{group.sockets} socket{'' if group.sockets == 1 else 's'}" if group.sockets else "",
-        f"{group.cores} cores" if group.cores else "",
+        f"{group.cores} core{'s' if group.cores > 1 else ''}" if group.cores else "",
         f"{format_size(group.memory_bytes, digits=4, binary=True)} memory" if group.memory_bytes else "",
         f"{group.slots} slot{'' if group.slots == 1 else 's'}" if group.slots else "",
     ]

@@ -159,8 +159,8 @@ class Network:
 def _way_words(link: LinkView) -> tuple[str, str]:
     got = "measured" if link.origin == "measured" else "usable"
     words = f"{link.name}:  {link.text}  {format_rate(link.bandwidth_bytes_per_second, digits=3)} {got}"
-    if link.oversubscription > 1:
-        left = format_rate(link.bandwidth_bytes_per_second / link.oversubscription, digits=3)
+    if link.oversubscription > 1 and link.shared_bytes_per_second:
+        left = format_rate(link.shared_bytes_per_second, digits=3)
         words += f", {left} a host when all send ({link.oversubscription:g}:1)"
     if (
         link.slowest

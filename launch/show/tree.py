@@ -97,11 +97,9 @@ def _add_network(root: Tree, view: View) -> None:
             _add_switch(branch, switch, by_name)
     for link in view.between:
         twig = branch.add(_link_line(link, ""))
-        if link.oversubscription > 1:
-            left = link.bandwidth_bytes_per_second / link.oversubscription
-            twig.add(
-                _text((f"{link.oversubscription:g}:1 oversubscribed: {_rate(left)} a host when all send", "yellow"))
-            )
+        if link.oversubscription > 1 and link.shared_bytes_per_second:
+            left = _rate(link.shared_bytes_per_second)
+            twig.add(_text((f"{link.oversubscription:g}:1 oversubscribed: {left} a host when all send", "yellow")))
         if link.slowest and link.slowest_bytes_per_second:
             twig.add(_text((f"slowest of {link.links}: {link.slowest}, {_rate(link.slowest_bytes_per_second)}", "dim")))
 
@@ -123,7 +121,7 @@ def _slots(group: GroupView) -> str:
 def _host_line(group: GroupView) -> str:
     facts = [
         f"{group.sockets} socket{_s(group.sockets)}" if group.sockets else "",
-        f"{group.cores} cores" if group.cores else "",
+        f"{group.cores} core{'s' if group.cores > 1 else ''}" if group.cores else "",
         f"{format_size(group.memory_bytes, digits=4, binary=True)} memory" if group.memory_bytes else "",
     ]
     return ", ".join(fact for fact in facts if fact)

@@ -33,6 +33,8 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True):
     links: int = 1
     """How many there are, or were measured."""
     oversubscription: float = 1.0
+    shared_bytes_per_second: float | None = None
+    """What is left for a host when all send through their oversubscribed switches."""
 
 
 class NicView(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,6 +297,7 @@ def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]]) -> LinkView:
         if way.latency_seconds is not None and not (measured and isinstance(way, InsideWay))
     ]
     first = chosen[0][0]
+    between = [way for way, _ in chosen if isinstance(way, Way)]
     return LinkView(
         name=label,
         text=first.text,
@@ -305,7 +308,8 @@ def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]]) -> LinkView:
         slowest=name if len(measured) > 1 else None,
         latency_seconds=statistics.median(latencies) if latencies else None,
         links=len(chosen),
-        oversubscription=max((way.oversubscription for way, _ in chosen if isinstance(way, Way)), default=1.0),
+        oversubscription=max((way.oversubscription for way in between), default=1.0),
+        shared_bytes_per_second=min((way.shared_bandwidth_bytes_per_second for way in between), default=None),
     )
 
 
