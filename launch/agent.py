@@ -1,4 +1,5 @@
-"""What Open MPI calls in place of ssh where ssh's own words hold blanks, or hosts have interpreters of their own.
+"""What Open MPI calls in place of ssh where ssh's own words hold blanks, hosts have interpreters of their own, or the login shell
+is one for which it cannot write.
 
 Open MPI splits its agent's command at every blank, and starts its daemon on every host from the path that it has here;
 a host that keeps Python elsewhere has the daemon elsewhere too, beside its interpreter. Standard library only.

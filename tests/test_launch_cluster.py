@@ -146,6 +146,23 @@ def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_clus
     assert cluster.left_over(within_seconds=10) == {}
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
+def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path):
+    cluster = make_cluster(3)
+    users = Path("/etc/passwd").read_text().splitlines()
+    (tmp_path / "passwd").write_text(
+        "\n".join(
+            f"{user.rpartition(':')[0]}:{shutil.which('fish')}" if user.startswith("root:") else user for user in users
+        )
+        + "\n"
+    )
+    for host in cluster.hosts:
+        cluster.run(host, ["mount", "--bind", tmp_path / "passwd", "/etc/passwd"], check=True)
+    assert "fish" in cluster.run("n1", ["ssh", "n2", "status fish-path"], check=True).stdout
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster)
+    assert run.code == 0, run
+
+
 def test_a_host_with_two_names_is_refused(make_cluster, launch):
     cluster = make_cluster(2)
     run = launch("-H", f"{cluster.address('n2')}:1,n2:1", JOB, cluster=cluster)

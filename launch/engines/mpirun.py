@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -32,6 +33,8 @@ SILENT_FAILURE = 213
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
 """Parts of PRRTE's by which a batch system would say how many slots there are, and start the daemons, in place of our hostfile and
 ssh. Names that an installation lacks do no harm."""
+SHELLS = ("sh", "bash", "zsh", "csh", "tcsh", "ksh", "dash")
+"""Login shells whose language PRRTE writes its remote commands in."""
 STRANGERS = (
     ("unknown option .?--prtemca", "of an older Open MPI"),
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
@@ -81,9 +84,20 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
 
 def _needs_agent(plan: LaunchPlan) -> bool:
     """Whether Open MPI, which splits its ssh command at blanks and colons, cannot call ssh itself."""
-    return any(host.python for host in plan.hosts) or any(
-        not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh
+    return (
+        any(host.python for host in plan.hosts)
+        or any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
+        or _has_strange_shell()
     )
+
+
+def _has_strange_shell() -> bool:
+    """Whether the user's login shell, which Open MPI takes for that of every host, is none that it can write for: fish."""
+    try:
+        shell = Path(pwd.getpwuid(os.getuid()).pw_shell).name
+    except KeyError:  # a user whom this machine does not know, as in a container
+        return False
+    return bool(shell) and shell not in SHELLS
 
 
 def _agent(plan: LaunchPlan) -> str:
@@ -218,8 +232,11 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
     hosts = plan.hosts
     if _needs_agent(plan):
         own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
+        here = str(Path(plan.command[0]).parent.parent)
         prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
-        settings = {"ssh": plan.ssh, "prefix": str(Path(plan.command[0]).parent.parent), "prefixes": prefixes}
+        if _has_strange_shell():  # where a prefix is named, the command is given to a plain shell
+            prefixes = {host.name: here for host in hosts} | prefixes
+        settings = {"ssh": plan.ssh, "prefix": here, "prefixes": prefixes}
         (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
     (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
     write_ssh_config(run_dir, plan)
