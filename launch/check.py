@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     script = Path(options.script).absolute() if options.script else None
     if script and not script.is_file():
         raise ConfigError(f"{options.script}: no such script")
-    if script and options.hosts is None and FILE_NAME.search(options.script):
+    if script and options.hosts is None and FILE_NAME.search(script.name):
         raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
     hosts = read_hosts(options.hosts)
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
