@@ -254,17 +254,15 @@ def _tell(
                 done.append(f"written in {options.output}")
             except DistribError as error:
                 problems.append(error)
-    for path in options.plot:
+    if options.plot and start:
         from distrib.probe.plot import draw
 
-        if start is None:
-            break
-
-        try:
-            draw(path, output.measured, start.primary)
-            done.append(f"drawn in {path}")
-        except DistribError as error:
-            problems.append(error)
+        for path in options.plot:
+            try:
+                draw(path, output.measured, start.primary)
+                done.append(f"drawn in {path}")
+            except DistribError as error:
+                problems.append(error)
     if options.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(output), indent=2).decode() + "\n")
     else:

@@ -357,6 +357,12 @@ def test_the_way_between_hosts_uses_the_fastest_common_nics():
     way = link_between(slow, "a1", "a3")  # TCP does not fill the card: two of them fit through half of both
     assert way.oversubscription == 2
     assert way.shared_bandwidth_bytes_per_second == way.bandwidth_bytes_per_second < 6.25e9
+    wide = parse_topology(
+        "nodes: [{hosts: 'a[1-2]', nics: [{name: e, rate: 10GbE}]}]\nswitches:\n"
+        "  - {name: r1, hosts: 'a[1-2]', uplink: 100Gb/s}\n  - {name: up, switches: [r1], uplink: 20Gb/s}\n",
+        "t",
+    )  # what its hosts cannot send, no uplink sends on
+    assert [switch_oversubscription(wide, switch) for switch in wide.switches] == [1, 1]
     mixed = link_between(eight(), "dgx01", "old1")
     assert mixed.kind == "ethernet" and mixed.nics == ("eno1",) and mixed.rate_bytes_per_second == 1.25e9
     assert link_between(parse_topology("nodes: [{hosts: 'n[1-2]'}]", "t"), "n1", "n2") is None

@@ -322,10 +322,11 @@ def rate_below(topology: Topology, switch: Switch) -> float:
     total = sum(_total(data_nics(topology.nics_of(host))) for host in switch.host_names)
     for name in switch.switches:
         below = by_name[name]
-        if below.uplink is not None:
-            total += parse_uplink(below.uplink)
+        rate = rate_below(topology, below)
+        if below.uplink is not None:  # it may be wider than what its hosts can send, where that is known
+            total += min(parse_uplink(below.uplink), rate or float("inf"))
         else:
-            total += rate_below(topology, below) / switch_oversubscription(topology, below)
+            total += rate / switch_oversubscription(topology, below)
     return total
 
 
