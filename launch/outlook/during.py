@@ -22,6 +22,8 @@ TOLD = 0.02
 LESS = 0.7
 """A link that carries less than this part of what is expected of it is named."""
 
+ALIKE = 2.0
+"""With the worst link, those are named that do at most so many times as well."""
 
 PATIENCE = 2
 """How often a rank tells something before it is looked at without those that told nothing: in mode async some may be lost."""
@@ -199,13 +201,17 @@ class Watch:
 
 
 def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
-    """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first."""
+    """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first.
+
+    Those that do much better than the worst are left out: on a busy host, small pieces are slow on every link.
+    """
     usual = statistics.median(link.bytes_per_second for link in links) if links else 0.0
 
     def part(link: LinkSeen) -> float:
         return link.bytes_per_second / (link.expected_bytes_per_second or usual)
 
-    return sorted((link for link in links if part(link) < LESS), key=part)
+    least = min(map(part, links), default=0.0)
+    return sorted((link for link in links if part(link) < LESS and part(link) <= ALIKE * least), key=part)
 
 
 def checked(told: _Told) -> _Told:
