@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -137,7 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except DistribError as error:
         complain(error)
         if options and options.json:
-            _print_json({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
+            with contextlib.suppress(DistribError):  # it may be what could not be printed
+                _print_json({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         complain("interrupted")

@@ -19,6 +19,8 @@ from typing import TextIO
 
 from distrib_launch.ranges import ranges
 
+from distrib.errors import LaunchError
+
 BACKLOG_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 1 << 20
 """A longer line is shown in pieces."""
@@ -233,11 +235,14 @@ def complain(error: object) -> None:
 
 @contextlib.contextmanager
 def perhaps_unread() -> Iterator[None]:
-    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same."""
+    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same.
+
+    Raises LaunchError where it cannot be written: on a full disk, say.
+    """
     try:
         yield
         print(end="", flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left, when Python ends
         if not isinstance(error, BrokenPipeError):
-            complain(f"standard output: {error.strerror}")
+            raise LaunchError(f"standard output: {error.strerror}") from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch import probefile, probejob
+from distrib_launch.console import perhaps_unread
 from distrib_launch.journal import Journal
 from distrib_launch.options import Once
 
@@ -263,10 +264,11 @@ def _tell(
                 done.append(f"drawn in {path}")
             except DistribError as error:
                 problems.append(error)
-    if options.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(output), indent=2).decode() + "\n")
-    else:
-        _show(output, records, start, done)
+    with perhaps_unread():
+        if options.json:
+            print(msgspec.json.format(msgspec.json.encode(output), indent=2).decode())
+        else:
+            _show(output, records, start, done)
     return problems
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from distrib.cluster.measured import InsideLink, Measured, PairLink
 from distrib.cluster.measured_part import write_measured
-from tests.conftest import ROOT, TOPO
+from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 EXAMPLES = ROOT / "hostfiles"
 
@@ -195,3 +195,22 @@ def test_any_terminal_and_no_reader_will_do(lab):
     command = f"{TOPO} show -H lab.txt --json | true; exit ${{PIPESTATUS[0]}}"
     gone = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=lab, timeout=60)
     assert gone.returncode == 0 and not gone.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [TOPO, "show", "-H", "lab.txt"],
+        [TOPO, "show", "-H", "lab.txt", "--json"],
+        [TOPO, "plan", "-H", "lab.txt", "--workload", "resnet50"],
+        [LAUNCH, "-H", "lab.txt", "--dry-run", SCRIPTS / "where.py"],
+    ],
+)
+def test_a_full_disk_is_told_of(lab, command):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, cwd=lab, timeout=60
+        )
+    assert done.returncode == 1 and done.stderr.endswith(
+        f"{Path(command[0]).name}: error: standard output: No space left on device\n"
+    ), done

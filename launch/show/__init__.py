@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrib_launch.options import Once
@@ -36,6 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show it; returns the exit code. Raises `DistribError` for files that cannot be what they should."""
     import msgspec
+    from distrib_launch.console import perhaps_unread
     from distrib_launch.job import read_hosts, read_topology_for
     from distrib_launch.show.view import view_of
 
@@ -48,20 +50,24 @@ def run(options: argparse.Namespace) -> int:
         from distrib_launch.show.plot import plot
 
         plot(view, path)
-    if options.json:
-        _print(msgspec.json.encode(_as_json(view)).decode())
-        return 0
+    with perhaps_unread():
+        if options.json:
+            print(msgspec.json.encode(_as_json(view)).decode())
+        else:
+            _tell(view, options.plot)
+    return 0
+
+
+def _tell(view: View, pictures: Sequence[str]) -> None:
     from distrib_launch.show.tree import tree_text
 
     terminal = sys.stdout.isatty()
     colour = terminal and "NO_COLOR" not in os.environ
-    text = tree_text(view, colour=colour, width=shutil.get_terminal_size().columns if terminal else None)
-    _print(text)
+    _print(tree_text(view, colour=colour, width=shutil.get_terminal_size().columns if terminal else None))
     for note in view.notes:
         _print(f"note: {note}")
-    for path in options.plot:
+    for path in pictures:
         _print(f"the picture is in {path}")
-    return 0
 
 
 def _as_json(view: View) -> dict[str, Any]:
@@ -83,7 +89,4 @@ def _print(text: str) -> None:
     except UnicodeEncodeError:
         drawn = str.maketrans({"├": "+", "└": "`", "─": "-", "│": "|", "µ": "u", "\xa0": " "})
         text = text.translate(drawn).encode("ascii", "replace").decode()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # as of `... | head`: nobody wants the rest
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    print(text)
