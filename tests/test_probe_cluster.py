@@ -90,7 +90,7 @@ def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, pr
 
 
 @measured_again_if_need_be
-def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp_path):
+def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
     cluster = make_cluster(3, rate="400mbit")
     topology = tmp_path / "topology.yaml"
     topology.write_text("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
@@ -118,8 +118,14 @@ def test_what_is_measured_is_written_drawn_and_compared(make_cluster, probe, tmp
     [machine] = measured.machines  # virtual hosts are
     assert (set(machine.hosts), machine.processors) == ({"n1", "n2", "n3"}, len(os.sched_getaffinity(0)))
 
+
+@measured_again_if_need_be
+def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, tmp_path):
+    cluster = make_cluster(3, rate="400mbit")
+    earlier = tmp_path / "earlier.yaml"
+    assert probe(cluster, "--quick", "-o", earlier).returncode == 0
     cluster.shape("n2", "200mbit")
-    done = probe(cluster, "--quick", "--baseline", topology, "--json")
+    done = probe(cluster, "--quick", "--baseline", earlier, "--json")
     worse = [f for f in json.loads(done.stdout)["findings"] if f["kind"] == "worse_than_baseline"]
     assert worse and all("n2" in finding["hosts"] for finding in worse), done
 

@@ -315,7 +315,8 @@ def test_the_loader_keeps_its_options():
 
 
 def test_workers_read_the_share():
-    loader = sharded(DataLoader(range(40), 5, num_workers=2, shuffle=True), 1, 2)
+    # fork: what other ways start for all processes of a kind stays until this one ends
+    loader = sharded(DataLoader(range(40), 5, num_workers=2, shuffle=True, multiprocessing_context="fork"), 1, 2)
     seen = set(flat(read(loader)))
     assert len(seen) == 20 and seen < set(range(40))
 

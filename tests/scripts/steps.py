@@ -57,34 +57,39 @@ class Far(TensorDataset):
         return super().__getitem__(index)
 
 
-torch.manual_seed(1)
-job = distrib.init()
-if how.endswith(".json"):
-    job.profile(how, warmup_steps=2, steps=8)
-kind, processes = {"loads": (Busy, 2), "bursts": (Far, 4)}.get(how, (TensorDataset, 0))
-data = kind(torch.randn(4096, 8))
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-loader = DataLoader(data, 4, shuffle=True, num_workers=processes)
-if how != "unprepared":
-    model, optimizer, loader = job.prepare(model, optimizer, loader)
-if how == "two-optimizers":
-    job.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 1e-5))
-if how == "thread":
-    threading.Thread(target=time.sleep, args=(60,)).start()
-done, loss = 0, None
-while done < steps:
-    for (x,) in loader:
-        if how != "accumulates" or done % 4 == 0:
-            optimizer.zero_grad()
-        if how == "hiccup" and done == 12:
-            time.sleep(1)
-        loss = model(x).square().mean()
-        if how != "no-backward":
-            loss.backward()
-        if how != "accumulates" or done % 4 == 3:
-            optimizer.step()
-        done += 1
-        if done == steps:
-            break
-job.print(f"loss {loss.item():.9f} after {done} steps")
+def main():
+    torch.manual_seed(1)
+    job = distrib.init()
+    if how.endswith(".json"):
+        job.profile(how, warmup_steps=2, steps=8)
+    kind, processes = {"loads": (Busy, 2), "bursts": (Far, 4)}.get(how, (TensorDataset, 0))
+    data = kind(torch.randn(4096, 8))
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+    loader = DataLoader(data, 4, shuffle=True, num_workers=processes)
+    if how != "unprepared":
+        model, optimizer, loader = job.prepare(model, optimizer, loader)
+    if how == "two-optimizers":
+        job.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 1e-5))
+    if how == "thread":
+        threading.Thread(target=time.sleep, args=(60,)).start()
+    done, loss = 0, None
+    while done < steps:
+        for (x,) in loader:
+            if how != "accumulates" or done % 4 == 0:
+                optimizer.zero_grad()
+            if how == "hiccup" and done == 12:
+                time.sleep(1)
+            loss = model(x).square().mean()
+            if how != "no-backward":
+                loss.backward()
+            if how != "accumulates" or done % 4 == 3:
+                optimizer.step()
+            done += 1
+            if done == steps:
+                break
+    job.print(f"loss {loss.item():.9f} after {done} steps")
+
+
+if __name__ == "__main__":  # from Python 3.14 on, processes that load read this file
+    main()
