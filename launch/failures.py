@@ -34,6 +34,9 @@ KINDS = (
 )  # fmt: skip
 """Words of well-known ends, and what they mean."""
 
+CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py"|DataLoader worker \(pid.*\) exited unexpectedly')
+"""In the traceback of a rank that lost a process of its own: a loader's, say."""
+
 MISMATCH = re.compile(r"gloo::EnforceNotMet|[Cc]ollective mismatch")
 """What Gloo dies of where ranks meet in different collectives: by SIGABRT, with a C++ stack for last words."""
 
@@ -84,7 +87,8 @@ def first_failure(endings: Iterable[Ending]) -> Ending | None:
 def is_consequence(log: Path) -> bool:
     """Whether a rank's last words are about a connection to another one."""
     text = tail(log)
-    return bool(CONSEQUENCE.search(last_traceback(text) or "\n".join(text.splitlines()[-5:])))
+    traceback = last_traceback(text)
+    return not CHILD.search(traceback) and bool(CONSEQUENCE.search(traceback or "\n".join(text.splitlines()[-5:])))
 
 
 def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str) -> Failure:
@@ -98,7 +102,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     if first.lost:
         message = _lost(first, endings)
     elif not message and traceback:
-        message = last_words(traceback)
+        message = last_words(traceback) + _child(words, traceback)
         if missing := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message):
             message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {first.host})"
         if aborted:
@@ -134,6 +138,14 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     )
 
 
+def _child(words: str, traceback: str) -> str:
+    """What a process that the rank had started died of, where that is what the rank died of."""
+    if not CHILD.search(traceback):
+        return ""
+    earlier = last_traceback(_plain(words).rpartition(traceback)[0])
+    return f" (a process that it had started ended before: {last_words(earlier)})" if earlier else ""
+
+
 def _lost(first: Ending, endings: Iterable[Ending]) -> str:
     endings = list(endings)
     there = [ending for ending in endings if ending.host == first.host]
@@ -165,7 +177,7 @@ def tail(log: Path) -> str:
 
 def last_traceback(text: str) -> str:
     """The last Python traceback in a text, whole, or an empty string; torch's `[rank3]: ` before its lines is left out."""
-    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
+    text = _plain(text)
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""
@@ -188,6 +200,10 @@ def last_traceback(text: str) -> str:
             if not any(words.strip() in "\n".join(lines[index : index + 4]) for words in chained):
                 break
     return "\n".join(lines[:end])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.MULTILINE)
 
 
 def last_words(traceback: str) -> str:

@@ -202,6 +202,40 @@ def test_well_known_ends_are_explained(tmp_path, words, meaning):
     assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
 
 
+def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
+    """As Python 3.14 ends where a script is not guarded, and its loader begins it anew."""
+    log = tmp_path / "0.err"
+    log.write_text(
+        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "a.py", line 1, in <module>\n[rank0]:     f()\n'
+        "[rank0]: TrainingError: it would begin again\nTraceback (most recent call last):\n"
+        '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv\n    chunk = read(handle)\n'
+        "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+    )
+    assert not failures.is_consequence(log)
+    assert failures.describe(ending(0), [], log, "/py").message == (
+        "ConnectionResetError: [Errno 104] Connection reset by peer "
+        "(a process that it had started ended before: TrainingError: it would begin again)"
+    )
+
+
+def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch, tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        "import distrib\nfrom torch.utils.data import DataLoader\njob = distrib.init()\n"
+        "loader = DataLoader(range(8), num_workers=1, multiprocessing_context='forkserver')\nprint(sum(map(int, loader)))\n"
+    )
+    run = launch("-np", "1", script, timeout=60)
+    assert run.code == 1, run
+    message = run.result["first_failure"]["message"]
+    assert (
+        "exited unexpectedly (a process that it had started ended before: " in message or "ConnectionReset" in message
+    )
+    assert (
+        "reads this script anew, and would join the job a second time; put what the script does under `if __name__ =="
+        in message
+    )
+
+
 def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
     log = tmp_path / "1.err"
     log.write_text(

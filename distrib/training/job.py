@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -65,6 +66,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     """
     global _job
     if _job is None:
+        _refuse_readers()
         strategy = from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
@@ -83,6 +85,14 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
+
+
+def _refuse_readers() -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by which multiprocessing knows them itself
+        raise TrainingError(
+            "a process of a loader, or of multiprocessing, reads this script anew, and would join the job a second time",
+            hint='put what the script does under `if __name__ == "__main__":`',
+        )
 
 
 class Job:
