@@ -559,6 +559,49 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
 
 
+STREAMS = """
+import sys
+import distrib, torch
+from torch.utils.data import DataLoader, IterableDataset
+job = distrib.init()
+class Stream(IterableDataset):
+    def __iter__(self):
+        first, step = (job.rank, 2) if sys.argv[1] == "shared-out" else (0, 1)
+        for number in range(first, 16, step):
+            yield torch.tensor([float(number)]), {"number": number, "text": str(number)}
+model = torch.nn.Linear(1, 1)
+model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4), DataLoader(Stream(), 2))
+if sys.argv[1] == "loaded" and job.is_main:
+    job.unwrap(model).bias.data.fill_(7)
+for numbers, _ in loader:
+    model(numbers).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_stream_that_shares_itself_out_is_told_of(tmp_path, mode):
+    script = tmp_path / "streams.py"
+    script.write_text(STREAMS)
+    for how, times in ("whole", 0), ("shared-out", 1):
+        result = run_ranks(2, script, how, DISTRIB_STRATEGY=json.dumps({"mode": mode}))
+        told = result.stderr.count(
+            "an IterableDataset did not begin with the same batch on every rank, and each keeps one of 2 "
+        )
+        assert (result.returncode, told) == (0, times), result.stderr
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_weights_that_one_rank_alone_has_loaded_are_refused(tmp_path, mode):
+    script = tmp_path / "streams.py"
+    script.write_text(STREAMS)
+    result = run_ranks(2, script, "loaded", DISTRIB_STRATEGY=json.dumps({"mode": mode}))
+    assert (
+        result.returncode == 1
+        and result.stderr.count("training begins with other values in bias on rank 1 than on rank 0") == 2
+    )
+
+
 NEVER_PREPARED = """
 import sys
 import distrib, torch

@@ -1,11 +1,12 @@
-"""Whether the ranks do the same thing: asked before they wait for each other over it."""
+"""Whether the ranks do the same thing, to the same things: asked before they wait for each other over it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -30,11 +31,71 @@ def check_alike(things: Sequence[Any]) -> None:
     )
 
 
+def check_same_values(named: Mapping[str, torch.Tensor]) -> None:
+    """Raises TrainingError, on every rank, where one has other values in a parameter than rank 0. Every rank.
+
+    What is compared is a sum of the values' bits, which no order of adding changes: 8 bytes for each parameter.
+    """
+    if not named:
+        return
+    sums: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(sums, torch.stack([_sum_of_bits(values) for values in named.values()]).tolist())
+    for rank, found in enumerate(sums):
+        for name, one, other in zip(named, sums[0], found, strict=True):
+            if one != other:
+                raise TrainingError(
+                    f"training begins with other values in {name} on rank {rank} than on rank 0",
+                    hint="load weights before job.prepare, which hands out rank 0's, or on every rank, as job.restore does",
+                )
+
+
+def differ(own: Sequence[str]) -> list[bool]:
+    """Of each word, whether two ranks have different ones; those that have none do not count. Every rank."""
+    all_: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_, list(own))
+    return [len(set(filter(None, words))) > 1 for words in zip(*all_, strict=True)]
+
+
+def digest_of(batch: Any) -> str:
+    """A word for the numbers and strings in a batch, however nested: equal batches have equal ones."""
+    digest = hashlib.sha256()
+    _feed(digest, batch)
+    return digest.hexdigest()
+
+
 def gather_numbers(own: list[float]) -> list[list[float]]:
     """The numbers of all ranks, in the order of ranks. Every rank."""
     all_: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(all_, own)
     return all_
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+    values = values.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if values.layout is not torch.strided or values.is_quantized or values.element_size() not in _INTEGERS:
+        return torch.zeros((), dtype=torch.int64, device=values.device)
+    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def _feed(digest: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            digest.update(repr((value.dtype, value.shape)).encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            _feed(digest, key)
+            _feed(digest, value[key])
+    elif isinstance(value, (str, bytes, int, float, bool, type(None))):
+        digest.update(repr(value).encode())
+    elif isinstance(value, Sequence):
+        for item in value:
+            _feed(digest, item)
 
 
 def _described(thing: Any) -> list[str]:

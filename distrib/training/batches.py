@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
+from distrib.training.alike import digest_of
 from distrib.training.balance import Balance
 from distrib.training.shards import ShardSampler
 
@@ -107,6 +108,8 @@ class ShardedLoader(Iterable[Any]):
         """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
+        self.first_batch = ""
+        """Of a stream, a word for the first batch of the first epoch in which a model trained: that of every rank."""
         self._stream = isinstance(loader.dataset, IterableDataset)
         self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
         # Also that of a batch sampler which the script has made.
@@ -178,9 +181,16 @@ class ShardedLoader(Iterable[Any]):
         watch = _Watch(self._evenly(), self._training, self._parameters)
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
+            if watch.trains and not self.first_batch:
+                batches = self._noting_the_first(batches)
             batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
         here = self._read(batches, self._shard.sizes if self._shard else deque(), watch)
         return self.meter(here) if self.meter else here
+
+    def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self.first_batch = self.first_batch or digest_of(batch)
+            yield batch
 
     def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch) -> Iterator[Any]:
         before: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""What a script did not give to `job.prepare`: an error where ranks would part by it, else a note."""
+"""What a script did not give to `job.prepare`, or should not have: an error where ranks would part by it, else a note."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ class Forgotten:
         """A first step was taken, and no DataLoader was prepared."""
         self._note(
             "no DataLoader was given to job.prepare: every rank trains on the same samples, unless the script shares them out"
+        )
+
+    def other_stream(self) -> None:
+        """A first step was taken, and the ranks read different streams, of which each keeps a part."""
+        self._note(
+            f"an IterableDataset did not begin with the same batch on every rank, and each keeps one of {self._backend.world.size} "
+            f"batches that it reads: if the dataset shares itself out by rank, leave its loader out of job.prepare; else "
+            f"give it the same order on every rank. If only augmentation differs, all is well"
         )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:

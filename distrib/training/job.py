@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, leaving
-from distrib.training.alike import check_alike, gather_numbers
+from distrib.training.alike import check_alike, check_same_values, differ, gather_numbers
 from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
@@ -129,6 +129,8 @@ class Job:
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._loaders = 0
+        self._streams: list[ShardedLoader] | None = []
+        """Until the first step: what is read whole on every rank."""
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
@@ -247,7 +249,9 @@ class Job:
             if any(steps.optimizer is thing for steps in self._steps):
                 return thing  # as where its model is prepared again
             self._backend.optimizer(thing)
-            steps = Steps(thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told)
+            steps = Steps(
+                thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told, begins=self._begins
+            )
             self._steps.append(steps)
             steps.accumulate(self._batches)
             return thing
@@ -276,7 +280,7 @@ class Job:
             balance = Balance(
                 gather=gather_numbers, parameters=lambda: [p for model in self._models for p in model.parameters()]
             )
-        return ShardedLoader(
+        sharded = ShardedLoader(
             loader,
             rank=self.rank,
             ranks=self.world_size,
@@ -289,6 +293,18 @@ class Job:
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
+        if self._streams is not None and isinstance(loader.dataset, IterableDataset):
+            self._streams.append(sharded)
+        return sharded
+
+    def _begins(self, parameters: dict[str, nn.Parameter]) -> None:
+        """An optimizer takes its first step, on every rank: the first that they are sure to do together."""
+        if self.world_size == 1 or self._elastic:
+            return
+        check_same_values(parameters)
+        if self._streams and any(differ([stream.first_batch for stream in self._streams])):
+            self._forgotten.other_stream()
+        self._streams = None
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped

@@ -17,6 +17,7 @@ from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
 from distrib.training.samples import Mean, Samples
+from distrib.training.synchronous import unwrapped
 
 
 class Steps:
@@ -24,7 +25,7 @@ class Steps:
 
     `optimizer.step` becomes a step of the job; the optimizer stays the object that schedulers know. `told` is called after
     each with the number of steps so far, and whether this was one: it is none while batches are accumulated or where it was left out.
-    What says so may be a tensor, as only a GPU may know it yet.
+    What says so may be a tensor, as only a GPU may know it yet. `begins` is called before the first, with the parameters by name.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Steps:
         *,
         on_nan: OnNan,
         told: Callable[[int, bool | torch.Tensor], None],
+        begins: Callable[[dict[str, nn.Parameter]], None],
     ) -> None:
         self.optimizer = optimizer
         self.mean = Mean(optimizer, samples, ranks=backend.averaged)
@@ -44,7 +46,7 @@ class Steps:
         """Those that `on_nan="skip"` left out."""
         self.taking = False
         """Whether the optimizer's own step is under way."""
-        self._backend, self._told = backend, told
+        self._backend, self._told, self._begins = backend, told, begins
         self._models: list[nn.Module] = []
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
@@ -168,6 +170,10 @@ class Steps:
     def _take(self, update: Callable[[], Any] | None, by_closure: bool) -> Any:
         if not self.taken:
             self._check_owned()
+            own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+            self._begins(
+                {n: p for model in self._models for n, p in unwrapped(model).named_parameters() if id(p) in own}
+            )
         if not by_closure:
             self._backend.check_used(self._models)
         found_inf = getattr(self.optimizer, "found_inf", None)  # the optimizer itself leaves the step out then
