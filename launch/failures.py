@@ -54,7 +54,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
     `time` is on the launcher's clock. `exit_code` is None where no record came; then `lost` tells whether the connection
     was closed or fell silent. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
-    were about a connection to another rank.
+    were about a connection to another rank. `closing`: its script had come to its end.
     """
 
     rank: int
@@ -67,6 +67,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     lost: Literal["", "closed", "silence"] = ""
     consequence: bool = False
+    closing: bool = False
 
     @property
     def failed(self) -> bool:
@@ -91,6 +92,12 @@ def is_consequence(log: Path) -> bool:
     return not CHILD.search(traceback) and bool(CONSEQUENCE.search(traceback or "\n".join(text.splitlines()[-5:])))
 
 
+def died_anyway(log: Path) -> bool:
+    """Whether a rank that was being stopped, and ended with an exit code, did so by an exception of its own."""
+    traceback = last_traceback(tail(log))
+    return bool(traceback) and not last_words(traceback).startswith("KeyboardInterrupt")
+
+
 def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str) -> Failure:
     """Read the rank's error output for what it died of."""
     words = tail(log)
@@ -112,7 +119,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         if aborted and MISMATCH.search(words):
             message += (
                 " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "
-                "step, as often as the others)"
+                f"step, as often as the others{_at_end(first, endings)})"
             )
     elif not message:
         lines = (line.strip() for line in words.splitlines())
@@ -125,7 +132,13 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
             message += f" ({meaning})"
             break
     if first.consequence and not first.stopped_by:
-        message += " (it lost the connection to another rank, and no rank is known to have failed before: the network?)"
+        done = [ending.rank for ending in endings if not ending.failed]
+        why = (
+            f"rank {ranges(done)} had ended with exit code 0"
+            if done
+            else "no rank is known to have failed before: the network?"
+        )
+        message += f" (it lost the connection to another rank, and {why})"
     return Failure(
         rank=first.rank,
         host=first.host,
@@ -136,6 +149,11 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         traceback=traceback,
         log=str(log),
     )
+
+
+def _at_end(first: Ending, endings: Iterable[Ending]) -> str:
+    ended = [ending.rank for ending in endings if ending.closing and ending.rank != first.rank]
+    return f"; rank {ranges(ended)} had come to the end of its script" if ended and not first.closing else ""
 
 
 def _child(words: str, traceback: str) -> str:

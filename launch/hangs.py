@@ -17,9 +17,10 @@ COLLECTIVE_CALL = re.compile(
 )
 """Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
 
+SERVER_FILES = re.compile(r"/distrib/training/parameter_server/\w+\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
-LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|^<")
+LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|/distrib/training/|^<")
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +29,11 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     filename: str
     line: int
+
+    @property
+    def function(self) -> str:
+        """The name without that of its class, which py-spy can tell from Python 3.11 on."""
+        return self.name.rpartition(".")[2]
 
     @property
     def place(self) -> str:
@@ -88,14 +94,20 @@ def place_of(stack: Stack) -> Place:
     own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
-    if any(frame.name == "close" and JOB_FILE.search(frame.filename) for frame in stack.frames):
+    if any(frame.function == "close" and JOB_FILE.search(frame.filename) for frame in stack.frames):
         return AT_END
+    if any(SERVER_FILES.search(frame.filename) for frame in stack.frames) and not stack.running:
+        return Place(waits=True, what="a wait for the parameter servers", where=where)
     for frame in inner:
-        if COLLECTIVE_FILES.search(frame.filename) and not frame.name.startswith("_") and frame.name != "wrapper":
+        if (
+            COLLECTIVE_FILES.search(frame.filename)
+            and not frame.function.startswith("_")
+            and frame.function != "wrapper"
+        ):
             return Place(waits=True, what=frame.name, where=where)
     if any("/torch/utils/data/" in frame.filename for frame in stack.frames):
         return Place(waits=False, what="the data loader", where=where)
-    if any(frame.name == "_engine_run_backward" for frame in inner) and not stack.running:
+    if any(frame.function == "_engine_run_backward" for frame in inner) and not stack.running:
         return Place(waits=True, what="the backward pass, for gradients", where=where)
     if own == 0:
         line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
@@ -127,9 +139,15 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
         return absent
     by_place = _grouped(stacks)
     if len(by_place) > 1:
-        return by_place.get(AT_END) or min(by_place.values(), key=len)
+        return by_place.get(AT_END) or min(by_place.values(), key=lambda one: (len(one), min(s.step for s in one)))
     slowest = min(stack.step for stack in stacks)
     return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
+
+
+def wait_for_ended(stacks: Sequence[Stack]) -> bool:
+    """Whether ranks wait for such as have left their script: nothing can come of it."""
+    ended = [stack for stack in stacks if place_of(stack) == AT_END]
+    return len(ended) < len(stacks) and culprits(stacks) == ended != []
 
 
 def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
@@ -148,7 +166,7 @@ def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
             who = f"rank {rank.rank} on {rank.host} is"
         lines = [f"no progress for {silent_seconds:g} s: {who} in {place_of(rank)}; {others}"]
     elif guilty:
-        lines = [f"no progress for {silent_seconds:g} s, and no rank waits for another"]
+        lines = [f"no progress for {silent_seconds:g} s, and no rank is seen to wait for another"]
     elif all(stack.problem for stack in stacks):
         lines = [f"no progress for {silent_seconds:g} s, and no stack can be read: {stacks[0].problem}"]
     else:

@@ -10,6 +10,9 @@ from distrib_launch import hangs
 NOTICE_SECONDS = 600.0
 """Where no limit was given, when to say once who waits for whom."""
 
+AT_END_SECONDS = 10.0
+"""As soon as that it is looked whether ranks wait for one whose script is at its end: they would for ever."""
+
 STARTUP_SECONDS = 120.0
 """How long scripts may import, and compute as long as they have said nothing; waiting for each other counts from the start."""
 
@@ -23,6 +26,11 @@ class Standstill:
 
     def __init__(self, limit_seconds: float) -> None:
         self.limit_seconds = limit_seconds or NOTICE_SECONDS
+        self.some_at_end = False
+        """Whether some scripts are at their end, and others are not: the launcher says so."""
+        self.early = False
+        """Whether the stacks that were given out last show just that, before the limit has passed."""
+        self._looked_early = False
         self._quiet_so_far = True
         self._stacks: dict[int, hangs.Stack] | None = None  # while and after they are taken
         self._deadline = 0.0
@@ -37,16 +45,22 @@ class Standstill:
     def progress(self) -> None:
         """A rank has printed something, or reported a step."""
         self._last = time.monotonic()
-        self._quiet_so_far = False
+        self._quiet_so_far = self._looked_early = False
 
     def add(self, stack: hangs.Stack) -> None:
         """A rank's stack has come."""
         if self._stacks is not None:
             self._stacks[stack.rank] = stack
 
+    @property
+    def silent_seconds(self) -> float:
+        """How long no rank had got on when its stacks were given out."""
+        return min(AT_END_SECONDS, self.limit_seconds) if self.early else self.limit_seconds
+
     def begins(self, now: float) -> bool:
         """Whether the limit has just been passed: the ranks' stacks are wanted."""
-        if now - self._last <= self.limit_seconds:
+        soon = self.some_at_end and not self._looked_early
+        if now - self._last <= (min(AT_END_SECONDS, self.limit_seconds) if soon else self.limit_seconds):
             self._stacks = self._before = None  # they got on meanwhile
             return False
         if self._stacks is not None or now < self._look_again:
@@ -56,6 +70,8 @@ class Standstill:
 
     def stacks(self, now: float, ranks: Iterable[tuple[int, str, int]]) -> list[hangs.Stack]:
         """All stacks, once for each standstill, when they are there or the time for them is over; else nothing.
+
+        Twice where ranks wait for one at its end: `early`, and when the limit has passed.
 
         `ranks` are those still there: rank, host and last step.
         """
@@ -69,7 +85,11 @@ class Standstill:
             self._stacks.get(rank, hangs.Stack(rank=rank, host=host, step=step, problem="no stack came"))
             for rank, host, step in ranks
         ]
-        return stacks if now - self._started > STARTUP_SECONDS or self._stands(stacks, now) else []
+        if now - self._started <= STARTUP_SECONDS and not self._stands(stacks, now):
+            return []
+        self.early = now - self._last <= self.limit_seconds
+        self._looked_early = self._looked_early or self.early
+        return stacks if not self.early or hangs.wait_for_ended(stacks) else []
 
     def _stands(self, stacks: list[hangs.Stack], now: float) -> bool:
         """Whether ranks that may still be starting stand still: nobody imports, and a second look finds all as before."""

@@ -239,18 +239,20 @@ class Supervisor:
         """When nobody has got on for too long, say who waits for whom, and end the job if that was asked for."""
         if not self.assigned or self.stopping:
             return
-        there = [state for state in self.ranks if not state.ending]
+        there = [state for state in self.ranks if not state.ending and state.plan.role == "worker"]
+        self.standstill.some_at_end = len({state.closing for state in there}) > 1
         if self.standstill.begins(now):
             for state in there:
                 self._send(state, Kind.TAKE_STACKS, {})
         stacks = self.standstill.stacks(now, [(s.plan.rank, s.plan.host, s.step) for s in there])
         if not stacks:
             return
-        lines = hangs.report(stacks, self.standstill.limit_seconds)
+        lines = hangs.report(stacks, self.standstill.silent_seconds)
         self.console.say("\n".join(lines))
-        if not self.hang_timeout_seconds:
+        if self.standstill.early or not self.hang_timeout_seconds:
             self.warnings.append(lines[0])
-            self.console.say("the job goes on; --hang-timeout TIME would end it")
+            limit = "" if self.hang_timeout_seconds else "; --hang-timeout TIME would end it"
+            self.console.say(f"the job goes on{limit}")
             return
         guilty = (hangs.culprits(stacks) or stacks)[0]
         self.failure = results.Failure(
@@ -382,6 +384,7 @@ class Supervisor:
             with contextlib.suppress(ValueError, TypeError):  # a script may write anything into its pipe
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
+                state.closing = state.closing or "closing" in status
                 self.standstill.progress()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
@@ -448,6 +451,8 @@ class Supervisor:
     ) -> None:
         if state.ending:
             return
+        if stopped_by and exit_code and not number and failures.died_anyway(state.error_log):
+            stopped_by = ""
         state.ending = failures.Ending(
             rank=state.plan.rank,
             local_rank=state.plan.local_rank,
@@ -458,6 +463,7 @@ class Supervisor:
             stopped_by=stopped_by,
             message=message,
             lost=lost,
+            closing=state.closing,
             consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
         )
         self.console.finish_rank(state.plan.rank)

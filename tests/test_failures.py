@@ -36,6 +36,46 @@ def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):
     assert "killed by SIGKILL" in run.result["first_failure"]["message"]
 
 
+ENDS_EARLY = """
+import os, sys
+import distrib, torch
+job = distrib.init()
+model = torch.nn.Linear(1, 1)
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+for step in range(20):
+    if job.is_main and step == 10:
+        if sys.argv[1] == "_exit":
+            os._exit(0)
+        break
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(ENDS_EARLY)
+    run = launch("-np", "2", script, "_exit", timeout=60)
+    words = "(it lost the connection to another rank, and rank 0 had ended with exit code 0)"
+    assert run.code == 1 and words in run.result["first_failure"]["message"], run
+
+
+def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
+    script = tmp_path / "early.py"
+    script.write_text(ENDS_EARLY)
+    run = launch("-np", "2", "--hang-timeout", "12s", script, "end", timeout=60)
+    ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
+    assert f"no progress for 10 {ended}" in run.err and "the job goes on" in run.err, run
+    assert run.code == 1 and f"no progress for 12 {ended}" in run.result["first_failure"]["message"]
+
+
+def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
+    script = tmp_path / "missing.py"
+    script.write_text("import module_that_is_nowhere\n")
+    run = launch("-np", "3", script, timeout=60)
+    assert run.code == 1 and "failed too" in run.err and "stopped" not in run.err, run
+
+
 @pytest.mark.parametrize(
     ("order", "words"), [("own-code", "is in its own code (gloo.py:"), ("loader", "is in the data loader (gloo.py:")]
 )
@@ -236,6 +276,15 @@ def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch
     )
 
 
+def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
+    log = tmp_path / "1.err"
+    log.write_text("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n")
+    first = ending(1, exit_code=None, signal=6)
+    told = failures.describe(first, [ending(0, stopped_by="launcher", closing=True), first], log, "/py").message
+    assert told.startswith("killed by SIGABRT (the ranks called different collectives: ")
+    assert told.endswith("; rank 0 had come to the end of its script)")
+
+
 def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
     log = tmp_path / "1.err"
     log.write_text(
@@ -352,7 +401,7 @@ def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
     closing = frames(
         ("broadcast", f"{TORCH}/distributed/distributed_c10d.py", 9),
         ("settle", "/home/me/distrib/distrib/training/job.py", 300),
-        ("close", "/home/me/distrib/distrib/training/job.py", 516),
+        ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),
         ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
     )
     stacks = [stack(0, IN_BACKWARD), stack(1, closing), stack(2, closing)]

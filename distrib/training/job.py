@@ -542,6 +542,7 @@ class Job:
         if self.closed:
             return
         self._end_profile()
+        self._status.closing()
         try:
             self._settle()
             if self._elastic:

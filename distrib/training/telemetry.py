@@ -48,6 +48,10 @@ class StatusPipe:
             self._late.daemon = True
             self._late.start()
 
+    def closing(self) -> None:
+        """Says that the script is at its end and waits for the others there."""
+        self._write({"closing": True})
+
     def metrics(self, values: dict[str, Any]) -> None:
         """Says what the script measured. Raises TrainingError for values that fit no line of 4096 bytes."""
         self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}})
