@@ -53,7 +53,8 @@ def parse_gradients(text: str) -> Gradients:
     except ValueError:
         pass
     raise ConfigError(
-        f"gradients as {text!r}: no such format", hint="give fp32, fp16, bf16, int8, powersgd:RANK or topk:FRACTION"
+        f"gradients as {text!r}: no such format",
+        hint="give fp32, fp16, bf16, int8, powersgd:RANK such as powersgd:4, or topk:FRACTION such as topk:0.01",
     )
 
 

@@ -94,10 +94,10 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
     script = Path(options.script)
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     if engine != "kubernetes" and not options.module and not script.is_file():
-        raise ConfigError(
-            f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}",
-            hint="options of distrib-launch stand before the script, the script's own after it",
-        )
+        hint = "options of distrib-launch stand before the script, the script's own after it"
+        if re.fullmatch(r"python[\d.]*", script.name):
+            hint = "leave it out: every host starts its own"
+        raise ConfigError(f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}", hint=hint)
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     environment = planning.forwarded(os.environ, options.env)

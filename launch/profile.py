@@ -84,6 +84,6 @@ def summary(workload: Workload, steps: int) -> str:
         f"{workload.name} on {workload.device}, {steps} steps of {workload.batch} samples: {time(whole)} a step (forward "
         f"{time(workload.forward_seconds)}, backward {time(workload.backward_seconds)}, optimizer "
         f"{time(workload.optimizer_seconds)}, waiting for data {time(workload.loader_seconds)}{loaded}; variation "
-        f"{workload.variation:.1%}), {len(workload.gradients)} gradients of "
-        f"{units.format_size(workload.gradient_bytes, digits=3, binary=False)}"
+        f"{workload.variation:.1%}), {len(workload.gradients)} gradients, "
+        f"{units.format_size(workload.gradient_bytes, digits=3, binary=False)} together"
     )

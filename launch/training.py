@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages "
                      "(default: 500)")  # fmt: skip
     how.add_argument("--outer", default="diloco", metavar="HOW", help="mode local: what the average becomes: diloco (outer "
-                     "Nesterov momentum, the default), average (local SGD), or LR:MOMENTUM")  # fmt: skip
+                     "Nesterov momentum, the default), average (local SGD), or LR[:MOMENTUM]")  # fmt: skip
     how.add_argument("--fragments", type=_count, default=1, metavar="F", help="mode local: parts of the parameters that are "
                      "averaged at different steps")  # fmt: skip
     how.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: steps that ranks go on for "
@@ -96,7 +96,7 @@ def _outer(options: argparse.Namespace) -> Outer:
         except ValueError:
             found = None
         if found is None or not (0 < found.lr < 100 and 0 <= found.momentum < 1):
-            raise ConfigError(f"--outer {options.outer}: no such way", hint="give diloco, average, or LR:MOMENTUM")
+            raise ConfigError(f"--outer {options.outer}: no such way", hint="give diloco, average, or LR[:MOMENTUM]")
     if not 0 <= options.overlap_steps < 1 << 20:
         raise ConfigError(f"--overlap-steps {options.overlap_steps}: no number of steps", hint="give 0 or more")
     return msgspec.structs.replace(found, fragments=options.fragments, overlap_steps=options.overlap_steps)
@@ -124,7 +124,7 @@ def _staleness(text: str | None) -> int | None:
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of 1, 2, 3, ...")
     return int(text)
 
 

@@ -487,6 +487,7 @@ def stepping(backend: Asynchronous, optimizer: torch.optim.Optimizer, model: nn.
         backend,
         Samples(own=1, all=backend.world.size),
         told=lambda *_: None,
+        begins=lambda _: None,
         **{"on_nan": "raise", **options},
     )
     steps.pair([model])
@@ -789,11 +790,12 @@ def test_servers_are_reached_by_ipv6_too(make):
             pass
 
 
-def test_normalization_over_all_ranks_is_refused(make):
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_normalization_over_all_ranks_is_refused(make, layer):
     backend = make().worker(0)
     job = Job(backend.world, CPU, backend)
     with pytest.raises(TrainingError, match="sync_batchnorm makes ranks wait"):
-        job.prepare(nn.BatchNorm1d(2), sync_batchnorm=True)
+        job.prepare(layer(2), sync_batchnorm=layer is nn.BatchNorm1d)
 
 
 @pytest.mark.parametrize("replicas", [0, 1])

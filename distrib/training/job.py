@@ -29,7 +29,7 @@ from distrib.training.batches import ShardedLoader, moved
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten
 from distrib.training.meter import Meter
-from distrib.training.normalization import with_synchronized_batches
+from distrib.training.normalization import is_synchronized, with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
@@ -194,7 +194,8 @@ class Job:
 
         - a module: on `device`, with rank 0's parameters. In mode sync its gradients are averaged over the ranks, and it is
           wrapped in DistributedDataParallel where there are others; `unwrap` gives the module itself. Which parameters
-          learn is settled here: to freeze or unfreeze some later, prepare the module itself again.
+          learn is settled here: to freeze or unfreeze some later, prepare the module itself again. Layers of torch's
+          SyncBatchNorm work on CPUs, too.
         - an optimizer: the same object, the steps of which are now the job's.
         - a DataLoader: a `ShardedLoader` of this rank's batches, already on `device`.
         - a GradScaler, a learning rate scheduler: the same object.
@@ -208,12 +209,13 @@ class Job:
         self._check_open()
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
-        if sync_batchnorm and self._backend.strategy.balance:
+        synchronizes = sync_batchnorm or any(is_synchronized(thing) for thing in things)
+        if synchronizes and self._backend.strategy.balance:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
                 hint="leave out one of them",
             )
-        if sync_batchnorm and self._elastic:
+        if synchronizes and self._elastic:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step, which they do not in mode async",
                 hint="leave it out, or use --mode sync",
@@ -239,7 +241,7 @@ class Job:
                 self._add(thing)
             return thing
         if isinstance(thing, nn.Module):
-            if options.sync_batchnorm:
+            if options.sync_batchnorm or is_synchronized(thing):
                 thing = with_synchronized_batches(thing, self.device)
             model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):

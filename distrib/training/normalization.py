@@ -22,6 +22,11 @@ def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Modu
     return model
 
 
+def is_synchronized(thing: Any) -> bool:
+    """Whether it is a module that the script has given torch's SyncBatchNorm."""
+    return isinstance(thing, nn.Module) and any(isinstance(module, nn.SyncBatchNorm) for module in thing.modules())
+
+
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch normalization of inputs [samples, channels, ...] over the samples of all ranks, which must all be there.
 

@@ -792,13 +792,18 @@ def averaged(job: distrib.Job) -> None:
 
 
 def normalized(job: distrib.Job) -> None:
-    """Without running means rank 0 evaluates alone all the same."""
+    """Without running means rank 0 evaluates alone all the same; and what scripts have converted by torch's function works here, too."""
     layer = nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))
+    converted = job.prepare(nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layer)))
     model, _ = job.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.1), sync_batchnorm=True)
     if job.is_main:
         model.eval()
         with torch.no_grad():
             model(torch.randn(3, 4))
+        model.train()
+    inputs = torch.arange(12.0).reshape(3, 4) * (job.rank + 1)
+    job.unwrap(converted).load_state_dict(job.unwrap(model).state_dict())
+    assert torch.equal(converted(inputs), model(inputs))
     job.barrier()
 
 
