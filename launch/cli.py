@@ -19,7 +19,7 @@ from distrib_launch.options import Once, Parser
 from distrib_launch.placement import HOW
 
 from distrib._version import __version__
-from distrib.errors import ConfigError, DistribError
+from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan, RankPlan
@@ -165,7 +165,11 @@ def _run(options: argparse.Namespace) -> int:
         plan = job.make_plan(options)
     result = job.launch(plan, options)
     if options.json:
-        _print_json(result)
+        try:
+            _print_json(result)
+        except LaunchError as error:
+            complain(error)
+            return result.exit_code or error.exit_code
     return result.exit_code
 
 

@@ -32,6 +32,9 @@ FOLD_LIMIT_LINES = 2000
 LOG_TIME = re.compile(rb"^\[([IWE])\d{4} [\d:.]+ ")
 """How torch's own log lines begin; the time tells them apart where nothing else does."""
 
+RANK = re.compile(rb"^\[rank(\d+)\]: ?")
+"""What torch puts before the lines of a traceback: which rank's it is our own tag tells."""
+
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -45,7 +48,7 @@ class _Line:
 
 
 class Folder:
-    """Folds identical lines of several ranks into one, whatever the time in torch's own; each rank's lines stay in their order."""
+    """Folds identical lines of several ranks into one, whatever time and rank torch writes into them; each rank's stay in their order."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Line] = deque()
@@ -54,6 +57,8 @@ class Folder:
         self._number = 0
 
     def add(self, rank: int, text: bytes) -> None:
+        if (named := RANK.match(text)) and int(named[1]) == rank:
+            text = text[named.end() :]
         key = LOG_TIME.sub(rb"[\1 ", text)
         same = self._by_key.setdefault(key, deque())
         last = self._last.get(rank, -1)
@@ -235,7 +240,7 @@ def complain(error: object) -> None:
 
 @contextlib.contextmanager
 def perhaps_unread() -> Iterator[None]:
-    """What is printed may find nobody to read it, as in `... | head`; the exit code tells all the same.
+    """What is printed may find nobody to read it, as in `... | head`; that is no failure.
 
     Raises LaunchError where it cannot be written: on a full disk, say.
     """

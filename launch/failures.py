@@ -30,12 +30,16 @@ KINDS = (
      "out of GPU memory: a smaller batch, gradient accumulation or a larger GPU would help"),
     (re.compile(r"CUDA error: device-side assert"), "a kernel's check failed: run once with -x CUDA_LAUNCH_BLOCKING=1"),
     (re.compile(r"No space left on device"), "a disk or /dev/shm of the host is full"),
+    (re.compile(r"EOFError: EOF when reading a line"), "ranks have no standard input: give what is asked for as arguments"),
     (re.compile(r"bus error", re.IGNORECASE), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
 """Words of well-known ends, and what they mean."""
 
-CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py"|DataLoader worker \(pid.*\) exited unexpectedly')
-"""In the traceback of a rank that lost a process of its own: a loader's, say."""
+PARENT = re.compile(
+    r'File "[^"]*(?<!torch)/multiprocessing/(?:connection|forkserver|popen_\w+)\.py"|DataLoader worker \(pid.*\) exited unexpectedly'
+)
+CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py", line \d+, in (?:_bootstrap|spawn_main|main)\b')
+"""In the traceback of a rank that lost a process of its own, such as a loader's; and in that of such a process."""
 
 MISMATCH = re.compile(r"gloo::EnforceNotMet|[Cc]ollective mismatch")
 """What Gloo dies of where ranks meet in different collectives: by SIGABRT, with a C++ stack for last words."""
@@ -54,7 +58,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 
     `time` is on the launcher's clock. `exit_code` is None where no record came; then `lost` tells whether the connection
     was closed or fell silent. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
-    were about a connection to another rank. `closing`: its script had come to its end.
+    were about a connection to another rank. `closing`: its script had come to its end. `words` are those of the exception with
+    which one ended that was being stopped.
     """
 
     rank: int
@@ -68,6 +73,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     lost: Literal["", "closed", "silence"] = ""
     consequence: bool = False
     closing: bool = False
+    words: str = ""
 
     @property
     def failed(self) -> bool:
@@ -89,13 +95,13 @@ def is_consequence(log: Path) -> bool:
     """Whether a rank's last words are about a connection to another one."""
     text = tail(log)
     traceback = last_traceback(text)
-    return not CHILD.search(traceback) and bool(CONSEQUENCE.search(traceback or "\n".join(text.splitlines()[-5:])))
+    return not _lost_a_child(traceback) and bool(CONSEQUENCE.search(traceback or "\n".join(text.splitlines()[-5:])))
 
 
-def died_anyway(log: Path) -> bool:
-    """Whether a rank that was being stopped, and ended with an exit code, did so by an exception of its own."""
+def words_of(log: Path) -> str:
+    """The line that names the last exception in a log; empty where there is none."""
     traceback = last_traceback(tail(log))
-    return bool(traceback) and not last_words(traceback).startswith("KeyboardInterrupt")
+    return last_words(traceback) if traceback else ""
 
 
 def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str) -> Failure:
@@ -132,7 +138,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
             message += f" ({meaning})"
             break
     if first.consequence and not first.stopped_by:
-        done = [ending.rank for ending in endings if not ending.failed]
+        done = [e.rank for e in endings if not e.failed and not e.stopped_by and e.time <= first.time]
         why = (
             f"rank {ranges(done)} had ended with exit code 0"
             if done
@@ -158,10 +164,14 @@ def _at_end(first: Ending, endings: Iterable[Ending]) -> str:
 
 def _child(words: str, traceback: str) -> str:
     """What a process that the rank had started died of, where that is what the rank died of."""
-    if not CHILD.search(traceback):
+    if not _lost_a_child(traceback):
         return ""
     earlier = last_traceback(_plain(words).rpartition(traceback)[0])
-    return f" (a process that it had started ended before: {last_words(earlier)})" if earlier else ""
+    return f" (a process that it had started ended before: {last_words(earlier)})" if CHILD.search(earlier) else ""
+
+
+def _lost_a_child(traceback: str) -> bool:
+    return bool(PARENT.search(traceback)) and not CHILD.search(traceback)
 
 
 def _lost(first: Ending, endings: Iterable[Ending]) -> str:
@@ -254,10 +264,15 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
         code = f"{signal_name(own.signal)}" if own.signal else f"exit code {own.exit_code}"
         how = "no exit record" if own.exit_code is None else code
         lines.append(f"  {how}, local rank {own.local_rank}, {max(0.0, failure.time - started):.1f} s after the start")
+
+    def alike(ending: Ending) -> bool:
+        """Whether one that was being stopped had died of the same thing, as where a module is missing everywhere."""
+        return bool(ending.words) and failure.message.startswith(ending.words)
+
     for words, ranks in (
         ("lost the connection to it", [e.rank for e in others if e.consequence and not e.stopped_by]),
-        ("failed too", [e.rank for e in others if e.failed and not e.consequence and not e.stopped_by]),
-        ("were stopped", [e.rank for e in others if e.stopped_by]),
+        ("failed too", [e.rank for e in others if e.failed and not e.consequence and (not e.stopped_by or alike(e))]),
+        ("were stopped", [e.rank for e in others if e.stopped_by and not alike(e)]),
         ("had finished", [e.rank for e in others if not e.failed and not e.stopped_by]),
     ):
         if ranks:

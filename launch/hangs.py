@@ -20,6 +20,7 @@ COLLECTIVE_CALL = re.compile(
 SERVER_FILES = re.compile(r"/distrib/training/parameter_server/\w+\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
+SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
 LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|/distrib/training/|^<")
 
 
@@ -146,8 +147,15 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
 
 def wait_for_ended(stacks: Sequence[Stack]) -> bool:
     """Whether ranks wait for such as have left their script: nothing can come of it."""
-    ended = [stack for stack in stacks if place_of(stack) == AT_END]
-    return len(ended) < len(stacks) and culprits(stacks) == ended != []
+    others = [stack for stack in stacks if place_of(stack) != AT_END]
+    return 0 < len(others) < len(stacks) and all(_surely_waits(stack) for stack in others)
+
+
+def _surely_waits(stack: Stack) -> bool:
+    """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
+    return place_of(stack).waits and any(
+        SURE_FILES.search(frame.filename) or frame.function == "_engine_run_backward" for frame in stack.frames
+    )
 
 
 def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:

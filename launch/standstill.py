@@ -30,7 +30,10 @@ class Standstill:
         """Whether some scripts are at their end, and others are not: the launcher says so."""
         self.early = False
         """Whether the stacks that were given out last show just that, before the limit has passed."""
-        self._looked_early = False
+        self._looks_early = False
+        self._early_before: list[tuple[hangs.Frame, ...]] | None = None
+        self._early_again = 0.0
+        self._early_pause_seconds = NOTICE_SECONDS / 10
         self._quiet_so_far = True
         self._stacks: dict[int, hangs.Stack] | None = None  # while and after they are taken
         self._deadline = 0.0
@@ -45,7 +48,7 @@ class Standstill:
     def progress(self) -> None:
         """A rank has printed something, or reported a step."""
         self._last = time.monotonic()
-        self._quiet_so_far = self._looked_early = False
+        self._quiet_so_far = False
 
     def add(self, stack: hangs.Stack) -> None:
         """A rank's stack has come."""
@@ -58,12 +61,18 @@ class Standstill:
         return min(AT_END_SECONDS, self.limit_seconds) if self.early else self.limit_seconds
 
     def begins(self, now: float) -> bool:
-        """Whether the limit has just been passed: the ranks' stacks are wanted."""
-        soon = self.some_at_end and not self._looked_early
-        if now - self._last <= (min(AT_END_SECONDS, self.limit_seconds) if soon else self.limit_seconds):
+        """Whether the limit, or the time for an early look, has just been passed: the ranks' stacks are wanted."""
+        quiet = now - self._last
+        if quiet <= min(AT_END_SECONDS, self.limit_seconds):
+            self._early_before = None
+        if quiet <= self.limit_seconds:
+            if self._looks_early:
+                return False
             self._stacks = self._before = None  # they got on meanwhile
-            return False
-        if self._stacks is not None or now < self._look_again:
+            self._looks_early = self.some_at_end and quiet > AT_END_SECONDS and now >= self._early_again
+            if not self._looks_early:
+                return False
+        elif self._stacks is not None or now < self._look_again:
             return False
         self._stacks, self._deadline = {}, now + STACKS_SECONDS
         return True
@@ -85,11 +94,23 @@ class Standstill:
             self._stacks.get(rank, hangs.Stack(rank=rank, host=host, step=step, problem="no stack came"))
             for rank, host, step in ranks
         ]
-        if now - self._started <= STARTUP_SECONDS and not self._stands(stacks, now):
-            return []
-        self.early = now - self._last <= self.limit_seconds
-        self._looked_early = self._looked_early or self.early
-        return stacks if not self.early or hangs.wait_for_ended(stacks) else []
+        self.early = self._looks_early
+        if self.early:
+            return stacks if self._is_certain(stacks, now) else []
+        return stacks if now - self._started > STARTUP_SECONDS or self._stands(stacks, now) else []
+
+    def _is_certain(self, stacks: list[hangs.Stack], now: float) -> bool:
+        """Whether ranks wait for one at its end, by two looks; else the next pair of looks comes later and later."""
+        self._stacks, self._looks_early = None, False
+        frames = [stack.frames for stack in stacks]
+        if hangs.wait_for_ended(stacks) and self._early_before is None:
+            self._early_before, self._early_again = frames, now + SECOND_LOOK_SECONDS
+            return False
+        certain = hangs.wait_for_ended(stacks) and frames == self._early_before
+        self._early_before = None
+        self._early_again = float("inf") if certain else now + self._early_pause_seconds
+        self._early_pause_seconds *= 2
+        return certain
 
     def _stands(self, stacks: list[hangs.Stack], now: float) -> bool:
         """Whether ranks that may still be starting stand still: nobody imports, and a second look finds all as before."""

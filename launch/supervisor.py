@@ -451,8 +451,6 @@ class Supervisor:
     ) -> None:
         if state.ending:
             return
-        if stopped_by and exit_code and not number and failures.died_anyway(state.error_log):
-            stopped_by = ""
         state.ending = failures.Ending(
             rank=state.plan.rank,
             local_rank=state.plan.local_rank,
@@ -464,6 +462,7 @@ class Supervisor:
             message=message,
             lost=lost,
             closing=state.closing,
+            words=failures.words_of(state.error_log) if stopped_by and exit_code else "",
             consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
         )
         self.console.finish_rank(state.plan.rank)
@@ -512,7 +511,7 @@ class Supervisor:
         if state.plan.role == "worker":
             state.first_ending = state.first_ending or state.ending
         state.restarts += 1
-        state.ending, state.again_at, state.step = None, 0.0, -1
+        state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
         environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
         self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
 

@@ -232,6 +232,7 @@ def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text)
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "out of GPU memory"),
         ("OSError: [Errno 28] No space left on device", "a disk or /dev/shm of the host is full"),
         ("ModuleNotFoundError: No module named 'torch'", "(install torch for /py on n1)"),
+        ("EOFError: EOF when reading a line", "ranks have no standard input"),
     ],
 )
 def test_well_known_ends_are_explained(tmp_path, words, meaning):
@@ -246,7 +247,8 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
     """As Python 3.14 ends where a script is not guarded, and its loader begins it anew."""
     log = tmp_path / "0.err"
     log.write_text(
-        '[rank0]: Traceback (most recent call last):\n[rank0]:   File "a.py", line 1, in <module>\n[rank0]:     f()\n'
+        "[rank0]: Traceback (most recent call last):\n"
+        '[rank0]:   File "/usr/lib/python3.14/multiprocessing/forkserver.py", line 230, in main\n[rank0]:     f()\n'
         "[rank0]: TrainingError: it would begin again\nTraceback (most recent call last):\n"
         '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv\n    chunk = read(handle)\n'
         "ConnectionResetError: [Errno 104] Connection reset by peer\n"
@@ -258,13 +260,44 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
     )
 
 
+def test_what_a_process_of_a_rank_says_after_it_is_not_what_it_lost(tmp_path):
+    log = tmp_path / "0.err"
+    log.write_text(
+        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n'
+        "RuntimeError: Connection closed by peer [198.18.0.1]:5\nTraceback (most recent call last):\n"
+        '  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap\n    self.run()\n'
+        '  File "/usr/lib/python3.11/multiprocessing/connection.py", line 411, in _send_bytes\n    self._send(buf)\n'
+        "BrokenPipeError: [Errno 32] Broken pipe\n"
+    )
+    assert failures.is_consequence(log)
+    assert "had started" not in failures.describe(ending(0), [], log, "/py").message
+
+
+def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
+    log = tmp_path / "0.err"
+    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nKeyError: 1\n')
+    first = ending(0, consequence=True, time=1.0)
+    stopped = [
+        ending(1, stopped_by="launcher", exit_code=1, words="KeyError: 1", time=2.0),
+        ending(2, stopped_by="launcher", exit_code=1, words="Stopped: asked to end", time=2.0),
+        ending(3, stopped_by="launcher", exit_code=0, time=2.0),
+    ]
+    assert failures.first_failure([first, *stopped]) is first
+    told = failures.describe(first, [first, *stopped], log, "/py")
+    assert told.message.startswith("KeyError: 1") and told.message.endswith(
+        "known to have failed before: the network?)"
+    )
+    said = failures.report(told, [first, *stopped], started=0.0)
+    assert "rank 1: failed too" in said and "rank 2-3: were stopped" in said
+
+
 def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch, tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
         "import distrib\nfrom torch.utils.data import DataLoader\njob = distrib.init()\n"
         "loader = DataLoader(range(8), num_workers=1, multiprocessing_context='forkserver')\nprint(sum(map(int, loader)))\n"
     )
-    run = launch("-np", "1", script, timeout=60)
+    run = launch("-np", "2", script, timeout=60)
     assert run.code == 1, run
     message = run.result["first_failure"]["message"]
     assert (

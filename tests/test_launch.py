@@ -595,3 +595,12 @@ def test_json_tells_of_a_launch_that_never_began(tmp_path):
     told = json.loads(done.stdout)
     assert (done.returncode, told["status"], told["exit_code"]) == (2, "failed", 2)
     assert "missing.txt: no such hostfile" in told["error"]
+
+
+def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):
+    script = tmp_path / "exits.py"
+    script.write_text("raise SystemExit(7)\n")
+    command = [LAUNCH, "--json", "-np", "1", "--run-dir", tmp_path / "run", script]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 7 and "standard output: No space left on device" in done.stderr, done

@@ -112,6 +112,18 @@ def test_the_time_in_torchs_own_lines_does_not_keep_them_apart():
     assert shown[0].text.startswith(b"[W1122 07:38:15.664123870 ")
 
 
+def test_a_traceback_of_all_ranks_is_shown_once_though_torch_writes_the_rank_into_it():
+    folder = Folder()
+    for rank in range(3):
+        folder.add(rank, b"[rank%d]: Traceback (most recent call last):" % rank)
+        folder.add(rank, b"[rank%d]:[W1122 07:38:15.6 pg.cpp:1] destroy was not called" % rank)
+        folder.add(rank, b"[rank0]: as rank 0 said")
+    shown = folder.take(all_of_them=True, among=3)
+    assert [(line.ranks, line.text.partition(b" ")[0]) for line in shown] == [
+        ([0, 1, 2], b"Traceback"), ([0, 1, 2], b"[W1122"), ([0], b"as"), ([1, 2], b"[rank0]:"),
+    ]  # fmt: skip
+
+
 def test_ranks_that_say_the_same_fold_into_one_line_each():
     folder = Folder()
     for rank in range(4):

@@ -57,6 +57,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
+        pytest.param({}, 3, "sparse", id="sync, sparse"),
         pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures", id="sync, steps"),
         pytest.param({"accumulate": 3}, 2, "fused thrown_away uncounted again one_model", id="accumulate, steps"),
         pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks", id="local, steps"),

@@ -564,15 +564,16 @@ import sys
 import distrib, torch
 from torch.utils.data import DataLoader, IterableDataset
 job = distrib.init()
+frozen = torch.nn.Linear(1, 1).requires_grad_(False)
 class Stream(IterableDataset):
     def __iter__(self):
         first, step = (job.rank, 2) if sys.argv[1] == "shared-out" else (0, 1)
         for number in range(first, 16, step):
             yield torch.tensor([float(number)]), {"number": number, "text": str(number)}
-model = torch.nn.Linear(1, 1)
-model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4), DataLoader(Stream(), 2))
+model = torch.nn.Sequential(frozen, torch.nn.Linear(1, 1))
+model, optimizer, loader = job.prepare(model, torch.optim.SGD(model[1].parameters(), 1e-4), DataLoader(Stream(), 2))
 if sys.argv[1] == "loaded" and job.is_main:
-    job.unwrap(model).bias.data.fill_(7)
+    frozen.bias.data.fill_(7)
 for numbers, _ in loader:
     model(numbers).sum().backward()
     optimizer.step()
@@ -598,7 +599,49 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(tmp_path, mode):
     result = run_ranks(2, script, "loaded", DISTRIB_STRATEGY=json.dumps({"mode": mode}))
     assert (
         result.returncode == 1
-        and result.stderr.count("training begins with other values in bias on rank 1 than on rank 0") == 2
+        and result.stderr.count("training begins with other values in 0.bias on rank 1 than on rank 0") == 2
+    )
+
+
+FIRST_STEP = """
+import sys
+import distrib, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+job = distrib.init()
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows, self.one, self.other = nn.Embedding(4, 2, max_norm=0.1), nn.Linear(2, 1), nn.Linear(2, 1)
+        self.own = nn.Parameter(torch.full((3,), float(job.rank)))
+    def forward(self, x):
+        one = self.one(self.rows(x))
+        if sys.argv[1] == "unused":
+            return one if job.rank else one + self.other(self.rows(x))
+        return one + self.other(self.rows(x)) + self.own.sum()
+torch.manual_seed(1)
+model = Model()
+if sys.argv[1] == "unused":
+    del model.own
+else:
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["own"])
+    model = DDP(model)
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+model(torch.tensor([job.rank])).sum().backward()
+optimizer.step()
+print("stepped", flush=True)
+"""
+
+
+def test_the_first_step_is_refused_for_a_reason_only(tmp_path):
+    """What DistributedDataParallel was told to ignore, and embeddings that write as they read, are of each rank's own."""
+    script = tmp_path / "first.py"
+    script.write_text(FIRST_STEP)
+    result = run_ranks(2, script, "own")
+    assert result.returncode == 0 and result.stdout.count("stepped") == 2, result.stderr
+    result = run_ranks(2, script, "unused")
+    assert result.returncode == 1 and "other.weight, other.bias got no gradient in this step" in result.stderr, (
+        result.stderr
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
@@ -31,22 +32,38 @@ def check_alike(things: Sequence[Any]) -> None:
     )
 
 
-def check_same_values(named: Mapping[str, torch.Tensor]) -> None:
+def check_same_values(models: Sequence[nn.Module]) -> None:
     """Raises TrainingError, on every rank, where one has other values in a parameter than rank 0. Every rank.
 
     What is compared is a sum of the values' bits, which no order of adding changes: 8 bytes for each parameter.
     """
+    named = [one for model in models for one in _common(model)]
     if not named:
         return
     sums: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(sums, torch.stack([_sum_of_bits(values) for values in named.values()]).tolist())
+    dist.all_gather_object(sums, [_sum_of_bits(values) for _, values in named])
     for rank, found in enumerate(sums):
-        for name, one, other in zip(named, sums[0], found, strict=True):
+        for (name, _), one, other in zip(named, sums[0], found, strict=False):
             if one != other:
                 raise TrainingError(
                     f"training begins with other values in {name} on rank {rank} than on rank 0",
-                    hint="load weights before job.prepare, which hands out rank 0's, or on every rank, as job.restore does",
+                    hint="load or compute weights before job.prepare, which hands out rank 0's, or load them on every rank, "
+                    "as job.restore does",
                 )
+
+
+def _common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a prepared model that all ranks must have alike."""
+    inner = model
+    if isinstance(model, DistributedDataParallel):
+        if model.process_group.size() < dist.get_world_size():  # the script's own
+            return []
+        inner = model.module
+    own = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
+    for name, module in inner.named_modules():
+        if getattr(module, "max_norm", None) is not None:  # an embedding that writes into its rows as it reads them
+            own.update(f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters(recurse=False))
+    return [(name, values) for name, values in inner.named_parameters() if name not in own]
 
 
 def differ(own: Sequence[str]) -> list[bool]:
@@ -57,9 +74,13 @@ def differ(own: Sequence[str]) -> list[bool]:
 
 
 def digest_of(batch: Any) -> str:
-    """A word for the numbers and strings in a batch, however nested: equal batches have equal ones."""
+    """A word for the numbers and strings in a batch, in tuples, lists and dicts: equal batches have equal ones. Empty where
+    it has tensors that cannot be read so."""
     digest = hashlib.sha256()
-    _feed(digest, batch)
+    try:
+        _feed(digest, batch)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return ""
     return digest.hexdigest()
 
 
@@ -71,15 +92,21 @@ def gather_numbers(own: list[float]) -> list[list[float]]:
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART_ELEMENTS = 1 << 22
 
 
-def _sum_of_bits(values: torch.Tensor) -> torch.Tensor:
+def _sum_of_bits(values: torch.Tensor) -> int:
+    """0 for what has no bits to be read in the common way."""
     values = values.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
-    if values.layout is not torch.strided or values.is_quantized or values.element_size() not in _INTEGERS:
-        return torch.zeros((), dtype=torch.int64, device=values.device)
-    return values.view(_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+    try:
+        bits = values.view(_INTEGERS[values.element_size()])
+        # In parts, as each is copied to 8 bytes an element.
+        parts = torch.split(bits.view(-1), _PART_ELEMENTS) if bits.is_contiguous() else [bits]
+        return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+    except (KeyError, RuntimeError, NotImplementedError, TypeError):
+        return 0
 
 
 def _feed(digest: hashlib._Hash, value: Any) -> None:
@@ -87,13 +114,13 @@ def _feed(digest: hashlib._Hash, value: Any) -> None:
         if value.layout is torch.strided:
             digest.update(repr((value.dtype, value.shape)).encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
+    elif isinstance(value, dict):
         for key in value:
             _feed(digest, key)
             _feed(digest, value[key])
     elif isinstance(value, (str, bytes, int, float, bool, type(None))):
         digest.update(repr(value).encode())
-    elif isinstance(value, Sequence):
+    elif isinstance(value, (list, tuple)):
         for item in value:
             _feed(digest, item)
 

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any, ClassVar
 
 import torch
@@ -181,16 +181,17 @@ class ShardedLoader(Iterable[Any]):
         watch = _Watch(self._evenly(), self._training, self._parameters)
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
-            if watch.trains and not self.first_batch:
+            if watch.trains and ranks > 1 and not self._view and not self.first_batch:
                 batches = self._noting_the_first(batches)
             batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
         here = self._read(batches, self._shard.sizes if self._shard else deque(), watch)
         return self.meter(here) if self.meter else here
 
     def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self.first_batch = self.first_batch or digest_of(batch)
-            yield batch
+        for batch in islice(batches, 1):
+            self.first_batch = digest_of(batch)
+            return chain((batch,), batches)  # and keeps none of them
+        return batches
 
     def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch) -> Iterator[Any]:
         before: tuple[int, int] | None = None

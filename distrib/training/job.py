@@ -29,7 +29,7 @@ from distrib.training.batches import ShardedLoader, moved
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten
 from distrib.training.meter import Meter
-from distrib.training.normalization import is_synchronized, with_synchronized_batches
+from distrib.training.normalization import bear_cpus, with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
 from distrib.training.rendezvous import join
@@ -66,7 +66,6 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
     """
     global _job
     if _job is None:
-        _refuse_readers()
         strategy = from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
@@ -74,6 +73,8 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
             raise TrainingError(
                 "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
             )
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            _refuse_readers()
         world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
@@ -129,8 +130,10 @@ class Job:
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._loaders = 0
-        self._streams: list[ShardedLoader] | None = []
-        """Until the first step: what is read whole on every rank."""
+        self._begun = False
+        """Whether a first step was taken."""
+        self._streams: list[ShardedLoader] = []
+        """Until then: what is read whole on every rank."""
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
@@ -209,13 +212,12 @@ class Job:
         self._check_open()
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
-        synchronizes = sync_batchnorm or any(is_synchronized(thing) for thing in things)
-        if synchronizes and self._backend.strategy.balance:
+        if sync_batchnorm and self._backend.strategy.balance:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
                 hint="leave out one of them",
             )
-        if synchronizes and self._elastic:
+        if sync_batchnorm and self._elastic:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step, which they do not in mode async",
                 hint="leave it out, or use --mode sync",
@@ -241,8 +243,10 @@ class Job:
                 self._add(thing)
             return thing
         if isinstance(thing, nn.Module):
-            if options.sync_batchnorm or is_synchronized(thing):
+            if options.sync_batchnorm:
                 thing = with_synchronized_batches(thing, self.device)
+            elif self.device.type == "cpu":
+                bear_cpus(thing)
             model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._add(model)
@@ -295,18 +299,19 @@ class Job:
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
-        if self._streams is not None and isinstance(loader.dataset, IterableDataset):
+        if not self._begun and isinstance(loader.dataset, IterableDataset):
             self._streams.append(sharded)
         return sharded
 
-    def _begins(self, parameters: dict[str, nn.Parameter]) -> None:
-        """An optimizer takes its first step, on every rank: the first that they are sure to do together."""
-        if self.world_size == 1 or self._elastic:
+    def _begins(self) -> None:
+        """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
+        if self._begun or self.world_size == 1 or self._elastic:
             return
-        check_same_values(parameters)
+        self._begun = True
+        check_same_values(self._models)
         if self._streams and any(differ([stream.first_batch for stream in self._streams])):
             self._forgotten.other_stream()
-        self._streams = None
+        self._streams.clear()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped

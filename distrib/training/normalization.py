@@ -22,9 +22,11 @@ def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Modu
     return model
 
 
-def is_synchronized(thing: Any) -> bool:
-    """Whether it is a module that the script has given torch's SyncBatchNorm."""
-    return isinstance(thing, nn.Module) and any(isinstance(module, nn.SyncBatchNorm) for module in thing.modules())
+def bear_cpus(model: nn.Module) -> None:
+    """Makes those layers ours that are torch's SyncBatchNorm, of all ranks: on CPUs it would raise."""
+    for module in model.modules():
+        if type(module) is nn.SyncBatchNorm and module.process_group is None:
+            module.__class__ = SyncBatchNorm  # type: ignore[assignment]
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):

@@ -17,7 +17,6 @@ from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
 from distrib.training.samples import Mean, Samples
-from distrib.training.synchronous import unwrapped
 
 
 class Steps:
@@ -25,7 +24,7 @@ class Steps:
 
     `optimizer.step` becomes a step of the job; the optimizer stays the object that schedulers know. `told` is called after
     each with the number of steps so far, and whether this was one: it is none while batches are accumulated or where it was left out.
-    What says so may be a tensor, as only a GPU may know it yet. `begins` is called before the first, with the parameters by name.
+    What says so may be a tensor, as only a GPU may know it yet. `begins` is called before the first.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Steps:
         *,
         on_nan: OnNan,
         told: Callable[[int, bool | torch.Tensor], None],
-        begins: Callable[[dict[str, nn.Parameter]], None],
+        begins: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
         self.mean = Mean(optimizer, samples, ranks=backend.averaged)
@@ -170,12 +169,10 @@ class Steps:
     def _take(self, update: Callable[[], Any] | None, by_closure: bool) -> Any:
         if not self.taken:
             self._check_owned()
-            own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-            self._begins(
-                {n: p for model in self._models for n, p in unwrapped(model).named_parameters() if id(p) in own}
-            )
         if not by_closure:
             self._backend.check_used(self._models)
+        if not self.taken:
+            self._begins()
         found_inf = getattr(self.optimizer, "found_inf", None)  # the optimizer itself leaves the step out then
         bad = False
         if found_inf is not None or update is None:

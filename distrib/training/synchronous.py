@@ -17,6 +17,7 @@ from distrib.bandwidth.pieces import FINE_BYTES, FINE_PARTS, left_to_ddp
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
 from distrib.training.flat import broadcast
+from distrib.training.gradients import sparse
 from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
 from distrib.training.gradients.neighbours import this_host
 
@@ -55,7 +56,10 @@ def synchronous(
                   f"not as {strategy.gradients}")  # fmt: skip
         strategy = msgspec.structs.replace(strategy, gradients=Gradients())
         if device.type == "cpu":
-            return _plain(model, find_unused_parameters, strategy.bucket_bytes)
+            plain = _plain(model, find_unused_parameters, strategy.bucket_bytes)
+            if _has_sparse_gradients(model):
+                plain.register_comm_hook(None, lambda _, bucket: sparse.averaged(bucket))
+            return plain
     if device.type == "cuda":
         return _on_gpu(model, device, strategy, find_unused_parameters)
     size = sum(parameter.nbytes for parameter in learning)

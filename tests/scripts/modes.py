@@ -808,12 +808,22 @@ def normalized(job: distrib.Job) -> None:
 
 
 def sparse(job: distrib.Job) -> None:
-    """Sparse gradients are averaged as they are."""
-    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    """Sparse gradients are averaged as they are, whatever rows each rank has read."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True, padding_idx=0), nn.Linear(3, 1)).double()
+    reference, ranks = copy.deepcopy(model), job.world_size
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model(torch.tensor([job.rank])).sum().backward()
-    optimizer.step()
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(60):
+        read = [torch.arange(step + rank + 1) % (rank + 2) * (step % 4 > rank) for rank in range(ranks)]
+        model(read[job.rank]).square().mean().backward()
+        sum(reference(rows).square().mean() / ranks for rows in read).backward()
+        for one in optimizer, alone:
+            one.step()
+            one.zero_grad()
     assert_alike(job.unwrap(model))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 def momentum(job: distrib.Job) -> None:
