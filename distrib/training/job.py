@@ -73,8 +73,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
             raise TrainingError(
                 "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
             )
-        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-            _refuse_readers()
+        _refuse_readers()
         world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
         backend = backend_for(strategy, world, device)
@@ -89,7 +88,9 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
 
 
 def _refuse_readers() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):  # by which multiprocessing knows them itself
+    several = any(os.environ.get(size, "1") != "1" for size in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
+    reads = getattr(multiprocessing.current_process(), "_inheriting", False)  # by which multiprocessing knows it itself
+    if several and reads:
         raise TrainingError(
             "a process of a loader, or of multiprocessing, reads this script anew, and would join the job a second time",
             hint='put what the script does under `if __name__ == "__main__":`',
@@ -305,12 +306,11 @@ class Job:
 
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
-        if self._begun or self.world_size == 1 or self._elastic:
-            return
-        self._begun = True
-        check_same_values(self._models)
-        if self._streams and any(differ([stream.first_batch for stream in self._streams])):
-            self._forgotten.other_stream()
+        begun, self._begun = self._begun, True
+        if not begun and self.world_size > 1 and not self._elastic:
+            check_same_values(self._models)
+            if self._streams and any(differ([stream.first_batch for stream in self._streams])):
+                self._forgotten.other_stream()
         self._streams.clear()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
