@@ -63,10 +63,10 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
 def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
-    run = launch("-np", "2", "--hang-timeout", "12s", script, "end", timeout=60)
+    run = launch("-np", "2", "--hang-timeout", "20s", script, "end", timeout=60)
     ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
     assert f"no progress for 10 {ended}" in run.err and "the job goes on" in run.err, run
-    assert run.code == 1 and f"no progress for 12 {ended}" in run.result["first_failure"]["message"]
+    assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
 
 
 def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
