@@ -225,9 +225,9 @@ class Synchronous(Together):
                 )
             raise TrainingError(
                 f"rank {self.world.rank}: {_several(list(unused))} "
-                f"got no gradient in this step of {type(inner).__name__}, and the other ranks wait for it",
-                hint="job.prepare(..., find_unused_parameters=True), or freeze what is not used, with requires_grad_(False), "
-                "before job.prepare",
+                f"got no gradient in this step of {type(inner).__name__}, and is waited for",
+                hint="job.prepare(..., find_unused_parameters=True), or, if no rank uses it, freeze it with "
+                "requires_grad_(False) before job.prepare",
             )
 
     def _averaged_by(self, model: nn.Module) -> set[nn.Parameter]:
