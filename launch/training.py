@@ -124,7 +124,7 @@ def _staleness(text: str | None) -> int | None:
 
 def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of 1, 2, 3, ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0; give 1 or more")
     return int(text)
 
 
