@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -33,12 +34,13 @@ settings.load_profile("untimed")
 
 def pytest_configure() -> None:
     os.environ[MARK] = str(os.getpid())
+    if os.environ.get("DISTRIB_TEST_CLUSTER") == "required" and (why := why_unavailable()):
+        pytest.exit(f"the virtual cluster is required but cannot be built here: {why}", returncode=3)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     why = why_unavailable()
-    if why and os.environ.get("DISTRIB_TEST_CLUSTER") == "required":
-        pytest.exit(f"the virtual cluster is required but cannot be built here: {why}", returncode=3)
+    items.sort(key=lambda item: "alone" in item.keywords)  # the others need not wait for these
     for item in items:
         if "cluster" in item.keywords and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
@@ -59,6 +61,18 @@ def our_processes() -> dict[int, str]:
             except OSError:
                 continue
     return found
+
+
+@pytest.fixture(autouse=True)
+def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where several processes run tests (`pytest -n 2`), one that is marked `alone` waits until no other test runs."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (tmp_path_factory.getbasetemp().parent / "turns").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
+        yield
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that the test forked
 
 
 @pytest.fixture(autouse=True)

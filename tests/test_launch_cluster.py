@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import LAUNCH, SCRIPTS
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 JOB = SCRIPTS / "job.py"
 
 

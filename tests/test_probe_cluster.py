@@ -17,7 +17,7 @@ from distrib.cluster.ways import link_between
 from tests.cluster.calm import wait_for_calm
 from tests.conftest import TOPO
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 ENV = {"OMP_NUM_THREADS": "1"}
 TRIES = 4
 

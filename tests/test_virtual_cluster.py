@@ -16,7 +16,7 @@ from tests.cluster.calm import wait_for_calm
 from tests.cluster.virtual import OWN_NAMES
 from tests.conftest import ROOT
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.alone]
 
 
 def traces() -> set[str]:
