@@ -67,7 +67,7 @@ class OneHost(RuleBasedStateMachine):
         """Whoever is the lowest speaks; what was under way is pushed to it again."""
         self.up: deque[tuple[Any, ...]] = deque()
         self.down: deque[Answer] = deque()
-        self.sent: dict[int, tuple[Any, ...]] = {}
+        self.pushed: dict[int, int] = {}  # chunk to step, of what was pushed and is not answered
         alive = [n for n, w in enumerate(self.workers) if w.alive]
         self.merger = Merger(range(self.CHUNKS), [n for n in alive if not self.workers[n].outside])
         for number in alive:
@@ -80,9 +80,11 @@ class OneHost(RuleBasedStateMachine):
             if isinstance(order, Send):
                 assert len({update.step for update in order.updates}) == 1
                 whose = tuple(update.gradient for update in order.updates)
+                self.pushed[order.chunk] = order.step
                 self.up.append(("push", order.chunk, order.step, whose, order.mark, order.final))
             elif isinstance(order, Commit):
-                self.up.append(("commit", order.chunk, order.step))
+                if order.chunk in self.pushed:  # else it is answered already
+                    self.up.append(("commit", order.chunk, order.step))
             else:
                 worker = self.workers[order.worker]
                 waits = worker.alive and order.step == worker.step and worker.open.pop(order.chunk, None) is not None
@@ -155,6 +157,7 @@ class OneHost(RuleBasedStateMachine):
             self._deliver()
         self.up.clear()
         self.down.clear()
+        self.pushed.clear()
         self._apply(self.server.drop(HOST))
         newest = self.server.newest()
         self._apply(self.server.join(HOST, newest + 1))
@@ -189,7 +192,9 @@ class OneHost(RuleBasedStateMachine):
     @rule()
     def hear(self) -> None:
         answer = self.down.popleft()
-        self._carry_out(self.merger.answered(answer.chunk, applied=answer.applied))
+        if self.pushed.get(answer.chunk) == answer.step:
+            del self.pushed[answer.chunk]
+            self._carry_out(self.merger.answered(answer.chunk, applied=answer.applied))
 
     @invariant()
     def nothing_twice_and_nothing_lost(self) -> None:
@@ -232,6 +237,22 @@ def test_any_order_of_events():
     run_state_machine_as_test(
         OneHost, settings=settings(max_examples=150, stateful_step_count=50, deadline=None, database=None)
     )
+
+
+def test_the_answer_to_what_is_not_committed_yet_comes_with_the_commit():
+    """A worker goes on with a step that the server has had of this host already, from one that is gone."""
+    for applied in (False, True):
+        merger = Merger([0], [])
+        merger.join(3)
+        (sent,) = merger.push(3, 0, 1, 0, "gradient", final=False)
+        assert isinstance(sent, Send) and not sent.final
+        assert merger.answered(0, applied=applied) == []
+        assert merger.commit(3, 1, [0]) == [Answer(0, 3, 1, applied)]
+    merger.push(3, 0, 2, 0, "gradient", final=False)
+    merger.answered(0, applied=False)
+    (sent,) = merger.push(3, 0, 2, 0, "another", final=True)
+    assert isinstance(sent, Send) and sent.final  # of which the server has not been asked
+    assert merger.answered(0, applied=True) == [Answer(0, 3, 2, True)]
 
 
 # -- workers over real sockets, in one process ------------------------------------------------------------------------
@@ -420,6 +441,15 @@ def test_somebody_dies(make_cluster, tmp_path, victim):
     _, err = job.communicate(timeout=90)
     assert job.returncode == 0, err
     check_counts(tmp_path, {0, 1, 2, 3} - {rank})
+
+
+@pytest.mark.cluster
+def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(make_cluster, launch):
+    cluster = make_cluster(2, slots=2)
+    script = SCRIPTS / "asynchronous.py"
+    run = launch("--mode", "async", "--timeout", "60", "-H", cluster.hostfile, script, "elsewhere", cluster=cluster)
+    assert run.code == 0 and "died (SIGKILL)" in run.err, run
+    assert all(f"rank {rank} took all steps" in run.out for rank in (0, 1, 3)), run
 
 
 @pytest.mark.cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -195,6 +196,26 @@ def one_dies_at_once(job: distrib.Job) -> None:
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
+
+
+def elsewhere(job: distrib.Job) -> None:
+    """The last rank waits for a sum while the others train; meanwhile the one before it, which speaks for their host, dies."""
+    if "DISTRIB_STARTED_AGAIN" in os.environ:
+        return
+    last = job.world_size - 1
+    model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model, optimizer = job.prepare(model, optimizer)
+    for step in range(40):
+        if step == (3 if job.rank == last else 30):
+            job.all_reduce(1.0, "sum")
+        if step == 20 and job.rank == last - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(8, 64)).square().mean().backward()
+        time.sleep(0.03)  # in which the server answers what was sent during the backward pass
+        optimizer.step()
+    print(f"rank {job.rank} took all steps")
 
 
 def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:

@@ -50,6 +50,7 @@ class _Round:
         self.shard = Shard([chunk], members, 0)
         self.shard.replicate(0)  # no answer before the server's
         self.early: list[tuple[int, int]] = []  # workers and steps of what was sent and is not committed
+        self.answer: bool | None = None  # to that, before it was committed: whether it had been applied already
         self.under_way: Apply | None = None  # what was sent for good and is not answered
         self.due: deque[Apply] = deque()
 
@@ -67,7 +68,7 @@ class Merger:
         """A worker's gradient; of `weight` 0 if it has none in this step."""
         at = self._rounds[chunk]
         if (worker, step) in at.early:
-            at.early = []  # what was sent is not what it has now
+            at.early, at.answer = [], None  # what was sent is not what it has now
         return self._on(chunk, at, at.shard.push(worker, chunk, step, base, gradient, final=final, weight=weight))
 
     def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Order]:
@@ -112,6 +113,8 @@ class Merger:
         """The server has answered what was sent for good of this chunk."""
         at = self._rounds[chunk]
         if at.under_way is None:
+            if at.early:  # for the server this step of the host is over: another worker spoke for it then
+                at.answer = applied
             return []
         entry, at.under_way = at.under_way.entry, None
         answers = self._on(chunk, at, at.shard.replicate(entry))
@@ -126,13 +129,15 @@ class Merger:
             return orders
         if at.due:
             at.under_way = sent = at.due.popleft()
-            early, at.early = at.early, []
-            if _whose(sent.updates) == early:
+            early, answer, at.early, at.answer = at.early, at.answer, [], None
+            if _whose(sent.updates) != early:
+                orders.append(_send(chunk, sent.updates, final=True))
+            elif answer is None:
                 orders.append(Commit(chunk, sent.updates[0].step))
             else:
-                orders.append(_send(chunk, sent.updates, final=True))
+                orders += self.answered(chunk, applied=answer)
         elif (ready := at.shard.together(chunk)) and _whose(ready) != at.early:
-            at.early = _whose(ready)
+            at.early, at.answer = _whose(ready), None
             orders.append(_send(chunk, ready, final=False))
         return orders
 
