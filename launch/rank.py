@@ -136,6 +136,22 @@ def oom_kills() -> tuple[int, int]:
     return own, host
 
 
+def with_state(dump: bytes, pid: int) -> bytes:
+    """py-spy's stacks, with what the kernel says of the main thread where py-spy does not know which of the kernel's it is.
+
+    That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
+    """
+    with contextlib.suppress(ValueError, OSError):  # what py-spy complains of is no JSON
+        threads = json.loads(dump)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
+        for thread in threads:
+            # A script that has not imported threading has one thread, and no name for it.
+            if thread["thread_name"] in ("MainThread", None) and thread["os_thread_id"] is None:
+                thread["active"] = state == "R"
+                dump = json.dumps(threads).encode()
+    return dump
+
+
 def hold_port() -> socket.socket:
     """Bind a free port for the script's rendezvous.
 
@@ -450,8 +466,8 @@ class Rank:
             self.selector.unregister(descriptor)
             del self.spies[descriptor]
             spy.communicate()
-            if not self.channel.closed:
-                self.channel.send(Kind.STACKS, bytes(told[:CHUNK_BYTES]))
+            if not self.channel.closed and self.child:
+                self.channel.send(Kind.STACKS, with_state(bytes(told), self.child.pid)[:CHUNK_BYTES])
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from distrib_launch import failures, hangs
 from distrib_launch.ranges import ranges
+from distrib_launch.rank import with_state
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +115,23 @@ def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
     assert run.code == 1, run
     assert "rank 1 on localhost is in its own code (silent.py:5 in <module>); 2 ranks wait for it in Barrier" in run.err
     assert run.seconds < 25
+
+
+@pytest.mark.parametrize(("code", "state"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
+def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, state):
+    unknown = {"thread_name": "MainThread", "os_thread_id": None, "active": not state, "frames": []}
+    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            deadline = time.monotonic() + 10
+            for named in (unknown, unknown | {"thread_name": None}):
+                while json.loads(with_state(json.dumps([named]).encode(), process.pid))[0]["active"] is not state:
+                    assert time.monotonic() < deadline
+            known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
+            assert with_state(known, process.pid) == known
+            assert with_state(b"Error: no such process", process.pid) == b"Error: no such process"
+        finally:
+            process.kill()
 
 
 def test_a_script_that_computes_silently_at_its_start_is_left_alone(launch, tmp_path):
