@@ -559,6 +559,32 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path, mode):
+    script = tmp_path / "evaluates.py"
+    script.write_text(
+        "import sys, distrib, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "with distrib.init() as job:\n"
+        "    model = torch.nn.Linear(2, 1)\n"
+        "    loaders = [DataLoader(torch.ones(8, 2), 2) for _ in range(2)]\n"
+        "    model, optimizer, *loaders = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1), *loaders)\n"
+        "    for batch in loaders[0]:\n"
+        "        model(batch).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    model.eval()\n"
+        "    next(iter(loaders[1])) if job.is_main else None  # a look at a batch is no evaluation\n"
+        "    if job.is_main or sys.argv[1] == 'all':\n"
+        "        with torch.no_grad():\n"
+        "            print(sum(model(batch).numel() for batch in loaders[1]), 'samples')\n"
+    )
+    for who, times in ("all", 0), ("main", 1):
+        result = run_ranks(2, script, who, DISTRIB_STRATEGY=json.dumps({"mode": mode}))
+        told = result.stderr.count("rank 0 alone read a DataLoader to its end that was given to job.prepare")
+        assert (result.returncode, told) == (0, times), result.stderr
+    assert "4 samples" in result.stdout
+
+
 STREAMS = """
 import sys
 import distrib, torch

@@ -87,13 +87,14 @@ class ShardedLoader(Iterable[Any]):
         samples: Callable[[int, int], tuple[int, int] | None] = _ignore,
         parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
+        read: Callable[[], None] = _nothing,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before; `ended` is called at the end of the epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
+        it was told before; `ended` is called at the end of the epoch; `read` at the end of any. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
         all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
         may come and go.
         """
@@ -103,6 +104,7 @@ class ShardedLoader(Iterable[Any]):
         self._rank, self._ranks, self._device = rank, ranks, device
         self._training, self._parameters = training, parameters
         self._samples, self._ended, self._balance = samples, ended, balance
+        self._was_read = read
         self._epoch = 0
         self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Through which the batches of later iterations go, to see how long they are waited for."""
@@ -219,6 +221,7 @@ class ShardedLoader(Iterable[Any]):
             # An evaluation may come between a batch of another loader and its gradients.
             if before and not watch.trains:
                 self._samples(*before)
+        self._was_read()
         if watch.trains:
             self._samples(1, self._ranks)
             self._ended()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
+from distrib.training.alike import gather_numbers
 from distrib.training.backend import Backend
 from distrib.training.steps import Steps
 
@@ -51,6 +52,19 @@ class Forgotten:
             f"batches that it reads: if the dataset shares itself out by rank, leave its loader out of job.prepare; else "
             f"give it the same order on every rank. If only augmentation differs, all is well"
         )
+
+    def read_by_some(self, read: Collection[int], loaders: int) -> None:
+        """The job ends, and this rank read those of its `loaders` to their ends. Every rank."""
+        if not loaders or self._backend.world.size == 1:
+            return
+        for readers in zip(*gather_numbers([float(number in read) for number in range(loaders)]), strict=True):
+            if any(readers) and not all(readers):
+                ranks = [rank for rank, was_read in enumerate(readers) if was_read]
+                self._note(
+                    f"rank {', '.join(map(str, ranks))} alone read a DataLoader to its end that was given to job.prepare, "
+                    f"and saw its share of the samples only, one of {self._backend.world.size}: let every rank read it, and add up with "
+                    f"job.all_reduce, or leave it out of job.prepare"
+                )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does
