@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 import statistics
 
 import pytest
@@ -618,8 +619,17 @@ def test_one_repetition_is_not_said_to_vary_by_nothing():
     assert "1.0%" in drawn(links_table(measured(records), records))
 
 
-def drawn(table):
-    console = Console(width=200, record=True, file=io.StringIO())
+def test_the_links_fit_a_terminal_of_80_columns():
+    records = Network(12).records(FULL)
+    records += [structs.replace(r, both_ways=True, latency_seconds=1.2e-4) for r in records if isinstance(r, PairSeen)]
+    table = links_table(measured(records), records)
+    text = drawn(table, width=80)
+    rows = [line for line in text.splitlines() if re.search(r"tcp .* to n\d.* [\d.]+%  +0 of \d+ *$", line)]
+    assert len(rows) == table.row_count and "…" not in text, text
+
+
+def drawn(table, width=200):
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(table)
     return console.export_text()
 

@@ -179,13 +179,19 @@ def test_a_png_and_bad_pictures(lab):
         assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"
 
 
+def test_a_mistyped_gpu_is_answered_with_the_one_that_may_be_meant(tmp_path):
+    (tmp_path / "typo.yaml").write_text("nodes:\n  - hosts: a1\n    gpus: {count: 2, kind: RTX 4900}\n")
+    assert "RTX 4900  not in the catalogue; did you mean RTX-4090" in shown("--topology", "typo.yaml", cwd=tmp_path)
+
+
 def test_a_picture_of_what_fits_no_page(tmp_path):
     groups = "".join(f"  - hosts: g{n}-[1-40]\n    gpus: {{count: 72, kind: Unheard Of}}\n" for n in range(9))
     racks = "".join(f"  - {{name: r{n}, hosts: 'g{n}-[1-40]', uplink: 4 x HDR}}\n" for n in range(9))
     spine = f"  - {{name: spine, switches: [{', '.join(f'r{n}' for n in range(9))}]}}\n"
     (tmp_path / "big.yaml").write_text(f"nodes:\n{groups}switches:\n{racks}{spine}")
     text = shown("--topology", "big.yaml", "--plot", "big.png", cwd=tmp_path)
-    assert "360 hosts, 25920 GPUs" in text and "72 x Unheard Of  not in the catalogue" in text
+    assert "360 hosts, 25920 GPUs" in text
+    assert "72 x Unheard Of  not in the catalogue; distrib/cluster/catalog.yaml lists the known ones" in text
     assert (tmp_path / "big.png").stat().st_size > 10_000
 
 

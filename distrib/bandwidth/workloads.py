@@ -20,7 +20,7 @@ from distrib import units
 from distrib.bandwidth import architectures
 from distrib.bandwidth.architectures import Network
 from distrib.bandwidth.workload import Gradient, Workload, checked
-from distrib.cluster.catalog import GpuSpec, catalog, find_gpu, near_gpus
+from distrib.cluster.catalog import GpuSpec, catalog, find_gpu, gpu_hint
 from distrib.errors import ConfigError
 
 Precision = Literal["amp", "tf32", "fp32"]
@@ -108,9 +108,7 @@ def workload(
     key = _named(name, source)
     spec = find_gpu(gpu)
     if spec is None:
-        near = near_gpus(gpu)
-        known = f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists them"
-        raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=known)
+        raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
     entry = _file().networks[key]
     samples = entry.batch if batch is None else batch
     if samples < 1:
@@ -193,8 +191,7 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
     if gpu is not None:
         before, after = find_gpu(workload.device), find_gpu(gpu)
         if after is None:
-            near = near_gpus(gpu)
-            raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=f"did you mean {near[0]}?" if near else "")
+            raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
         if before is None:
             raise ConfigError(
                 f"{workload.name} was measured on {workload.device}, from which no GPU's time follows",

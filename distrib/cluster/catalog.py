@@ -177,6 +177,12 @@ def near_gpus(kind: str) -> list[str]:
     return list(dict.fromkeys(names[name] for name in found))
 
 
+def gpu_hint(kind: str) -> str:
+    """What to tell somebody who wrote `kind`, which is not in the catalogue."""
+    near = near_gpus(kind)
+    return f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists the known ones"
+
+
 @functools.cache
 def links_by_name() -> dict[str, LinkSpec]:
     """Links by their names in lower case."""

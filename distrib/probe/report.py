@@ -58,7 +58,7 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     if not rates:
         return Text("no link was measured")
     top = max(rates.values())
-    unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
+    unit, name = _unit(top)
     label = max(map(len, hosts))
     heads = [name[-CELL + 1 :] for name in _short(hosts)]
     told_apart = len(set(heads)) == len(heads)
@@ -86,6 +86,11 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     return text
 
 
+def _unit(top: float) -> tuple[float, str]:
+    """Bits per second of the unit in which a table tells its rates, the highest of which is `top`; and its name."""
+    return (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
+
+
 def _short(names: Sequence[str]) -> list[str]:
     """The names without their domains, where that tells them apart."""
     short = [name.partition(".")[0] for name in names]
@@ -101,9 +106,11 @@ def _heat(part: float) -> str:
 
 def links_table(measured: Measured, records: Sequence[Record]) -> Table:
     """A line for each way, load and direction: what is usual, the slowest, and how sure that is."""
-    table = Table(title="links", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("way", "load", "links", "median", "slowest", "latency", "variation", "repetitions", "outliers"):
-        table.add_column(column, justify="left" if column in ("way", "load") else "right")
+    unit, name = _unit(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
+    # Narrow enough for 80 columns: one unit for all, and what is counted of something, beside it.
+    table = Table(title=f"links, {name}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("way", "load", "links", "median", "slowest", "latency", "varies", "outliers"):
+        table.add_column(column, justify="left" if column in ("way", "load", "slowest") else "right")
     raw = [record for record in records if isinstance(record, PairSeen) and not record.failed]
     for kind in sorted({_kind(pair) for pair in measured.pairs}):
         way, load, both, network = kind
@@ -111,17 +118,16 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
         seen = [record for record in raw if _kind(record) == kind]
         slowest = min(pairs, key=lambda pair: pair.bandwidth_bytes_per_second)
         latencies = [p.latency_seconds for p in pairs if p.latency_seconds is not None]
-        rates = [p.bandwidth_bytes_per_second for p in pairs]
+        median = statistics.median(p.bandwidth_bytes_per_second for p in pairs)
         table.add_row(
             f"{way}, {network}" if network else way,
             f"{load}, both ways" if both else load,
             str(len(pairs)),
-            format_rate(statistics.median(rates), digits=4, bits=True),
-            f"{format_rate(min(rates), digits=4, bits=True)} {slowest.source} to {slowest.target}",
+            f"{median * 8 / unit:.4g}",
+            f"{slowest.bandwidth_bytes_per_second * 8 / unit:.4g} {slowest.source} to {slowest.target}",
             format_duration(statistics.median(latencies), digits=2) if latencies else "",
             _variation(seen),
-            str(sum(r.repetitions for r in seen)),
-            str(sum(r.outliers for r in seen)),
+            f"{sum(r.outliers for r in seen)} of {sum(r.repetitions for r in seen)}",
         )
     return table
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.cluster.catalog import find_gpu, near_gpus
+from distrib.cluster.catalog import find_gpu, gpu_hint
 from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
 from distrib.cluster.ways import switch_oversubscription
@@ -73,9 +73,7 @@ def gpu_named(kind: str) -> str:
     """The catalogue's name of a GPU. Raises ConfigError for others."""
     spec = find_gpu(kind)
     if spec is None:
-        near = near_gpus(kind)
-        known = f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists them"
-        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=known)
+        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=gpu_hint(kind))
     return spec.name
 
 

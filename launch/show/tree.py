@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from distrib_launch.ranges import ranges
 
+from distrib.cluster.catalog import gpu_hint
 from distrib.cluster.links import parse_bus
 from distrib.units import format_duration, format_rate, format_size
 
@@ -138,7 +139,7 @@ def _gpu_line(group: GroupView) -> Text:
         if kind in group.gpu_tflops:
             facts.append(f"{group.gpu_tflops[kind]:g} TFLOPS {kind} dense")
             break
-    unknown = "  not in the catalogue" if group.gpu_kind and not group.gpu_known else ""
+    unknown = f"  not in the catalogue; {gpu_hint(group.gpu_kind)}" if group.gpu_kind and not group.gpu_known else ""
     return _text((head, "bold"), ("".join(f", {fact}" for fact in facts), ""), (unknown, "yellow"))
 
 
