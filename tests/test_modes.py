@@ -43,7 +43,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
         pytest.param({}, 3, "targets averaged normalized ported unfrozen frozen", id="sync, other models"),
         pytest.param({"accumulate": 3}, 2, "exact scaled", id="accumulate"),
-        pytest.param({"balance": True}, 3, "exact", id="balance"),
+        pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled", id="horovod, fp16",
