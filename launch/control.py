@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -190,10 +191,45 @@ class Channel:
 
 
 def give_up_on_silence(sock: socket.socket, seconds: float) -> None:
-    """Have the kernel fail the connection when sent bytes stay unacknowledged for `seconds`.
+    """Have the kernel fail the connection when what was sent stays unacknowledged, or unread, for `seconds`.
 
     The other machine's kernel acknowledges even while its processes are starved of CPU, so this tells a lost machine
-    or wire from a busy one, which no heartbeat between processes can.
+    or wire from a busy one, which no heartbeat between processes can. It is for little that is read soon: for the kernel,
+    one that leaves its window closed is gone, too.
     """
     if hasattr(socket, "TCP_USER_TIMEOUT"):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+
+class Silence:
+    """Tells a machine that is gone from one whose process does not read, as when it is stopped or its disk hangs.
+
+    The kernel of the latter acknowledges what it has room for, and answers when it is asked for more.
+    """
+
+    LOOK_SECONDS = 1.0
+    """More than this is not counted between two looks: whoever was stopped itself has heard nothing either."""
+
+    INFO_BYTES = 60
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._looked = time.monotonic()
+        self._silent_seconds = 0.0
+
+    def seconds(self) -> float:
+        """For how long nothing was heard of what is under way. Look often, and before something is sent. Raises OSError."""
+        now = time.monotonic()
+        since, self._looked = now - self._looked, now
+        # struct tcp_info of linux/tcp.h: tcpi_probes, of a closed window; tcpi_unacked; tcpi_last_ack_recv in ms.
+        info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, self.INFO_BYTES)
+        probes, unacked, heard_milliseconds = (
+            info[3],
+            *struct.unpack_from("=I", info, 24),
+            *struct.unpack_from("=I", info, 56),
+        )
+        if (not probes and not unacked) or heard_milliseconds <= since * 1000:
+            self._silent_seconds = 0.0
+        else:
+            self._silent_seconds += min(since, self.LOOK_SECONDS)
+        return self._silent_seconds

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from distrib_launch import guard, placement
-from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence
+from distrib_launch.control import Channel, Kind, ProtocolError, Silence
 from distrib_launch.ranges import ranges
 
 CONTROL = "DISTRIB_CONTROL"
@@ -77,7 +77,6 @@ def call_back(addresses: str, token: str) -> Channel:
             except OSError as error:
                 last = error
                 continue
-            give_up_on_silence(sock, LAUNCHER_SILENCE_SECONDS)
             return Channel(sock, token, listener=False)
         time.sleep(0.2)
     others = (
@@ -174,6 +173,8 @@ class Rank:
         self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
         self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
         self.channel = call_back(environ[CONTROL], environ[TOKEN])
+        self.silence = Silence(self.channel.sock)
+        self.patience_seconds = LAUNCHER_SILENCE_SECONDS
         self.port = hold_port()
         self.key = hmac.digest(environ[TOKEN].encode(), b"parameter servers", "sha256").hex()
         self.selector = selectors.DefaultSelector()
@@ -319,7 +320,7 @@ class Rank:
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
         self.grace_seconds = order["grace_seconds"]
-        give_up_on_silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
+        self.patience_seconds = max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"])
         environ = {**self.environ, **order["environment"]}
         if "DISTRIB_SERVERS" in environ:
             environ["DISTRIB_KEY"] = self.key
@@ -530,12 +531,12 @@ class Rank:
         if self.channel.closed:
             return False
         try:
-            self.channel.flush()
+            self._send_on()
             while wait and self.channel.waiting_bytes > BUFFER_LIMIT_BYTES // 2:
                 with selectors.DefaultSelector() as writable:
                     writable.register(self.channel.sock, selectors.EVENT_WRITE)
-                    writable.select(1.0)
-                self.channel.flush()
+                    writable.select(Silence.LOOK_SECONDS)
+                self._send_on()
         except OSError:
             self.channel.closed = True
             self._launcher_lost()
@@ -552,6 +553,12 @@ class Rank:
             elif not full and not watched:
                 self.selector.register(descriptor, selectors.EVENT_READ, self._pass_on)
         return True
+
+    def _send_on(self) -> None:
+        """Raises OSError where nobody hears it."""
+        if self.silence.seconds() > self.patience_seconds:
+            raise TimeoutError
+        self.channel.flush()
 
 
 def main() -> int:

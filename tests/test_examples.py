@@ -23,7 +23,7 @@ def accuracy(printed: str) -> float:
 def single() -> float:
     """What one rank reaches with the script that knows nothing of distrib."""
     command = [sys.executable, str(EXAMPLES / "train_cnn_single.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return accuracy(done.stdout)
 

@@ -633,9 +633,9 @@ def test_a_thousand_lines_are_read_at_once() -> None:
     text = "".join(f"node{i} slots=8 max_slots=16 user=bob  # rack {i % 7}\n" for i in range(1000))
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(parse_hostfile(text, "x").hosts) == 1000
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.5  # 0.03 where nothing else runs
 
 

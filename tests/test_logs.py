@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -52,6 +53,31 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path):
         out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert out.count(b"\n") == 40000
+
+
+def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
+    """By Ctrl-Z, or because its disk hangs, while more is printed than the sockets hold."""
+    script = tmp_path / "flood.py"
+    script.write_text("for n in range(500_000):\n    print(f'{n:099}')\nopen('done', 'w').close()\n")
+    process = subprocess.Popen(
+        [str(LAUNCH), "-np", "1", "-q", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    log = tmp_path / "run/ranks/0.out"
+    try:
+        deadline = time.monotonic() + 20
+        while not log.exists() or not log.stat().st_size:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.001)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(9)
+        assert not (tmp_path / "done").exists(), "what is printed should have had to wait"
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert log.read_text().splitlines() == [f"{n:099}" for n in range(500_000)]
 
 
 def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_path):

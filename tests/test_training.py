@@ -730,7 +730,7 @@ def test_a_rank_that_fails_leaves_at_once(how, code, variables):
     result = run_ranks(2, SCRIPTS / "lessons.py", "fails", how, seconds=60, **variables)
     assert result.returncode == code, result.stdout + result.stderr
     assert ("this rank fails" in result.stderr) == (how == "raise")
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 40
 
 
 def test_a_launcher_that_does_not_tell_the_place_on_the_host(tmp_path):
