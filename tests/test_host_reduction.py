@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -55,12 +56,36 @@ class OneHost(RuleBasedStateMachine):
 
     CHUNKS = 2
 
-    @initialize(workers=st.integers(1, 4))
-    def begin(self, workers: int) -> None:
+    @initialize(workers=st.integers(1, 4), ahead=st.integers(0, 2), between=st.booleans(), heard=st.booleans())
+    def begin(self, workers: int, ahead: int, between: bool, heard: bool) -> None:
         self.workers = [_Worker(self.CHUNKS) for _ in range(workers)]
         self.server = Shard(range(self.CHUNKS), [HOST], None)
         self.applied: list[Counter[tuple[int, int]]] = [Counter() for _ in range(self.CHUNKS)]
         self.sure: set[tuple[int, int, int]] = set()
+        self.speak()
+        if workers > 1 and ahead:
+            self._last_waits_elsewhere(ahead, between, heard)
+
+    def _last_waits_elsewhere(self, ahead: int, between: bool, heard: bool) -> None:
+        """Perhaps between a gradient and its step; the others go on, and die. Perhaps it has not even heard that they go on.
+
+        Orders of chance hardly come to that.
+        """
+        others, last = range(len(self.workers) - 1), len(self.workers) - 1
+        if between:
+            self._step(last, eager=True, again=False)
+        self.workers[last].outside = heard
+        self._carry_out(self.merger.excuse(last))
+        for _ in range(ahead):
+            for number in others:
+                self._step(number, eager=False, again=False)
+            while self.up or self.down:
+                if self.up:
+                    self._deliver()
+                else:
+                    self.hear()
+        for number in others:
+            self.workers[number].alive = False
         self.speak()
 
     def speak(self) -> None:
@@ -104,7 +129,7 @@ class OneHost(RuleBasedStateMachine):
         if worker.outside:
             worker.outside = False
             newest, orders = self.merger.join(number)
-            worker.step = max(worker.step, newest)
+            worker.step = max(worker.step, newest, self.server.newest(HOST))
             self._carry_out(orders)
         worker.step += 1
         worker.committed = not eager
@@ -220,7 +245,7 @@ class OneHost(RuleBasedStateMachine):
                 if not worker.committed:
                     self._commit(number)
                 elif not worker.open and worker.step < goal:
-                    self._step(number, eager=False, again=False)
+                    self._step(number, eager=True, again=False)
                 elif not worker.open and not worker.outside:
                     worker.outside = True
                     self._carry_out(self.merger.excuse(number))
@@ -450,6 +475,8 @@ def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(ma
     run = launch("--mode", "async", "--timeout", "60", "-H", cluster.hostfile, script, "elsewhere", cluster=cluster)
     assert run.code == 0 and "died (SIGKILL)" in run.err, run
     assert all(f"rank {rank} took all steps" in run.out for rank in (0, 1, 3)), run
+    # 40 of one host; of the other 20, and 37 of the rank that waited after its third.
+    assert 94 <= int(re.search(r"(\d+) updates", run.out)[1]) <= 98, run
 
 
 @pytest.mark.cluster

@@ -199,11 +199,16 @@ def one_dies_at_once(job: distrib.Job) -> None:
 
 
 def elsewhere(job: distrib.Job) -> None:
-    """The last rank waits for a sum while the others train; meanwhile the one before it, which speaks for their host, dies."""
+    """The last rank waits for a sum while the others train; meanwhile the one before it, which speaks for their host, dies.
+
+    Prints how many updates the servers have applied.
+    """
     if "DISTRIB_STARTED_AGAIN" in os.environ:
         return
     last = job.world_size - 1
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))
+    updates = nn.Parameter(torch.zeros(1))
+    model.register_parameter("updates", updates)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     model, optimizer = job.prepare(model, optimizer)
     for step in range(40):
@@ -212,10 +217,12 @@ def elsewhere(job: distrib.Job) -> None:
         if step == 20 and job.rank == last - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        model(torch.ones(8, 64)).square().mean().backward()
+        (model(torch.ones(8, 64)).square().mean() - updates.sum()).backward()
         time.sleep(0.03)  # in which the server answers what was sent during the backward pass
         optimizer.step()
     print(f"rank {job.rank} took all steps")
+    job.all_reduce(0.0)
+    job.print(f"{model.state_dict()['updates'].item() / 0.01:.0f} updates")
 
 
 def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:

@@ -252,7 +252,15 @@ class HeldTable:
             self.client.rejoin()
         if (group := self.client.group) and group.is_outside(self.number):
             self.wait()
-            self.step = max(self.step, group.join(self.number))
+            joined = group.join(self.number)
+            # Whoever speaks for the host may have taken another's place, and not know how far that one had come.
+            self.step = max(self.step, joined, *(of_host for _, of_host in self._newest()))
+
+    def _newest(self) -> list[tuple[int, int]]:
+        """By server, the last step of which any worker, and any of this host, has pushed anything."""
+        shards = range(len(self.client.addresses))
+        asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
+        return [unpacked(self.client.result(answer)[1]) for answer in asked]
 
     def join(self) -> None:
         """Makes the servers wait for this worker again, from its next step on."""
@@ -263,8 +271,7 @@ class HeldTable:
             for answer in [self.client.ask(shard, Frame(Kind.JOIN, table=self.number)) for shard in shards]:
                 self.client.result(answer)
             return
-        asked = [self.client.ask(shard, Frame(Kind.NEWEST, table=self.number)) for shard in shards]
-        self.step = max(self.step, *(unpacked(self.client.result(answer)[1]) for answer in asked))
+        self.step = max(self.step, *(of_any for of_any, _ in self._newest()))
         for answer in [
             self.client.ask(shard, Frame(Kind.JOIN, table=self.number, version=self.step + 1)) for shard in shards
         ]:

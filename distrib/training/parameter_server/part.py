@@ -284,7 +284,7 @@ class Part:
             self._send_state(table, frame.chunk)
             self._reply(worker, frame)
         elif frame.kind is Kind.NEWEST:
-            self._reply(worker, frame, packed(table.shard.newest()))
+            self._reply(worker, frame, packed((table.shard.newest(), table.shard.newest(self._pusher(worker)))))
         elif frame.kind is Kind.JOIN:
             self.members.add(worker)
             self._carry_out(table, table.shard.join(self._pusher(worker), frame.version))

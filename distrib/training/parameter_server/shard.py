@@ -179,10 +179,15 @@ class Shard:
         waiting = {answer.worker: answer.step for _, answer in self._unacknowledged if answer.chunk == chunk}
         return sorted({**waiting, **at.waiting, **{worker: held.step for worker, held in at.held.items()}}.items())
 
-    def newest(self) -> int:
-        """The last step of which any worker has pushed anything: one who joins begins after it."""
-        held = [h.step for at in self._chunks.values() for h in at.held.values()]
-        return max([step for at in self._chunks.values() for step in at.clock.values()] + held, default=0)
+    def newest(self, worker: int | None = None) -> int:
+        """The last step of which `worker`, or any, has pushed anything: one who joins begins after it."""
+        steps = [
+            step
+            for at in self._chunks.values()
+            for who, step in [*at.clock.items(), *((who, held.step) for who, held in at.held.items())]
+            if worker in (None, who)
+        ]
+        return max(steps, default=0)
 
     # -- replicas ---------------------------------------------------------------------------------------------------
 
