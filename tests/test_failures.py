@@ -129,7 +129,8 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
                     assert time.monotonic() < deadline
             known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
             assert with_state(known, process.pid) == known
-            assert with_state(b"Error: no such process", process.pid) == b"Error: no such process"
+            for other in (b"Error: no such process", b"null", b"[{}]"):
+                assert with_state(other, process.pid) == other
         finally:
             process.kill()
 

@@ -41,6 +41,9 @@ def _ignore(own: int, every: int) -> None:
 def _nothing() -> None: ...
 
 
+def _unread(ended: bool) -> None: ...
+
+
 def _no_parameters() -> list[torch.Tensor]:
     return []
 
@@ -87,14 +90,14 @@ class ShardedLoader(Iterable[Any]):
         samples: Callable[[int, int], tuple[int, int] | None] = _ignore,
         parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
-        read: Callable[[], None] = _nothing,
+        read: Callable[[bool], None] = _unread,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before; `ended` is called at the end of the epoch; `read` at the end of any. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
+        it was told before; `ended` is called at the end of the epoch. `read` hears of the first batch, False, and of the end, True, of any. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
         all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
         may come and go.
         """
@@ -207,6 +210,8 @@ class ShardedLoader(Iterable[Any]):
                         batch = moved(next(batches), self._device)
                     except StopIteration:
                         break
+                    if step == 0:
+                        self._was_read(False)
                     own, every = sizes.popleft() if sizes else (1, self._ranks)
                     if watch.may_train:
                         watch.handed_out()
@@ -221,7 +226,7 @@ class ShardedLoader(Iterable[Any]):
             # An evaluation may come between a batch of another loader and its gradients.
             if before and not watch.trains:
                 self._samples(*before)
-        self._was_read()
+        self._was_read(True)
         if watch.trains:
             self._samples(1, self._ranks)
             self._ended()

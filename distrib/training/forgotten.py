@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
-from distrib.training.alike import gather_numbers
 from distrib.training.backend import Backend
 from distrib.training.steps import Steps
+
+_READ = {None: "-", False: "b", True: "e"}
+"""How a rank writes of a loader that it took nothing of it, took a batch, read it to its end."""
+
+
+def _key(rank: int) -> str:
+    return f"distrib/read/{rank}"
 
 
 class Forgotten:
@@ -53,18 +61,37 @@ class Forgotten:
             f"give it the same order on every rank. If only augmentation differs, all is well"
         )
 
-    def read_by_some(self, read: Collection[int], loaders: int) -> None:
-        """The job ends, and this rank read those of its `loaders` to their ends. Every rank."""
-        if not loaders or self._backend.world.size == 1:
+    def tell_what_was_read(self, read: Mapping[int, bool], loaders: int) -> None:
+        """The job ends. Of this rank's `loaders` it took a batch of those in `read`, and read to its end where that says so.
+
+        To be called before the last barrier, and `hear_what_was_read` after it. It is no exchange of its own: ranks of which
+        one has had another exchange more would then wait for each other, where they find each other gone.
+        """
+        states = "".join(_READ[read.get(number)] for number in range(loaders))
+        with contextlib.suppress(RuntimeError):  # rank 0 is gone, which the barrier tells
+            _get_default_store().set(_key(self._backend.world.rank), states)
+
+    def hear_what_was_read(self) -> None:
+        """Says of which loaders some ranks took nothing while others read them to their ends, to whom they gave a share only."""
+        world = self._backend.world
+        if world.rank or world.size == 1:
             return
-        for readers in zip(*gather_numbers([float(number in read) for number in range(loaders)]), strict=True):
-            if any(readers) and not all(readers):
-                ranks = [rank for rank, was_read in enumerate(readers) if was_read]
-                self._note(
-                    f"rank {', '.join(map(str, ranks))} alone read a DataLoader to its end that was given to job.prepare, "
-                    f"and saw its share of the samples only, one of {self._backend.world.size}: let every rank read it, and add up with "
-                    f"job.all_reduce, or leave it out of job.prepare"
-                )
+        store = _get_default_store()
+        keys = [_key(rank) for rank in range(world.size)]
+        if not store.check(keys):
+            return
+        of_loaders = list(zip(*(store.get(key).decode() for key in keys), strict=False))
+        told = {
+            tuple(r for r, state in enumerate(states) if state == _READ[True])
+            for states in of_loaders
+            if _READ[None] in states
+        }
+        for ranks in sorted(filter(None, told)):
+            self._note(
+                f"rank {', '.join(map(str, ranks))} alone read a DataLoader to its end that was given to job.prepare, "
+                f"and saw its share of the samples only, one of {world.size}: let every rank read it, and add up with "
+                f"job.all_reduce, or leave it out of job.prepare"
+            )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does

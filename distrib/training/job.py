@@ -131,8 +131,8 @@ class Job:
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._loaders = 0
-        self._read: set[int] = set()
-        """Those of them that this rank read to their end."""
+        self._read: dict[int, bool] = {}
+        """Those of them of which this rank took a batch: whether it read them to their end."""
         self._begun = False
         """Whether a first step was taken."""
         self._streams: list[ShardedLoader] = []
@@ -299,7 +299,7 @@ class Job:
             samples=self._next_batch,
             parameters=lambda: [p for model in self._models for p in model.parameters() if p.requires_grad],
             ended=self._settle,
-            read=lambda: self._read.add(number),
+            read=lambda ended: self._read.update({number: ended or self._read.get(number, False)}),
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
@@ -558,8 +558,9 @@ class Job:
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:
+                self._forgotten.tell_what_was_read(self._read, self._loaders)
                 self.barrier()
-                self._forgotten.read_by_some(self._read, self._loaders)
+                self._forgotten.hear_what_was_read()
             self._backend.close()
         except BaseException:
             self._abandon()
