@@ -125,7 +125,7 @@ def _comparison(compared: Sequence[Compared]) -> list[str]:
 
 def advice_table(advice: Sequence[Advice]) -> list[str]:
     """Each strategy with what it brings, and by a letter what it costs in convergence."""
-    costs = {each.convergence: chr(ord("a") + number) for number, each in enumerate(_each_cost_once(advice))}
+    costs = {each.convergence: chr(ord("a") + place) for place, each in enumerate(_each_cost_once(advice))}
     rows = [
         (
             f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "as it is",
