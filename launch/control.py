@@ -204,32 +204,39 @@ def give_up_on_silence(sock: socket.socket, seconds: float) -> None:
 class Silence:
     """Tells a machine that is gone from one whose process does not read, as when it is stopped or its disk hangs.
 
-    The kernel of the latter acknowledges what it has room for, and answers when it is asked for more.
+    The kernel of the latter acknowledges what it has room for, and answers when it is asked whether there is more. It is
+    asked ever less often; one answer may get lost.
     """
 
     LOOK_SECONDS = 1.0
     """More than this is not counted between two looks: whoever was stopped itself has heard nothing either."""
 
     INFO_BYTES = 60
+    TICK_MILLISECONDS = 10
+    """How exactly the kernel knows times, at worst."""
+    TCP_RTO_MAX_MS = 44
+    """The longest time between two questions (linux/tcp.h, from 6.15 on); before, it is 120 s."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, sock: socket.socket, patience_seconds: float) -> None:
+        self._sock, self._patience_seconds = sock, patience_seconds
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, self.TCP_RTO_MAX_MS, max(1000, int(patience_seconds * 1000 / 4)))
         self._looked = time.monotonic()
         self._silent_seconds = 0.0
 
-    def seconds(self) -> float:
-        """For how long nothing was heard of what is under way. Look often, and before something is sent. Raises OSError."""
+    def too_long(self) -> bool:
+        """Whether nothing was heard of what is under way for that time. Look often, and before something is sent. Raises OSError."""
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         # struct tcp_info of linux/tcp.h: tcpi_probes, of a closed window; tcpi_unacked; tcpi_last_ack_recv in ms.
         info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, self.INFO_BYTES)
-        probes, unacked, heard_milliseconds = (
+        probes, (unacked,), (ago_milliseconds,) = (
             info[3],
-            *struct.unpack_from("=I", info, 24),
-            *struct.unpack_from("=I", info, 56),
+            struct.unpack_from("=I", info, 24),
+            struct.unpack_from("=I", info, 56),
         )
-        if (not probes and not unacked) or heard_milliseconds <= since * 1000:
+        if (probes < 2 and not unacked) or ago_milliseconds <= since * 1000 + self.TICK_MILLISECONDS:
             self._silent_seconds = 0.0
         else:
             self._silent_seconds += min(since, self.LOOK_SECONDS)
-        return self._silent_seconds
+        return self._silent_seconds > self._patience_seconds

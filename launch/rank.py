@@ -175,8 +175,7 @@ class Rank:
         self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
         self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
         self.channel = call_back(environ[CONTROL], environ[TOKEN])
-        self.silence = Silence(self.channel.sock)
-        self.patience_seconds = LAUNCHER_SILENCE_SECONDS
+        self.silence = Silence(self.channel.sock, LAUNCHER_SILENCE_SECONDS)
         self.port = hold_port()
         self.key = hmac.digest(environ[TOKEN].encode(), b"parameter servers", "sha256").hex()
         self.selector = selectors.DefaultSelector()
@@ -322,7 +321,7 @@ class Rank:
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
         self.grace_seconds = order["grace_seconds"]
-        self.patience_seconds = max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"])
+        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
         if "DISTRIB_SERVERS" in environ:
             environ["DISTRIB_KEY"] = self.key
@@ -558,7 +557,7 @@ class Rank:
 
     def _send_on(self) -> None:
         """Raises OSError where nobody hears it."""
-        if self.silence.seconds() > self.patience_seconds:
+        if self.silence.too_long():
             raise TimeoutError
         self.channel.flush()
 

@@ -67,20 +67,27 @@ class Forgotten:
         To be called before the last barrier, and `hear_what_was_read` after it. It is no exchange of its own: ranks of which
         one has had another exchange more would then wait for each other, where they find each other gone.
         """
-        states = "".join(_READ[read.get(number)] for number in range(loaders))
+        world = self._backend.world
+        if world.size == 1:
+            return
+        key, states = _key(world.rank), "".join(_READ[read.get(number)] for number in range(loaders))
         with contextlib.suppress(RuntimeError):  # rank 0 is gone, which the barrier tells
-            _get_default_store().set(_key(self._backend.world.rank), states)
+            store = _get_default_store()
+            store.set(key, states)
+            store.check([key])  # is answered when the store has it, as set() is not
 
     def hear_what_was_read(self) -> None:
         """Says of which loaders some ranks took nothing while others read them to their ends, to whom they gave a share only."""
         world = self._backend.world
         if world.rank or world.size == 1:
             return
-        store = _get_default_store()
         keys = [_key(rank) for rank in range(world.size)]
-        if not store.check(keys):
-            return
-        of_loaders = list(zip(*(store.get(key).decode() for key in keys), strict=False))
+        words: list[str] = []
+        with contextlib.suppress(RuntimeError):  # no note is worth a job that has ended well
+            store = _get_default_store()
+            if store.check(keys):
+                words = [store.get(key).decode() for key in keys]
+        of_loaders = zip(*words, strict=False)
         told = {
             tuple(r for r, state in enumerate(states) if state == _READ[True])
             for states in of_loaders
