@@ -79,11 +79,7 @@ class OneHost(RuleBasedStateMachine):
         for _ in range(ahead):
             for number in others:
                 self._step(number, eager=False, again=False)
-            while self.up or self.down:
-                if self.up:
-                    self._deliver()
-                else:
-                    self.hear()
+            self._all_arrives()
         for number in others:
             self.workers[number].alive = False
         self.speak()
@@ -213,6 +209,13 @@ class OneHost(RuleBasedStateMachine):
             elif isinstance(effect, Answer):
                 self.down.append(effect)
 
+    def _all_arrives(self) -> None:
+        while self.up or self.down:
+            if self.up:
+                self._deliver()
+            else:
+                self.hear()
+
     @precondition(lambda self: self.down)
     @rule()
     def hear(self) -> None:
@@ -235,11 +238,7 @@ class OneHost(RuleBasedStateMachine):
         goal = max(self.workers[n].step for n in alive) + 3
         for _ in count():
             before = self._progress()
-            while self.up or self.down:
-                if self.up:
-                    self._deliver()
-                else:
-                    self.hear()
+            self._all_arrives()
             for number in alive:
                 worker = self.workers[number]
                 if not worker.committed:
