@@ -230,11 +230,8 @@ class Silence:
         since, self._looked = now - self._looked, now
         # struct tcp_info of linux/tcp.h: tcpi_probes, of a closed window; tcpi_unacked; tcpi_last_ack_recv in ms.
         info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, self.INFO_BYTES)
-        probes, (unacked,), (ago_milliseconds,) = (
-            info[3],
-            struct.unpack_from("=I", info, 24),
-            struct.unpack_from("=I", info, 56),
-        )
+        probes = info[3]
+        unacked, ago_milliseconds = (struct.unpack_from("=I", info, offset)[0] for offset in (24, 56))
         if (probes < 2 and not unacked) or ago_milliseconds <= since * 1000 + self.TICK_MILLISECONDS:
             self._silent_seconds = 0.0
         else:

@@ -140,9 +140,8 @@ def with_state(dump: bytes, pid: int) -> bytes:
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
     """
-    with contextlib.suppress(
-        ValueError, KeyError, TypeError, OSError
-    ):  # complaints are no JSON, another py-spy's may be other
+    # What py-spy complains of is no JSON, and another py-spy's may be of another form.
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         threads = json.loads(dump)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
         for thread in threads:

@@ -97,9 +97,9 @@ class ShardedLoader(Iterable[Any]):
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before; `ended` is called at the end of the epoch. `read` hears of the first batch, False, and of the end, True, of any. `balance` decides how the ranks share a batch. `view`, given an epoch and whether
-        all ranks must take the same number of steps in it, says which share of how many this rank reads then, where ranks
-        may come and go.
+        it was told before; `ended` is called at the end of the epoch. `read` hears of the first batch, False, and of the end,
+        True, of any epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
+        take the same number of steps in it, says which share of how many this rank reads then, where ranks may come and go.
         """
         self._view = view
         self.batch_size = loader.batch_size
