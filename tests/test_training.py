@@ -589,6 +589,17 @@ def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):
     assert "3 samples" in result.stdout
 
 
+def test_one_rank_needs_nobody_to_start_it_and_none_to_end(tmp_path):
+    script = tmp_path / "alone.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "with distrib.init() as job:\n"
+        "    print(sum(len(batch) for batch in job.prepare(torch.utils.data.DataLoader(torch.ones(8, 2), 2))), 'samples')\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "8 samples\n"), result.stderr
+
+
 def test_a_rank_that_exchanges_once_more_is_not_waited_for_at_the_end(tmp_path):
     """The others are gone by then, and it learns so: the job ends."""
     script = tmp_path / "extra.py"
