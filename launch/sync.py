@@ -20,6 +20,7 @@ from distrib.errors import ConfigError, PreflightError
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
 AT_ONCE = 16
 SILENCE_SECONDS = 60
+LOST_CONNECTION = (10, 12, 30, 35, 255)  # of rsync(1), EXIT VALUES, and ssh's own
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,23 +117,37 @@ def _bring(folder: Path, host: str, ssh: Sequence[str], excluded: Sequence[str])
     )  # fmt: skip
     if done.returncode == 0:
         return _stat(r"regular files transferred", done.stdout), _stat(r"Total transferred file size", done.stdout)
-    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    # rsync ends with words of its own about what it was told by others.
-    words = next((line for line in lines if not line.startswith("rsync error")), f"rsync exit code {done.returncode}")
-    hint = "see the message above" if not lines else _what_to_do(done.returncode, done.stderr, host, ssh)
+    words, hint = _why(done.returncode, done.stderr, host, ssh)
     raise _Refused(f"{host}: --sync {folder} failed: {words}; {hint}")
 
 
-def _what_to_do(code: int, words: str, host: str, ssh: Sequence[str]) -> str:
-    if code == 127 or re.search(r"rsync: (command )?not found", words):
-        return f"install rsync on {host}, or keep the folder on a file system that every host shares"
-    if code == 255 or "unexpectedly closed" in words:
-        return f"try: {shlex.join([*ssh, host, 'true'])}"
-    if "No space left" in words:
-        return f"make room on {host}"
-    if "Permission denied" in words or "Read-only" in words:
-        return f"choose a folder that your user may write to on {host}"
-    return f"rsync's exit code is {code}"
+def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, str]:
+    """The line that tells why rsync failed, and what to do.
+
+    Lines are looked at before the exit code, which is rsync's own (12) in place of ssh's or the shell's where those had not
+    ended yet when rsync found its connection closed.
+    """
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith("rsync error")]
+    if not lines:
+        return f"rsync ended with exit code {code} and no word", f"try: {shlex.join([*ssh, host, 'true'])}"
+    told = {
+        r"rsync: (command )?not found|(command not found|Unknown command): '?rsync": (
+            f"install rsync on {host}, or keep the folder on a file system that every host shares"
+        ),
+        "No space left": f"make room on {host}",
+        r"^rsync: \[sender\].*Permission denied \(13\)$": "make it readable to your user, or take it out of the folder",
+        r"^rsync: .*(Permission denied|Read-only file system) \(\d+\)$|^mkdir: ": (
+            f"choose a folder that your user may write to on {host}"
+        ),
+    }
+    for pattern, hint in told.items():
+        for line in lines:
+            if re.search(pattern, line):
+                return line, hint
+    foreign = [line for line in lines if not line.startswith("rsync:")]
+    if code in LOST_CONNECTION:  # what ssh says last is why, before that come banners and warnings
+        return (foreign or lines)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
+    return lines[0], f"rsync's exit code is {code}"
 
 
 def _stat(what: str, text: str) -> int:

@@ -55,6 +55,32 @@ def test_an_ssh_that_fails_is_named_with_what_to_try(tmp_path):
     assert second.startswith("198.51.100.2: ")
 
 
+TRY = "; try: "
+DENIED = "root@h: Permission denied (publickey)."
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "hint"),
+    [
+        (f"Warning: added h to the known hosts.\nLoad key: Permission denied\n{DENIED}", DENIED, TRY),
+        ("zsh:1: command not found: rsync", "zsh:1: command not found: rsync", "; install rsync on 198.51.100.1, or"),
+        ("mkdir: cannot create directory '/x': No such file or directory", "mkdir: cannot create", "; choose a folder"),
+    ],
+    ids=["ssh", "rsync", "mkdir"],
+)
+@pytest.mark.parametrize("closes", ["0", "1", "0 1"])
+def test_why_a_host_was_not_given_the_folder_whoever_ends_first(tmp_path, words, line, hint, closes):
+    # rsync's exit code is its own (12) where ssh has closed its pipes and not ended yet, and ssh's where it has.
+    ssh = tmp_path / "ssh"
+    close = " ".join(f"{fd}<&-" for fd in closes.split())
+    ssh.write_text(f"#!/bin/sh\ncat >&2 <<'.'\n{words}\n.\nexec {close}\nsleep 0.3\nexit 255\n")
+    ssh.chmod(0o755)
+    with pytest.raises(PreflightError) as caught:
+        sync(tmp_path, ["198.51.100.1"], [str(ssh)])
+    assert f" failed: {line}" in str(caught.value)
+    assert hint in str(caught.value)
+
+
 SETTINGS = {"ssh": ["ssh", "-F", "/a b/config"], "prefix": "/v", "prefixes": {"n2": "/w w"}}
 
 
