@@ -81,9 +81,12 @@ def test_a_shared_uplink_is_found_with_both_sides_and_its_ratio(make_cluster, pr
     done = probe(cluster, "--quick", "--json")
     assert done.returncode == 0, done
     output = json.loads(done.stdout)
-    assert len(output["findings"]) == 1, (output["findings"], output["notes"])
-    (finding,) = output["findings"]
-    assert finding["kind"] == "oversubscribed_uplink"
+    (finding,) = [each for each in output["findings"] if each["kind"] == "oversubscribed_uplink"]
+    # Eight hosts share the machine's cores: a link may look a little slow beside it, but no host is to be blamed.
+    others = {(kind, severity) for kind, severity, _ in kinds(output)} - {
+        ("oversubscribed_uplink", finding["severity"])
+    }
+    assert not any(kind == "slow_host" or severity == "error" for kind, severity in others), output["findings"]
     assert finding["ratio"] == pytest.approx(2.0, abs=0.25)
     hosts = finding["hosts"]
     assert sorted([sorted(hosts[:4]), sorted(hosts[4:])]) == racks
@@ -197,7 +200,7 @@ def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_p
     process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
     wait_for(tmp_path / "run/records.jsonl", "together/tcp/0")
     cluster.lose("n3")
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0, (out, err)
     output = json.loads(out)
     assert output["lost_hosts"] == ["n3"]
@@ -236,7 +239,7 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     assert len(pairs) == 30
 
 
-def wait_for(path, word, seconds=30.0):
+def wait_for(path, word, seconds=120.0):
     deadline = time.monotonic() + seconds
     while not (path.exists() and f'"step":"{word}"' in path.read_text()):
         assert time.monotonic() < deadline, f"no {word} in {path}"

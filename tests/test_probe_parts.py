@@ -69,6 +69,21 @@ def test_a_stream_over_loopback_has_a_rate_and_a_latency(listener, streams):
     assert sent[0].path_mtu > 1000
 
 
+def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, listener):
+    selecting = tcp.selectors.DefaultSelector.select
+    stands = iter([0.0, 1.0])  # long enough for six streams, after the first look
+
+    def select(self, timeout=None):
+        if threading.current_thread() is threading.main_thread():  # the receiver
+            time.sleep(next(stands, 0.0))
+        return selecting(self, timeout)
+
+    monkeypatch.setattr(tcp.selectors.DefaultSelector, "select", select)
+    seen, _ = stream(listener, pings=0, seconds=0.12)
+    assert next(stands, None) is None  # it has stood still
+    assert seen.rate and seen.rate.repetitions >= 3
+
+
 def test_a_stream_ends_early_once_it_is_sure_and_late_where_it_is_not(listener):
     begun = time.monotonic()
     stream(listener, pings=0, seconds=0.1, variation=100.0, longest=3.0)

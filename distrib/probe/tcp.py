@@ -202,8 +202,9 @@ def _drain(
             selector.register(sock, selectors.EVENT_READ)
         total = 0
         stamps: list[tuple[float, int]] = []
-        begun = time.perf_counter()
+        begun = looked = time.perf_counter()
         ends = begun + seconds
+        waited = 0.0
         while True:
             ready = selector.select(min(CHECK_SECONDS, _left(deadline, "the stream stands still")))
             for key, _ in ready:
@@ -215,13 +216,15 @@ def _drain(
                     raise ConnectionError("the sender hung up")
                 total += count
             now = time.perf_counter()
+            waited += min(now - looked, 2 * CHECK_SECONDS)  # a machine that stood still has not waited for bytes
+            looked = now
             if ready:
                 stamps.append((now, total))
             if now < ends:
                 continue
             found = cut()
             few = len(found) < 3 or total < SKIP_BYTES + ENOUGH_BYTES
-            if few and now - begun < max(longest, SLOW_TIMES * seconds):
+            if few and waited < max(longest, SLOW_TIMES * seconds):
                 continue  # too slow a link for this time: it gets more
             if variation is None or not found or now - begun >= longest:
                 return found

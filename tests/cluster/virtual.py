@@ -396,6 +396,7 @@ class Cluster:
                     pass
             time.sleep(0.02)
         if sshd := self._sshds.pop(host, None):
+            sshd.kill()  # it may not have been in its namespace yet
             sshd.wait()
         (self.directory / f"{host}.pid").unlink(missing_ok=True)
         (self.directory / f"sshd-{host}.log").unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -90,8 +91,11 @@ def fails(job: distrib.Job) -> None:
             sys.exit(7)
         if sys.argv[2] == "quit":
             quit(7)
-    for _ in range(3):
-        job.all_reduce(1.0)
+    try:
+        for _ in range(3):
+            job.all_reduce(1.0)
+    finally:
+        time.sleep(5)  # mpirun tells the code of the rank that it sees end first
 
 
 if __name__ == "__main__":

@@ -464,6 +464,7 @@ def fused(job: distrib.Job) -> None:
             scaler.step(optimizer)
             scaler.update()
             steps_taken.append(job.stepped)
+            gc.collect()
             tensors.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
         assert_alike(job.unwrap(model))
 

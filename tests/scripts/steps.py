@@ -72,7 +72,7 @@ def main():
     if how == "two-optimizers":
         job.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), 1e-5))
     if how == "thread":
-        threading.Thread(target=time.sleep, args=(60,)).start()
+        threading.Thread(target=time.sleep, args=(600,)).start()
     done, loss = 0, None
     while done < steps:
         for (x,) in loader:

@@ -398,7 +398,8 @@ class Client:
         """Whether this worker is main. One that is cut off cannot know: it waits until it hears whether another was chosen."""
         link = self._links[0]
         while self.main[1] == self.rank and not self.again:
-            if link.welcomed or not link.was_welcomed or self.loop.ended:
+            knows = link.welcomed or not link.was_welcomed or self.loop.ended
+            if knows and self.main[1] == self.rank:  # in this order: who welcomes tells of another main first
                 return True
             self.check()
             time.sleep(0.05)
