@@ -473,7 +473,10 @@ class Rank:
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
         if self.child is None:
-            self.ended = self.ended or who == "engine"
+            if who == "engine":
+                if not self.finished:  # without a word it would look as if this process had been killed
+                    self._send_exit(exit_code=128 + number, number=number)
+                self.ended = True
             return
         self._signal_child(number)
         self.kill_at = min(self.kill_at, time.monotonic() + grace_seconds)

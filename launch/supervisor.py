@@ -207,7 +207,9 @@ class Supervisor:
                     continue
                 if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
-                self._engine_lost(engine_code)
+                self._hear_all()
+                if not all(state.ending for state in self.ranks):
+                    self._engine_lost(engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
             if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
@@ -268,11 +270,19 @@ class Supervisor:
         self.verdict = ("failed", 1)
         self._stop(self.grace_seconds)
 
-    def _turn(self, seconds: float) -> None:
-        """Handle what arrives within `seconds`."""
-        for key, events in self.selector.select(seconds):
+    def _turn(self, seconds: float) -> bool:
+        """Handle what arrives within `seconds`. Whether anything did."""
+        ready = self.selector.select(seconds)
+        for key, events in ready:
             handler: Callable[[Any, int], None] = key.data
             handler(key.fileobj, events)
+        return bool(ready)
+
+    def _hear_all(self) -> None:
+        """Handle what has arrived already, in a second at most: why the engine left is in the ranks' last words."""
+        deadline = time.monotonic() + 1.0
+        while self._turn(0) and time.monotonic() < deadline:
+            pass
 
     # -- who calls --------------------------------------------------------------------------------------------------
 
@@ -376,7 +386,7 @@ class Supervisor:
         elif kind is Kind.VALUE:
             with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
                 file.write(payload)
-        elif kind is Kind.EXIT:
+        elif kind is Kind.EXIT and self.assigned:
             self._ended(state, json.loads(payload))
 
     def _note_status(self, state: RankState, payload: bytes) -> None:
@@ -628,6 +638,9 @@ class Supervisor:
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         where = socket.gethostname()
         lost = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
+        if code >= 0 and lost not in self.hosts and any(e.failed and not e.stopped_by for e in self.endings):
+            self._stop(self.grace_seconds)  # it left because of that rank, and both were seen at once
+            return
         if lost in self.hosts:
             where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
         self.verdict = ("failed", 1)

@@ -54,7 +54,7 @@ def batch(cluster, tmp_path, *arguments, allocation=()):
     script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n")
     sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", *allocation, script]
     job = cluster.run("n1", sbatch, check=True).stdout.strip()
-    told = wait_for(lambda: ended(cluster, job), 60)
+    told = wait_for(lambda: ended(cluster, job), 150)
     return int(told), (tmp_path / "output").read_text()
 
 
@@ -288,8 +288,8 @@ class TestOutside:
         for host in cluster.hosts:
             assert not [c for c in cluster.processes(host).values() if token.decode() in c]
         pids = [pid for pid, command in cluster.processes("n1").items() if re.search(rf"/{victim}( |$)", command[:200])]
-        assert pids
-        for pid in pids[:1] if victim == "distrib-launch" else pids:
+        assert pids and (process.pid in pids) == (victim == "distrib-launch")
+        for pid in [process.pid] if victim == "distrib-launch" else pids:
             os.kill(pid, signal.SIGKILL)
         _, err = process.communicate(timeout=30)
         assert process.returncode != 0, err
@@ -310,9 +310,10 @@ class TestOutside:
         assert "distrib-launch: error: Slurm does not know every host of the plan" in run.err
         nothing_left(cluster)
 
-    def test_busy_hosts_are_waited_for(self, make_slurm, launch):
+    def test_busy_hosts_are_waited_for(self, make_slurm, launch, tmp_path):
         cluster = make_slurm(2)
-        holder = cluster.popen("n1", ["srun", "--exclusive", "-N2", "-n2", "sleep", "8"])
+        queued = f"until grep -qs queued {tmp_path}/*/engine.log || [ $((n += 1)) = 300 ]; do sleep 0.2; done; sleep 1"
+        holder = cluster.popen("n1", ["srun", "--exclusive", "-N2", "-n2", "sh", "-c", queued])
         wait_for(lambda: any("RUNNING" in job for job in cluster.jobs()))
         run = launch("--engine", "srun", "-H", "n1:2,n2:2", WHERE, cluster=cluster)
         holder.communicate()

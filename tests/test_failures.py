@@ -22,7 +22,7 @@ GLOO = SCRIPTS / "gloo.py"
 
 
 def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
-    run = launch("-np", "3", GLOO, "1:raise", timeout=60)
+    run = launch("-np", "3", GLOO, "1:raise", timeout=150)
     assert run.code in (1, 134), run  # torch's Gloo threads sometimes abort a Python that is ending
     assert run.result["first_failure"]["rank"] == 1
     assert "ValueError: a bad batch" in run.result["first_failure"]["message"]
@@ -33,7 +33,7 @@ def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):
-    run = launch("-np", "3", GLOO, "2:kill", timeout=60)
+    run = launch("-np", "3", GLOO, "2:kill", timeout=150)
     assert run.code == 137, run
     assert run.result["first_failure"]["rank"] == 2
     assert "killed by SIGKILL" in run.result["first_failure"]["message"]
@@ -58,24 +58,39 @@ for step in range(20):
 def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
-    run = launch("-np", "2", script, "_exit", timeout=60)
+    run = launch("-np", "2", script, "_exit", timeout=150)
     words = "(it lost the connection to another rank, and rank 0 had ended with exit code 0)"
-    assert run.code == 1 and words in run.result["first_failure"]["message"], run
+    assert run.code in (1, 134) and words in run.result["first_failure"]["message"], run
 
 
 def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
-    run = launch("-np", "2", "--hang-timeout", "20s", script, "end", timeout=60)
+    run = launch("-np", "2", "--hang-timeout", "20s", script, "end", timeout=150)
     ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
     assert f"no progress for 10 {ended}" in run.err and "the job goes on" in run.err, run
-    assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
+    assert run.code in (1, 134) and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
+
+
+TOGETHER = """
+import os, pathlib, time
+rank, folder = os.environ["RANK"], pathlib.Path(os.environ["DISTRIB_RUN_DIR"])
+(folder / f"up-{rank}").touch()
+while len(up := list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)
+begin = max(path.stat().st_mtime for path in up) + 0.5
+for turn in range(16):
+    time.sleep(max(0, begin + turn / 4 - time.time()))
+    print("all the same", turn, flush=True)
+time.sleep(2)
+print("own", rank)
+"""
 
 
 def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
     script = tmp_path / "missing.py"
-    script.write_text("import module_that_is_nowhere\n")
-    run = launch("-np", "3", script, timeout=60)
+    script.write_text(TOGETHER.partition("begin =")[0] + "import module_that_is_nowhere\n")
+    run = launch("-np", "3", script, timeout=150)
     assert run.code == 1 and "failed too" in run.err and "stopped" not in run.err, run
 
 
@@ -83,7 +98,7 @@ def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
     ("order", "words"), [("own-code", "is in its own code (gloo.py:"), ("loader", "is in the data loader (gloo.py:")]
 )
 def test_a_hang_names_the_rank_that_is_waited_for(launch, order, words):
-    run = launch("-np", "3", "--hang-timeout", "5s", GLOO, f"1:{order}", timeout=60)
+    run = launch("-np", "3", "--hang-timeout", "5s", GLOO, f"1:{order}", timeout=150)
     assert run.code == 1, run
     assert "no progress for 5 s: rank 1 on localhost " + words in run.err
     assert "2 ranks wait for it in the backward pass, for gradients" in run.err
@@ -98,7 +113,7 @@ def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
         "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
         "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
     )
-    run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=60)
+    run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=150)
     assert run.code == 1, run
     assert (
         "rank 1 on localhost is in its own code (barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
@@ -111,7 +126,7 @@ def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
         "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
         "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
     )
-    run = launch("-np", "3", "--hang-timeout", "4s", script, timeout=60)
+    run = launch("-np", "3", "--hang-timeout", "4s", script, timeout=150)
     assert run.code == 1, run
     assert "rank 1 on localhost is in its own code (silent.py:5 in <module>); 2 ranks wait for it in Barrier" in run.err
     assert run.seconds < 25
@@ -138,14 +153,14 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
 def test_a_script_that_computes_silently_at_its_start_is_left_alone(launch, tmp_path):
     script = tmp_path / "busy.py"
     script.write_text("import time\nend = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\nprint('up')\n")
-    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=60)
+    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=150)
     assert run.code == 0, run
 
 
 @pytest.mark.cluster
 def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
     cluster = make_cluster(3)
-    run = launch("-H", cluster.hostfile, "--hang-timeout", "5s", GLOO, "1:loader", cluster=cluster, timeout=60)
+    run = launch("-H", cluster.hostfile, "--hang-timeout", "5s", GLOO, "1:loader", cluster=cluster, timeout=150)
     assert run.code == 1, run
     assert "no progress for 5 s: rank 1 on n2 is in the data loader (gloo.py:" in run.err
     assert run.result["first_failure"]["host"] == "n2"
@@ -176,31 +191,16 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
     assert "out of memory" in run.err
 
 
-TOGETHER = """
-import os, pathlib, time
-rank, folder = os.environ["RANK"], pathlib.Path(os.environ["DISTRIB_RUN_DIR"])
-(folder / f"up-{rank}").touch()
-while len(list(folder.glob("up-*"))) < 4:
-    time.sleep(0.01)
-for turn in range(4):
-    now = time.time()
-    time.sleep(1 + now // 1 - now)  # to the same instant, the beginning of a second
-    print("all the same", turn, flush=True)
-time.sleep(2)
-print("own", rank)
-"""
-
-
 def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     script = tmp_path / "same.py"
     script.write_text(TOGETHER)
     run = launch("-np", "4", script)
     assert run.code == 0, run
     # On a busy machine ranks may wake too far from each other, but not every time.
-    assert any(f"[0-3] all the same {turn}\n" in run.out for turn in range(4)), run
+    assert any(f"[0-3] all the same {turn}\n" in run.out for turn in range(16)), run
     assert sorted(run.out.splitlines()[-4:]) == [f"[{r}@localhost] own {r}" for r in range(4)]
     shown = launch("-np", "4", "--no-fold", script).out
-    assert shown.count("all the same") == 16
+    assert shown.count("all the same") == 64
 
 
 def ending(rank: int, **changes: object) -> failures.Ending:
@@ -318,7 +318,7 @@ def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch
         "import distrib\nfrom torch.utils.data import DataLoader\njob = distrib.init()\n"
         "loader = DataLoader(range(8), num_workers=1, multiprocessing_context='forkserver')\nprint(sum(map(int, loader)))\n"
     )
-    run = launch("-np", "2", script, timeout=60)
+    run = launch("-np", "2", script, timeout=150)
     assert run.code == 1, run
     message = run.result["first_failure"]["message"]
     assert (
@@ -352,7 +352,7 @@ def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
 def test_a_script_that_python_cannot_read_is_told_with_its_line(launch, tmp_path):
     script = tmp_path / "broken.py"
     script.write_text("import os\n\nprint((os.sep)\n")
-    run = launch("-np", "1", script, timeout=60)
+    run = launch("-np", "1", script, timeout=150)
     assert run.code == 1, run
     assert run.result["first_failure"]["message"] == "SyntaxError: '(' was never closed (broken.py:3)"
 
@@ -367,7 +367,7 @@ def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
         "    else:\n"
         "        job.all_reduce(torch.ones(1))\n"
     )
-    run = launch("-np", "2", script, timeout=60)
+    run = launch("-np", "2", script, timeout=150)
     assert run.code == 134, run
     assert "killed by SIGABRT (the ranks called different collectives" in run.err
 

@@ -407,7 +407,7 @@ def started(cluster: Cluster, folder: Path, *words: object) -> subprocess.Popen[
     job = cluster.popen(
         "n1", [*command, SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05], env={"OMP_NUM_THREADS": "1"}
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while len(acknowledged(folder)) < 4:
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[1]
         time.sleep(0.05)
@@ -422,11 +422,14 @@ def check_counts(folder: Path, full: set[int]) -> None:
     """What the servers hold: a step counts 1, or a half where it is the mean with a neighbour that counts elsewhere."""
     steps = acknowledged(folder)
     assert all(steps[rank] == STEPS for rank in full)
+    lives = [len((folder / f"lives.{other}").read_text()) for other in range(4)]
     for rank in full:
+        before, after = json.loads((folder / f"noted.{rank}").read_text())
         for values in torch.load(folder / f"held.{rank}.pt", weights_only=True).values():
             for other in range(4):
                 low, high = values[other::4].min().item(), values[other::4].max().item()
-                assert steps[other] / 2 <= low <= high <= steps[other] + 1, (other, steps)
+                least, most = before[str(other)] / 2, after[str(other)] + lives[other]  # a life may have noted one less
+                assert least <= low <= high <= most, (other, before, after, lives)
 
 
 def sent_bytes(cluster: Cluster) -> int:
@@ -444,7 +447,7 @@ def test_the_wire_carries_the_gradients_of_a_host_once(make_cluster, tmp_path):
         folder.mkdir()
         before = sent_bytes(cluster)
         job = started(cluster, folder, *words)
-        _, err = job.communicate(timeout=90)
+        _, err = job.communicate(timeout=200)
         assert job.returncode == 0, err
         sent.append(sent_bytes(cluster) - before)
     check_counts(tmp_path / "0", {0, 1, 2, 3})
@@ -462,7 +465,7 @@ def test_somebody_dies(make_cluster, tmp_path, victim):
         for pid in cluster.processes(host):
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 os.kill(pid, signal.SIGKILL)
-    _, err = job.communicate(timeout=90)
+    _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     check_counts(tmp_path, {0, 1, 2, 3} - {rank})
 
@@ -471,7 +474,7 @@ def test_somebody_dies(make_cluster, tmp_path, victim):
 def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(make_cluster, launch):
     cluster = make_cluster(2, slots=2)
     script = SCRIPTS / "asynchronous.py"
-    run = launch("--mode", "async", "--timeout", "60", "-H", cluster.hostfile, script, "elsewhere", cluster=cluster)
+    run = launch("--mode", "async", "--timeout", "200", "-H", cluster.hostfile, script, "elsewhere", cluster=cluster)
     assert run.code == 0 and "died (SIGKILL)" in run.err, run
     assert all(f"rank {rank} took all steps" in run.out for rank in (0, 1, 3)), run
     # 40 of one host; of the other 20, and 37 of the rank that waited after its third.
@@ -485,6 +488,6 @@ def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
     cluster.cut("n2")
     time.sleep(7)  # longer than the others wait for it
     cluster.restore("n2")
-    _, err = job.communicate(timeout=90)
+    _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     assert acknowledged(tmp_path) == dict.fromkeys(range(4), STEPS)

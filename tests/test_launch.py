@@ -124,6 +124,21 @@ def test_the_first_failure_is_named_and_ends_the_job(launch, orders, code, rank,
     assert run.seconds < 25
 
 
+def test_a_rank_is_blamed_and_not_the_engine_when_both_are_seen_to_end_at_once(tmp_path):
+    process = start(tmp_path / "run", "-np", "2", str(JOB), "*:sleep=60")
+    task = psutil.Process(a_script()).parent()
+    assert task
+    engine = task.parent()
+    assert engine and "prterun" in " ".join(engine.cmdline())
+    process.send_signal(signal.SIGSTOP)  # Ctrl-Z
+    task.kill()  # want of memory, say
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1 and "failed first: the process around it was killed" in err, err
+
+
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(launch):
     run = launch("-np", "2", JOB, "0:ignore", "1:raise-then", timeout=60)
     assert run.code == 1, run
@@ -137,6 +152,11 @@ def test_a_failed_rank_takes_all_its_descendants_along(launch):
     assert not orphans()
 
 
+def a_script() -> int:
+    """The process of `job.py` on some rank."""
+    return next(pid for pid, command in our_processes().items() if re.match(r"\S*python\S* \S+/job.py ", command))
+
+
 def orphans() -> list[str]:
     """The children that `job.py` started and that are still there; one of them has an empty environment."""
     found = []
@@ -146,7 +166,7 @@ def orphans() -> list[str]:
                 command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if command[0] == b"sleep" and command[1].startswith(b"6"):
+            if command[0] == b"sleep" and command[1].endswith(b".%d" % os.getpid()):
                 found.append(f"{entry.name}: {command}")
     return found
 
@@ -173,11 +193,12 @@ def test_ctrl_c_stops_everything_and_exits_130(tmp_path):
 def test_the_grace_is_the_same_when_the_engine_stops_a_rank(tmp_path):
     """As Slurm does at the end of its time limit."""
     process = start(tmp_path / "run", "-np", "1", "--grace", "1s", str(JOB), "*:ignore")
-    script = next(pid for pid, command in our_processes().items() if re.match(r"\S*python\S* \S+/job.py ", command))
+    script = a_script()
     started = time.monotonic()
     os.kill(psutil.Process(script).ppid(), signal.SIGTERM)
-    process.communicate(timeout=15)
+    psutil.Process(script).wait(timeout=15)
     assert 1 <= time.monotonic() - started < 4
+    process.communicate(timeout=15)
     assert process.returncode == 128 + signal.SIGKILL
 
 
@@ -499,7 +520,10 @@ while not os.path.exists("enough"):
 def test_at_the_time_limit_the_script_has_a_chance_to_save(launch, tmp_path):
     script = tmp_path / "saver.py"
     script.write_text(SAVER)
-    run = launch("-np", "2", "--timeout", "5s", script, timeout=60)
+    for limit in ("5s", "30s"):  # it counts from the start
+        run = launch("-np", "2", "--timeout", limit, script, timeout=60)
+        if run.out.count("is ready") == 2:
+            break
     assert run.code == 124, run
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 

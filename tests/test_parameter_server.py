@@ -960,7 +960,7 @@ def started(folder: Path, *words: str, until: str = "") -> subprocess.Popen[str]
 
 def reaches(job: subprocess.Popen[str], what: Callable[[], bool]) -> None:
     """Wait until something is true of a job, which goes on meanwhile."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not what():
         if job.poll() is not None or time.monotonic() > deadline:
             job.terminate()
@@ -984,7 +984,7 @@ def killed(folder: Path, rank: int) -> None:
 
 
 def ended(folder: Path, job: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
-    out, _ = job.communicate(timeout=90)
+    out, _ = job.communicate(timeout=200)
     return json.loads((folder / "run/result.json").read_text()), out
 
 

@@ -50,9 +50,10 @@ if order == "ignore":
     time.sleep(60)
 if order == "children":
     # One in the session, one that left it, and one whose environment was emptied as well.
-    subprocess.Popen(["sleep", "61"])
-    subprocess.Popen(["sleep", "62"], start_new_session=True)
-    subprocess.Popen(["sleep", "63"], env={})
+    session = os.environ.get("DISTRIB_TEST_SESSION", "0")
+    subprocess.Popen(["sleep", f"61.{session}"])
+    subprocess.Popen(["sleep", f"62.{session}"], start_new_session=True)
+    subprocess.Popen(["sleep", f"63.{session}"], env={})
     print(f"rank {rank} has children", flush=True)
     time.sleep(60)
 if order.startswith("lines="):
