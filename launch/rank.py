@@ -510,7 +510,7 @@ class Rank:
         if own > 0:
             return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
         if host > 0:
-            return f"killed by SIGKILL: out of memory, the kernel of {socket.gethostname()} had to kill a process then"
+            return f"killed by SIGKILL: out of memory, it seems: the kernel of {socket.gethostname()} killed a process then"
         return ""
 
     def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:

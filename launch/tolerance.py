@@ -12,7 +12,7 @@ from distrib_launch.failures import Ending
 from distrib_launch.plan import LaunchPlan
 
 MOST_RESTARTS = 3
-AGAIN_SECONDS = 3.0
+AGAIN_SECONDS = 2.0
 """How long after a worker's death one of the others must be running: what ends all of them at once is not tried twice."""
 
 HOST_SILENCE_SECONDS = 30.0

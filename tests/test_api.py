@@ -186,7 +186,7 @@ if __name__ == "__main__":
 
 
 def test_functions_and_classes_of_a_notebook_need_no_file(tmp_path):
-    done = subprocess.run([sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
     assert done.stderr.splitlines()[-1] == "[1, 2]"
 
@@ -198,7 +198,7 @@ def test_an_interrupted_cell_stops_the_job(tmp_path):
     )
     assert process.stdout and "has children" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=50)
     assert process.returncode != 0
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert json.loads((tmp_path / "run/result.json").read_text())["exit_code"] == 130

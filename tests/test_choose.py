@@ -21,14 +21,14 @@ JOB = SCRIPTS / "job.py"
 
 def plan(tmp_path: Path, *arguments: str) -> dict:
     command = [str(LAUNCH), "--dry-run", "--json", *arguments, str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done
     return json.loads(done.stdout)
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
     command = [str(LAUNCH), "--dry-run", *arguments, str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()

@@ -325,7 +325,7 @@ kill $server
 wait $server || true
 """
     )
-    subprocess.run(["unshare", "--net", "--mount", "--propagation", "private", "sh", tmp_path / "run.sh"], timeout=60)
+    subprocess.run(["unshare", "--net", "--mount", "--propagation", "private", "sh", tmp_path / "run.sh"], timeout=200)
     said = (tmp_path / "said").read_text().splitlines()
     words = (tmp_path / "words").read_text() + (tmp_path / "sshd.log").read_text()
     user, path, libraries = said

@@ -167,7 +167,7 @@ class TestInAnAllocation:
     def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):
         cluster = make_slurm(2, gpus=2)
         words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
-        allocated = cluster.run("n1", words, timeout=60)
+        allocated = cluster.run("n1", words, timeout=200)
         assert allocated.returncode == 0, allocated
         ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
         assert ranks == [("n1", "cuda:0"), ("n1", "cuda:1"), ("n2", "cuda:0"), ("n2", "cuda:1")], allocated
@@ -178,7 +178,7 @@ class TestInAnAllocation:
         cluster = make_slurm(2, gpus=gpus)
         step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
         words = ["-N2", "--ntasks-per-node=2", *([f"--gpus-per-node={gpus}"] if gpus else [])]
-        allocated = cluster.run("n1", ["salloc", *words, *step], timeout=60)
+        allocated = cluster.run("n1", ["salloc", *words, *step], timeout=200)
         assert allocated.returncode == 0, allocated
         ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
         assert ranks == [(host, device.format(n)) for host in ("n1", "n2") for n in (0, 1)], allocated
@@ -269,7 +269,7 @@ class TestOutside:
             if "sleeps" in line:
                 break
         cluster.run("n1", ["scancel", cluster.jobs()[0].split()[0]], check=True)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=50)
         result = result_in(tmp_path)
         assert (result["status"], result["exit_code"]) == ("stopped", 128 + signal.SIGTERM), err
         assert "Slurm ended the job" in err
@@ -291,7 +291,7 @@ class TestOutside:
         assert pids and (process.pid in pids) == (victim == "distrib-launch")
         for pid in [process.pid] if victim == "distrib-launch" else pids:
             os.kill(pid, signal.SIGKILL)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=50)
         assert process.returncode != 0, err
         nothing_left(cluster)
 

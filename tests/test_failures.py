@@ -181,7 +181,7 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
         wrapper = tmp_path / "in-cgroup"
         wrapper.write_text(f'#!/bin/sh\necho $$ > {joined}\nexec "$@"\n')
         wrapper.chmod(0o755)
-        run = launch("-np", "2", GLOO, "1:memory", timeout=90, wrapper=[str(wrapper)])
+        run = launch("-np", "2", GLOO, "1:memory", timeout=200, wrapper=[str(wrapper)])
     finally:
         group.rmdir()
     assert run.code == 137, run

@@ -50,7 +50,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path):
             assert time.monotonic() < deadline, "the ranks wait for the terminal"
             time.sleep(0.05)
     finally:
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=50)
     assert process.returncode == 0
     assert out.count(b"\n") == 40000
 
@@ -73,7 +73,7 @@ def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
         time.sleep(9)
         assert not (tmp_path / "done").exists(), "what is printed should have had to wait"
         process.send_signal(signal.SIGCONT)
-        _, err = process.communicate(timeout=40)
+        _, err = process.communicate(timeout=50)
     finally:
         process.kill()
     assert process.returncode == 0, err

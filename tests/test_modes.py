@@ -89,7 +89,7 @@ def test_scripts_are_told_of_steps(strategy, tmp_path):
     ("parted_at_the_end", r"step\(\) of SGD was called by rank 0 11 times in 11 backward passes, by rank 1 10 times in 12 "),
 ])  # fmt: skip
 def test_ranks_that_come_to_different_batches_are_named(lesson, says, tmp_path):
-    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, seconds=60, DISTRIB_STRATEGY='{"accumulate": 3}')
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY='{"accumulate": 3}')
     assert result.returncode != 0
     assert re.search(says, result.stderr), result.stderr
 

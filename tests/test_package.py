@@ -53,17 +53,17 @@ def source(tmp_path_factory) -> Path:
 
 def build(source: Path, target: Path, kind: str) -> Path:
     code = f"from setuptools.build_meta import {kind} as build; print(build({str(target)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return target / done.stdout.strip().splitlines()[-1]
 
 
 def install(wheel: Path, folder: Path) -> Path:
     """Install a wheel, and nothing else, into a virtual environment that borrows this one's other packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=200)
     python = folder / "bin/python"
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(wheel)]
-    subprocess.run(pip, check=True, timeout=120, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
+    subprocess.run(pip, check=True, timeout=200, env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"})
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
@@ -80,7 +80,7 @@ def where_installed(commands: Path, elsewhere: Path) -> str:
         "print(os.path.dirname(distrib_launch.__file__))"
     )
     python = [str(commands / "python"), "-c", code]
-    done = subprocess.run(python, cwd=elsewhere, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(python, cwd=elsewhere, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -207,7 +207,7 @@ def script(tmp_path) -> Path:
 def run(tmp_path: Path, *arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environ = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     command = [str(LAUNCH), "--run-dir", str(tmp_path / "run"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**environ, **(env or {})})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**environ, **(env or {})})
     assert done.returncode == 0, done
     return done
 

@@ -43,7 +43,7 @@ def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_pa
     script.write_text("pass\n")
     question = Question(script=str(script), directory=str(tmp_path), programs=("/bin/sh", "/no/such"))
     told = subprocess.run(
-        [sys.executable, "-I", "-S", "-"], input=program(question), capture_output=True, text=True, timeout=30
+        [sys.executable, "-I", "-S", "-"], input=program(question), capture_output=True, text=True, timeout=200
     )
     said = read_answer(f"Welcome to n1!\n{told.stdout}logout\n", Told)
     assert said is not None, told
@@ -611,10 +611,10 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     """Taken for the script to check, it would have this machine found fit, and nothing else asked."""
     (tmp_path / "cluster.txt").write_text("n1\nn2\n")
     topo = [TOPO, "check", "cluster.txt"]
-    run = subprocess.run(topo, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(topo, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert run.returncode == 2
     assert "cluster.txt is no script; hosts are named with -H cluster.txt" in run.stderr
-    run = subprocess.run([TOPO, "check", JOB], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([TOPO, "check", JOB], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert "1 host(s) fit" in run.stdout, run
 
 
@@ -627,7 +627,7 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     ],
 )
 def test_an_option_that_is_none_is_told_with_the_one_that_may_have_been_meant(words, told):
-    run = subprocess.run([TOPO.with_name(words[0]), *words[1:]], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([TOPO.with_name(words[0]), *words[1:]], capture_output=True, text=True, timeout=200)
     assert run.returncode == 2
     assert run.stderr.count("\n") == 1
     assert told in run.stderr

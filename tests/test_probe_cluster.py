@@ -26,7 +26,7 @@ TRIES = 4
 def probe(tmp_path):
     """Runs `distrib-topo probe` on the cluster's first host to its end."""
 
-    def run(cluster, *words, timeout=120):
+    def run(cluster, *words, timeout=200):
         command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", *words]
         done = cluster.run(cluster.hosts[0], command, env=ENV, timeout=timeout, cwd=tmp_path)
         assert cluster.left_over(within_seconds=6) == {}
@@ -222,13 +222,13 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     for pid, line in cluster.processes("n1").items():
         if "distrib-topo probe" in line and pid == process.pid:
             os.kill(pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=200)
     assert process.returncode == 130, (out, err)
     assert "the same command goes on where it stopped" in err
     assert not topology.exists()
     before = partial.read_text().splitlines()
     assert cluster.left_over(within_seconds=6) == {}
-    done = cluster.run("n1", command, env=ENV, timeout=90, cwd=tmp_path)
+    done = cluster.run("n1", command, env=ENV, timeout=200, cwd=tmp_path)
     assert done.returncode == 0, done
     assert "going on with the probe of" in done.stderr and str(partial) in done.stderr
     assert not partial.exists()

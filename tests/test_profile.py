@@ -52,8 +52,8 @@ def test_batches_that_come_in_bursts_are_waited_for_all_the_same(launch, tmp_pat
 
 def test_a_profile_does_not_change_what_is_computed(tmp_path):
     words = [sys.executable, str(STEPS), "30", "0", "1600"]
-    plain = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    measured = subprocess.run([*words, str(tmp_path / "p.json")], capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    measured = subprocess.run([*words, str(tmp_path / "p.json")], capture_output=True, text=True, timeout=200)
     assert plain.stdout == measured.stdout and "after 30 steps" in plain.stdout, (plain, measured)
     assert read_workload(tmp_path / "p.json").batch == 4
 
@@ -78,7 +78,7 @@ def test_a_step_of_a_script_that_accumulates_has_the_samples_of_all_its_batches(
     ],
 )
 def test_a_script_that_cannot_be_profiled_is_not_run_to_its_end(launch, tmp_path, how, says):
-    run = launch("--profile", tmp_path / "p.json", STEPS, 10**9, 0.001, 1600, how, timeout=120)
+    run = launch("--profile", tmp_path / "p.json", STEPS, 10**9, 0.001, 1600, how, timeout=200)
     assert run.code == 1 and f"error: no profile: {says}" in run.err and "Traceback" not in run.err, run
 
 
@@ -117,6 +117,6 @@ def test_a_script_without_distrib_and_wrong_options(launch, tmp_path):
 
 def test_too_few_steps_alone_are_told_too(tmp_path):
     words = [sys.executable, str(STEPS), "4", "0", "1600", str(tmp_path / "p.json")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "distrib: no profile: the script took 4 step(s); a profile needs 7" in done.stderr
     assert not (tmp_path / "p.json").exists()

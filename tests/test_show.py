@@ -21,7 +21,7 @@ EXAMPLES = ROOT / "hostfiles"
 def show(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     words = [str(TOPO), "show", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "80", **environ}
-    return subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=cwd, env=environment)
+    return subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=cwd, env=environment)
 
 
 def shown(*arguments: str | Path, cwd: Path | None = None) -> str:
@@ -199,7 +199,7 @@ def test_any_terminal_and_no_reader_will_do(lab):
     plain = show("-H", "lab.txt", cwd=lab, PYTHONIOENCODING="ascii")
     assert plain.returncode == 0 and "+-- " in plain.stdout and plain.stdout.isascii()
     command = f"{TOPO} show -H lab.txt --json | true; exit ${{PIPESTATUS[0]}}"
-    gone = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=lab, timeout=60)
+    gone = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=lab, timeout=200)
     assert gone.returncode == 0 and not gone.stderr
 
 
@@ -215,7 +215,7 @@ def test_any_terminal_and_no_reader_will_do(lab):
 def test_a_full_disk_is_told_of(lab, command):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, cwd=lab, timeout=60
+            list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, cwd=lab, timeout=200
         )
     assert done.returncode == 1 and done.stderr.endswith(
         f"{Path(command[0]).name}: error: standard output: No space left on device\n"

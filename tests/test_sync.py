@@ -96,7 +96,7 @@ def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
 def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
     (tmp_path / "hosts.txt").write_text('a slots=2\nb slots=2 python="/opt/my env/bin/python"\nc slots=1\n')
     command = [str(LAUNCH), "--dry-run", "--json", "-H", "hosts.txt", str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     plan = json.loads(done.stdout)
     shell, option, script = plan["command"][-3:]
     assert (shell, option) == ("/bin/sh", "-c")

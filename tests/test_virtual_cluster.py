@@ -104,7 +104,7 @@ def test_the_command_line_tool():
     tool = [sys.executable, "-m", "tests.cluster", "--name", "clitest"]
 
     def call(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*tool, *words], capture_output=True, text=True, cwd=ROOT, timeout=60)
+        return subprocess.run([*tool, *words], capture_output=True, text=True, cwd=ROOT, timeout=200)
 
     try:
         up = call("up", "2", "--rate", "1gbit")
