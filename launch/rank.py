@@ -271,7 +271,7 @@ class Rank:
             self._launcher_lost()
 
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
-        if kind is Kind.ASSIGN:
+        if kind is Kind.ASSIGN and not self.ended:
             self._start(order)
         elif kind is Kind.PING:
             self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})
@@ -474,7 +474,9 @@ class Rank:
         self.stopping = self.stopping or who
         if self.child is None:
             if who == "engine":
-                if not self.finished:  # without a word it would look as if this process had been killed
+                if (
+                    not self.finished and self.channel.ready
+                ):  # without a word it would look as if this process had been killed
                     self._send_exit(exit_code=128 + number, number=number)
                 self.ended = True
             return
@@ -510,7 +512,7 @@ class Rank:
         if own > 0:
             return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
         if host > 0:
-            return f"killed by SIGKILL: out of memory, it seems: the kernel of {socket.gethostname()} killed a process then"
+            return f"killed by SIGKILL: out of memory, it seems; the kernel of {socket.gethostname()} killed a process meanwhile"
         return ""
 
     def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:

@@ -207,8 +207,9 @@ class Supervisor:
                     continue
                 if not self.assigned:
                     self._start_failed("it ended before every rank had called back")
-                self._hear_all()
-                if not all(state.ending for state in self.ranks):
+                if not self.engine_lost:
+                    self._hear_all()
+                if not self.stopping and not all(state.ending for state in self.ranks):
                     self._engine_lost(engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
@@ -355,16 +356,15 @@ class Supervisor:
         assert channel
         if events & selectors.EVENT_WRITE:
             self._flush(state)
-        if channel.closed:
-            return
         why = "its connection closed"
-        self.liveness.heard(state.plan.host)
-        try:
-            for kind, payload in channel.receive():
-                self._hear(state, kind, payload)
-        except (OSError, ProtocolError, ValueError) as error:
-            why = str(error)
-            channel.closed = True
+        if not channel.closed:  # as it may be since it introduced itself
+            self.liveness.heard(state.plan.host)
+            try:
+                for kind, payload in channel.receive():
+                    self._hear(state, kind, payload)
+            except (OSError, ProtocolError, ValueError) as error:
+                why = str(error)
+                channel.closed = True
         if channel.closed:
             self._hang_up(state, why)
 
@@ -386,7 +386,7 @@ class Supervisor:
         elif kind is Kind.VALUE:
             with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
                 file.write(payload)
-        elif kind is Kind.EXIT and self.assigned:
+        elif kind is Kind.EXIT and self.assigned:  # before that, the engine's own words tell why it ended its ranks
             self._ended(state, json.loads(payload))
 
     def _note_status(self, state: RankState, payload: bytes) -> None:
@@ -638,7 +638,7 @@ class Supervisor:
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         where = socket.gethostname()
         lost = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
-        if code >= 0 and lost not in self.hosts and any(e.failed and not e.stopped_by for e in self.endings):
+        if code >= 0 and not lost and any(e.failed and not e.stopped_by and not e.consequence for e in self.endings):
             self._stop(self.grace_seconds)  # it left because of that rank, and both were seen at once
             return
         if lost in self.hosts:

@@ -21,6 +21,7 @@ EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
 AT_ONCE = 16
 SILENCE_SECONDS = 60
 LOST_CONNECTION = (10, 12, 30, 35, 255)  # of rsync(1), EXIT VALUES, and ssh's own
+ABOUT_THE_CONNECTION = "io timeout|unexpectedly closed|Broken pipe|reset by peer|write error|read error"
 
 
 class Synced(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,27 +128,34 @@ def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, st
     Lines are looked at before the exit code, which is rsync's own (12) in place of ssh's or the shell's where those had not
     ended yet when rsync found its connection closed.
     """
-    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith("rsync error")]
-    if not lines:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith("rsync error")] or lines
+    if not said:
         return f"rsync ended with exit code {code} and no word", f"try: {shlex.join([*ssh, host, 'true'])}"
+    install = f"install rsync on {host}, or keep the folder on a file system that every host shares"
     told = {
-        r"rsync: (command )?not found|(command not found|Unknown command): '?rsync": (
-            f"install rsync on {host}, or keep the folder on a file system that every host shares"
-        ),
+        r"(?i)rsync: (command |applet )?not found|(command not found|unknown command):? '?rsync": install,
         "No space left": f"make room on {host}",
-        r"^rsync: \[sender\].*Permission denied \(13\)$": "make it readable to your user, or take it out of the folder",
-        r"^rsync: .*(Permission denied|Read-only file system) \(\d+\)$|^mkdir: ": (
+        r"^rsync: (\[sender\] (?!Failed to exec)|send_files |opendir |link_stat |readlink_stat).*Permission denied \(13\)$": (
+            "make it readable to your user, or take it out of the folder"
+        ),
+        r"^rsync: (?!.*Failed to exec).*(Permission denied|Read-only file system) \(\d+\)$|^mkdir: ": (
             f"choose a folder that your user may write to on {host}"
         ),
     }
     for pattern, hint in told.items():
-        for line in lines:
+        for line in said:
             if re.search(pattern, line):
                 return line, hint
-    foreign = [line for line in lines if not line.startswith("rsync:")]
-    if code in LOST_CONNECTION:  # what ssh says last is why, before that come banners and warnings
-        return (foreign or lines)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
-    return lines[0], f"rsync's exit code is {code}"
+    others = [line for line in said if not line.startswith("rsync:")]  # banners and warnings, then what matters
+    if code == 127:
+        return (others or said)[-1], install
+    own = [line for line in said if line.startswith("rsync:") and not re.search(ABOUT_THE_CONNECTION, line)]
+    if own:
+        return own[0], f"rsync's exit code is {code}"
+    if code in LOST_CONNECTION:
+        return (others or said)[-1], f"try: {shlex.join([*ssh, host, 'true'])}"
+    return said[-1], f"rsync's exit code is {code}"
 
 
 def _stat(what: str, text: str) -> int:

@@ -132,7 +132,8 @@ def test_a_rank_is_blamed_and_not_the_engine_when_both_are_seen_to_end_at_once(t
     assert engine and "prterun" in " ".join(engine.cmdline())
     process.send_signal(signal.SIGSTOP)  # Ctrl-Z
     task.kill()  # want of memory, say
-    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+    deadline = time.monotonic() + 30
+    while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGCONT)
     _, err = process.communicate(timeout=60)

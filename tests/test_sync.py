@@ -55,18 +55,21 @@ def test_an_ssh_that_fails_is_named_with_what_to_try(tmp_path):
     assert second.startswith("198.51.100.2: ")
 
 
-TRY = "; try: "
+TRY, INSTALL = "; try: ", "; install rsync on 198.51.100.1, or"
+BANNER = "Warning: Permanently added '198.51.100.1' to the list of known hosts."
 DENIED = "root@h: Permission denied (publickey)."
 
 
 @pytest.mark.parametrize(
     ("words", "line", "hint"),
     [
-        (f"Warning: added h to the known hosts.\nLoad key: Permission denied\n{DENIED}", DENIED, TRY),
-        ("zsh:1: command not found: rsync", "zsh:1: command not found: rsync", "; install rsync on 198.51.100.1, or"),
+        (f"{BANNER}\nLoad key: Permission denied\n{DENIED}", DENIED, TRY),
+        ("zsh:1: command not found: rsync", "zsh:1: command not found: rsync", INSTALL),
+        ("rsync: Command not found.", "rsync: Command not found.", INSTALL),  # tcsh
         ("mkdir: cannot create directory '/x': No such file or directory", "mkdir: cannot create", "; choose a folder"),
+        (f"{BANNER}\nrsync: --x: unknown option", "rsync: --x: unknown option", "; rsync's exit code is "),
     ],
-    ids=["ssh", "rsync", "mkdir"],
+    ids=["ssh", "zsh", "tcsh", "mkdir", "rsync"],
 )
 @pytest.mark.parametrize("closes", ["0", "1", "0 1"])
 def test_why_a_host_was_not_given_the_folder_whoever_ends_first(tmp_path, words, line, hint, closes):
@@ -79,6 +82,12 @@ def test_why_a_host_was_not_given_the_folder_whoever_ends_first(tmp_path, words,
         sync(tmp_path, ["198.51.100.1"], [str(ssh)])
     assert f" failed: {line}" in str(caught.value)
     assert hint in str(caught.value)
+
+
+def test_an_ssh_that_may_not_be_run_is_no_matter_of_the_folder(tmp_path):
+    (tmp_path / "ssh").touch()
+    with pytest.raises(PreflightError, match=r"Failed to exec .*: Permission denied \(13\); rsync's exit code is"):
+        sync(tmp_path, ["198.51.100.1"], [str(tmp_path / "ssh")])
 
 
 SETTINGS = {"ssh": ["ssh", "-F", "/a b/config"], "prefix": "/v", "prefixes": {"n2": "/w w"}}

@@ -93,7 +93,8 @@ def test_clusters_one_after_another_leave_nothing():
     for _ in range(3):
         with Cluster(2) as cluster:
             leftover = cluster.popen("n1", ["sleep", "60"])
-            while "sleep 60" not in cluster.processes("n1").values():
+            deadline = time.monotonic() + 10
+            while "sleep 60" not in cluster.processes("n1").values() and time.monotonic() < deadline:
                 time.sleep(0.01)
         assert leftover.wait(timeout=5) == -9
         assert traces() == before

@@ -128,9 +128,9 @@ class Server:
     def run(self) -> None:
         """Until SIGTERM."""
         self.loop.watch(self._listener, self._accept)
+        self._tick()
         if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.parts:
             self._replicate(self.parts[self.number])
-        self._tick()  # calls the replica: what is acknowledged before it has one is lost with this server
         self.loop.run()
         if self.snapshots:
             self.snapshots.remove()
