@@ -86,7 +86,7 @@ def test_a_rank_that_raises_ends_the_job_and_is_named(make_cluster, launch):
     assert (failure["rank"], failure["host"]) == (2, "n2")
     assert "RuntimeError: boom in rank 2" in failure["traceback"]
     assert "rank 2 on n2 failed first: RuntimeError: boom in rank 2" in run.err
-    assert run.seconds < 25  # those who do not fail sleep for 60
+    assert run.seconds < 50  # those who do not fail sleep for 60
     assert cluster.left_over(within_seconds=6) == {}
 
 

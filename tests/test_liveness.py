@@ -45,7 +45,7 @@ def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(m
     liveness.watch("gone", "198.18.0.99", None)
     begun = time.monotonic()
     assert wait_for(liveness, 10) == ["gone"]
-    assert 0.7 < time.monotonic() - begun < 5
+    assert 0.7 < time.monotonic() - begun < 15
     assert wait_for(liveness, 0.5) == []
 
 

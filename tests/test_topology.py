@@ -200,11 +200,11 @@ BAD = [
 
 @pytest.mark.parametrize(("text", "what"), BAD)
 def test_a_bad_file_is_refused_with_line_and_path(text, what):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(TopologyError, match=re.escape(what)) as caught:
         parse_topology(text, "t.yaml")
     assert "\n" not in str(caught.value)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_files_that_cannot_be_read(tmp_path):
@@ -625,8 +625,8 @@ def test_many_hosts_are_read_quickly(tmp_path):
         hosts=hosts,
     )  # fmt: skip
     write_measured(tmp_path / "t.yaml", everything)
-    started = time.monotonic()
+    started = time.process_time()
     topology = read_topology(tmp_path / "t.yaml")
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
     assert topology.measured == everything
     assert units.format_rate(link_between(topology, "n3", "n30").bandwidth_bytes_per_second) == "100 MB/s"
