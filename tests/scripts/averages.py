@@ -1,4 +1,4 @@
-"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py LESSON [HOSTS ...]`.
+"""Trains a model with plain DDP and with ours, on hosts that are there or pretended: `averages.py LESSON[,LESSON] [HOSTS ...]`.
 
 HOSTS is such as `0,0,1`: ranks 0 and 1 on one host, rank 2 on another; without any, hosts are found out.
 """
@@ -247,6 +247,7 @@ def dies(job: distrib.Job, hosts: list[str] | None) -> None:
 
 if __name__ == "__main__":
     with distrib.init() as job:
-        for pretended in sys.argv[2:] or [""]:
-            globals()[sys.argv[1]](job, pretended.split(",") if pretended else None)
-            job.print(f"done {pretended}")
+        for name in sys.argv[1].split(","):
+            for pretended in sys.argv[2:] or [""]:
+                globals()[name](job, pretended.split(",") if pretended else None)
+                job.print(f"done {name} {pretended}")
