@@ -399,19 +399,24 @@ def test_a_step_that_one_rank_leaves_out_holds_up_nobody(parameter_servers, seve
 STEPS = 40
 
 
-def started(cluster: Cluster, folder: Path, *words: object) -> subprocess.Popen[str]:
-    """A job of two ranks on each of two hosts that count their steps; returns when all have begun."""
-    hosts = folder / "hosts.txt"
-    hosts.write_text("n1 slots=2\nn2 slots=2\n")
-    command = [LAUNCH, "--no-check", "--run-dir", folder / "run", "-H", hosts, "--mode", "async", *words]
-    job = cluster.popen(
-        "n1", [*command, SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05], env={"OMP_NUM_THREADS": "1"}
-    )
+def started(
+    cluster: Cluster, folder: Path, *words: object, hosts: str = "n1:2,n2:2", until: str = ""
+) -> subprocess.Popen[str]:
+    """A job of ranks on several hosts that count their steps; returns when all have begun."""
+    command = [LAUNCH, "--run-dir", folder / "run", "-H", hosts, "--mode", "async", *words]
+    lesson = [SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05, until]
+    job = cluster.popen("n1", [*command, *lesson], env={"OMP_NUM_THREADS": "1"})
+    ranks = sum(int(host.partition(":")[2]) for host in hosts.split(","))
+    reaches(job, lambda: len(acknowledged(folder)) == ranks)
+    return job
+
+
+def reaches(job: subprocess.Popen[str], what: Callable[[], bool]) -> None:
+    """Wait until something is true of a job, which goes on meanwhile."""
     deadline = time.monotonic() + 150
-    while len(acknowledged(folder)) < 4:
+    while not what():
         assert job.poll() is None and time.monotonic() < deadline, job.communicate()[1]
         time.sleep(0.05)
-    return job
 
 
 def acknowledged(folder: Path) -> dict[int, int]:
@@ -491,3 +496,19 @@ def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
     assert acknowledged(tmp_path) == dict.fromkeys(range(4), STEPS)
+
+
+@pytest.mark.cluster
+def test_a_host_that_is_lost_for_good_ends_nothing(make_cluster, tmp_path):
+    """Neither the engine nor its ssh, which would notice after 15 s and end all ranks."""
+    cluster = make_cluster(3)
+    job = started(cluster, tmp_path, "--servers", "3", "--replicas", "1", hosts="n1:1,n2:1,n3:1", until="enough")
+    cluster.lose("n3")
+    time.sleep(25)
+    for rank in (0, 1):
+        before = acknowledged(tmp_path)[rank]
+        reaches(job, lambda rank=rank, before=before: acknowledged(tmp_path)[rank] > before + 10)
+    (tmp_path / "enough").touch()
+    _, err = job.communicate(timeout=200)
+    assert job.returncode == 0, err
+    assert "rank 2 on n3 is gone" in err and "rank 1" not in err and "rank 4" not in err, err

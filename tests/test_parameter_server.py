@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -972,15 +973,22 @@ def noted(folder: Path) -> dict[int, int]:
     return {int(path.suffix[1:]): int(path.read_text()) for path in folder.glob("acknowledged.*")}
 
 
+def processes_of(folder: Path, rank: int) -> list[int]:
+    """The processes of a rank's script, found by the mark that the launcher gives them."""
+    mark = f"DISTRIB_MARK={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
 def killed(folder: Path, rank: int) -> None:
-    """Kill the process of a rank, found by the mark that the launcher gives it."""
-    job = json.loads((folder / "run/plan.json").read_text())["job"]
-    for entry in Path("/proc").iterdir():
-        try:
-            if f"DISTRIB_MARK={job}.{rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                os.kill(int(entry.name), signal.SIGKILL)
-        except (OSError, ValueError):
-            continue
+    """Kill the script of a rank."""
+    for pid in processes_of(folder, rank):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def ended(folder: Path, job: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
@@ -1023,6 +1031,20 @@ def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path
     low, high = counts(tmp_path)[1]
     assert dead + 10 <= first["1"] <= low <= high <= second["1"] + 2  # each of its lives may have noted one less
     assert counts(tmp_path)[0] == (first["0"], first["0"])
+
+
+def test_the_process_around_a_worker_is_killed_and_the_other_goes_on(tmp_path):
+    """Open MPI would end all ranks because of one that left without its leave."""
+    job = started(tmp_path, until="enough")
+    (around,) = {psutil.Process(pid).parent() for pid in processes_of(tmp_path, 1)}
+    assert around and "distrib_launch.rank" in around.cmdline()
+    around.kill()
+    before = noted(tmp_path)[0]
+    reaches(job, lambda: noted(tmp_path)[0] > before + 40)
+    (tmp_path / "enough").touch()
+    result, out = ended(tmp_path, job)
+    assert result["status"] == "succeeded" and result["exit_code"] == 0, out
+    assert [warning.partition(" on ")[0] for warning in result["warnings"]] == ["worker rank 1"], out
 
 
 def test_the_job_fails_when_every_worker_has_failed_though_one_was_started_again(tmp_path):

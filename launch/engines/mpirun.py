@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 HOSTFILE = "mpirun-hosts.txt"
 SSH_CONFIG = "ssh_config"
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=5")
+ALIVE = "ServerAliveInterval=5"
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", ALIVE)
+UNAWARE = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
+"""With these PRRTE ends no job because a process died or a host was lost: for jobs that go on without them (mode async)."""
+
 AGENT_SETTINGS = "agent.json"
 PATIENCE_SECONDS = 0.0
 CONTROL_PATH = "ControlPath="
@@ -77,6 +81,8 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
         # A program of the user's own, or what our agent needs, may be on this machine alone: it alone calls on the others.
         if _needs_agent(plan) or "/" in plan.ssh[0]:
             words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
+    if plan.strategy.mode == "async":
+        words += UNAWARE
     for name in PASSED_BY_NAME:
         words += ["-x", name]
     return (*words, *_rank_command(plan))
@@ -102,7 +108,7 @@ def _has_strange_shell() -> bool:
 
 def _agent(plan: LaunchPlan) -> str:
     if not _needs_agent(plan):
-        return " ".join(plan.ssh)
+        return " ".join(_ssh_of_daemons(plan))
     if any(map(str.isspace, plan.script[0])):
         raise ConfigError(
             f"Open MPI cannot call {plan.script[0]}: there are blanks in its path",
@@ -110,6 +116,18 @@ def _agent(plan: LaunchPlan) -> str:
             "and --ssh-command",
         )
     return f"{plan.script[0]} -m distrib_launch.agent"
+
+
+def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
+    """The ssh whose connections last as long as the job; where it ends, PRRTE ends all ranks. In mode async none gives a host up."""
+    if plan.strategy.mode != "async":
+        return tuple(plan.ssh)
+    own = {ALIVE: "ServerAliveInterval=0", **dict.fromkeys(filter(_is_control_path, plan.ssh), f"{CONTROL_PATH}none")}
+    return (*(own.get(word, word) for word in plan.ssh), "-o", "TCPKeepAlive=no")
+
+
+def _is_control_path(word: str) -> bool:
+    return word.startswith(CONTROL_PATH)
 
 
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
@@ -184,7 +202,7 @@ def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 def sockets(plan: LaunchPlan) -> Path | None:
     """The folder in which the plan's ssh looks for open connections."""
-    paths = [word.removeprefix(CONTROL_PATH) for word in plan.ssh if word.startswith(CONTROL_PATH)]
+    paths = [word.removeprefix(CONTROL_PATH) for word in filter(_is_control_path, plan.ssh)]
     return Path(paths[0]).parent if paths else None
 
 
@@ -236,7 +254,7 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
         prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
         if _has_strange_shell():  # where a prefix is named, the command is given to a plain shell
             prefixes = {host.name: here for host in hosts} | prefixes
-        settings = {"ssh": plan.ssh, "prefix": here, "prefixes": prefixes}
+        settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
         (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
     (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
     write_ssh_config(run_dir, plan)
