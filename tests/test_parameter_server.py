@@ -835,6 +835,28 @@ def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, m
     assert weight(model) == -1
 
 
+def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, monkeypatch):
+    """They do not train meanwhile, and so they come to the next sum."""
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
+    cluster = make(workers=2)
+    together = threading.Barrier(2, timeout=20)
+
+    def evaluate(backend: Asynchronous) -> list[float]:
+        step(*straight(backend))
+        assert backend.view(0, training=False)[1] == 2
+        together.wait()
+        cut_off(backend, servers=[1])
+        assert comes_true(lambda: not cluster.servers[0].parts[0].members)
+        together.wait()
+        sums = []
+        for first in (0, 1):  # who comes to it half a second before the other
+            time.sleep(0.5 * (backend.world.rank != first))
+            sums.append(backend.reduce(torch.tensor(1.0 + backend.world.rank), "sum").item())
+        return sums
+
+    assert cluster.each(evaluate) == [[3.0, 3.0]] * 2
+
+
 def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make, monkeypatch):
     monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)

@@ -68,7 +68,9 @@ class Part:
         self._dead: set[int] = set()  # workers of which the launcher says that they have died
         self._main_is_lost = False
         self._left: set[int] = set()
-        self._gathered: set[int] = set()  # who has come to what all do together since it was lost, member again or not
+        self._gathered: set[int] = (
+            set()
+        )  # who has come to what all do together since it trained or was lost, member or not
         self._gathering = Gathering(lambda: (self.members | self._gathered) - self.substitutes)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
         self._requests: dict[int, int] = {}  # and the number of its request
@@ -148,7 +150,8 @@ class Part:
         gave_values = worker == self._main() and not self.anyone
         self._gone.pop(worker, None)
         self.members.discard(worker)
-        self._gathered.discard(worker)
+        if not comes_back:  # one that does may be in the middle of what all do together, where it needs no other server
+            self._gathered.discard(worker)
         for table in self.tables.values():
             self._wait_for_members(table, come_back=comes_back)
         self._main_is_lost |= is_lost and worker == self.main[1] and worker not in self._left
@@ -214,6 +217,7 @@ class Part:
                 payload = self._shared[worker, frame.table].gradients[frame.chunk]
             final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
             self._speakers[pusher] = worker
+            self._gathered = {other for other in self._gathered if self._pusher(other) != pusher}
             self._carry_out(
                 table,
                 table.shard.push(
