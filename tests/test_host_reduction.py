@@ -36,7 +36,8 @@ from distrib.training.parameter_server.shard import Answer, Apply, Shard
 from distrib.training.parameter_server.worker import Asynchronous
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
-from tests.test_parameter_server import OPTIMIZERS, batch, make, network, prepared
+from tests.test_parameter_server import OPTIMIZERS, batch, comes_true, cut_off, make, network, prepared, straight
+from tests.test_parameter_server import step as take_step
 
 parameter_servers = make
 
@@ -374,6 +375,31 @@ def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_serve
 
     for refused in parameter_servers(workers=3).each(train_both, "aaa"):
         assert max(refused) <= 1, refused  # of 40 steps
+
+
+def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_server_is_lost(
+    parameter_servers, several_hosts, monkeypatch
+):
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
+    cluster = parameter_servers(workers=3)
+    together = threading.Barrier(3, timeout=20)
+    part = cluster.servers[0].parts[0]
+
+    def evaluate(backend: Asynchronous) -> float:
+        rank = backend.world.rank
+        take_step(*(trained := straight(backend)))
+        if rank == 0:  # which speaks for rank 1, too
+            assert comes_true(lambda: 1 in part._asked)
+            take_step(*trained)
+        assert backend.view(0, training=False)[1] == 3
+        together.wait()
+        cut_off(backend, servers=[1])
+        assert comes_true(lambda: not part.members)
+        together.wait()
+        time.sleep(0.5 * (rank == 1))
+        return backend.reduce(torch.tensor(1.0), "sum").item()
+
+    assert cluster.each(evaluate, "aab") == [3.0] * 3
 
 
 @pytest.mark.parametrize("bound", [None, 4])

@@ -127,7 +127,7 @@ def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
 
 
 def _is_control_path(word: str) -> bool:
-    return word.startswith(CONTROL_PATH)
+    return word.startswith(f"{CONTROL_PATH}/tmp/distrib-")  # not one of the user's own
 
 
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:

@@ -127,7 +127,7 @@ class Part:
             self._forget_shared(worker)
             if worker in self._dead:
                 self._drop(worker, is_lost=True)
-            elif worker in self.members or (worker == self.main[1] and worker not in self._left):
+            elif worker in self.members | self._gathered or (worker == self.main[1] and worker not in self._left):
                 self._gone[worker] = time.monotonic()
 
     def give_up(self, worker: int) -> None:
@@ -217,7 +217,10 @@ class Part:
                 payload = self._shared[worker, frame.table].gradients[frame.chunk]
             final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
             self._speakers[pusher] = worker
-            self._gathered = {other for other in self._gathered if self._pusher(other) != pusher}
+            here = (
+                self._asked.keys()
+            )  # who waits in a round may have a neighbour who trains, or older pushes on their way
+            self._gathered = {other for other in self._gathered if other in here or self._pusher(other) != pusher}
             self._carry_out(
                 table,
                 table.shard.push(
