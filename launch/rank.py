@@ -474,9 +474,8 @@ class Rank:
         self.stopping = self.stopping or who
         if self.child is None:
             if who == "engine":
-                if (
-                    not self.finished and self.channel.ready
-                ):  # without a word it would look as if this process had been killed
+                # Without a word it would look as if this process had been killed.
+                if not self.finished and self.channel.ready:
                     self._send_exit(exit_code=128 + number, number=number)
                 self.ended = True
             return

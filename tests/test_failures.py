@@ -72,12 +72,14 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
     assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
 
 
-TOGETHER = """
+ALL_UP = """
 import os, pathlib, time
 rank, folder = os.environ["RANK"], pathlib.Path(os.environ["DISTRIB_RUN_DIR"])
 (folder / f"up-{rank}").touch()
 while len(up := list(folder.glob("up-*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
+"""
+TOGETHER = f"""{ALL_UP}
 begin = max(path.stat().st_mtime for path in up) + 0.5
 for turn in range(16):
     time.sleep(max(0, begin + turn / 4 - time.time()))
@@ -89,7 +91,7 @@ print("own", rank)
 
 def test_ranks_that_die_alike_have_failed_alike(launch, tmp_path):
     script = tmp_path / "missing.py"
-    script.write_text(TOGETHER.partition("begin =")[0] + "import module_that_is_nowhere\n")
+    script.write_text(ALL_UP + "import module_that_is_nowhere\n")
     run = launch("-np", "3", script, timeout=150)
     assert run.code == 1 and "failed too" in run.err and "stopped" not in run.err, run
 

@@ -27,7 +27,10 @@ SSH_CONFIG = "ssh_config"
 ALIVE = "ServerAliveInterval=5"
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", ALIVE)
 UNAWARE = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
-"""With these PRRTE ends no job because a process died or a host was lost: for jobs that go on without them (mode async)."""
+"""With these PRRTE ends no job because a process died or a host fell silent: for jobs that go on without them (mode async).
+
+It still does where the daemon of a host is seen to end.
+"""
 
 AGENT_SETTINGS = "agent.json"
 PATIENCE_SECONDS = 0.0

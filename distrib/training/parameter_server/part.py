@@ -68,9 +68,8 @@ class Part:
         self._dead: set[int] = set()  # workers of which the launcher says that they have died
         self._main_is_lost = False
         self._left: set[int] = set()
-        self._gathered: set[int] = (
-            set()
-        )  # who has come to what all do together since it trained or was lost, member or not
+        self._gathered: set[int] = set()
+        """Who has come to what all do together since it trained or was lost, member or not."""
         self._gathering = Gathering(lambda: (self.members | self._gathered) - self.substitutes)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
         self._requests: dict[int, int] = {}  # and the number of its request
@@ -217,10 +216,9 @@ class Part:
                 payload = self._shared[worker, frame.table].gradients[frame.chunk]
             final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
             self._speakers[pusher] = worker
-            here = (
-                self._asked.keys()
-            )  # who waits in a round may have a neighbour who trains, or older pushes on their way
-            self._gathered = {other for other in self._gathered if other in here or self._pusher(other) != pusher}
+            # Who waits in a round may have a neighbour who trains, or older pushes on their way.
+            trains = {other for other in self._gathered - self._asked.keys() if self._pusher(other) == pusher}
+            self._gathered -= trains
             self._carry_out(
                 table,
                 table.shard.push(
