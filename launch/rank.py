@@ -43,6 +43,10 @@ BUFFER_LIMIT_BYTES = 16 << 20
 CHUNK_BYTES = 1 << 18
 DRAIN_SECONDS = 2.0
 
+RETURN_SECONDS = 3600.0
+"""How long a rank that was cut off asks to be let in again, by a job that goes on without it."""
+RETURN_INTERVAL_SECONDS = 2.0
+
 IDENTITIES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS"),
@@ -173,10 +177,13 @@ class Rank:
         environ = dict(os.environ)
         self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
         self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
-        self.channel = call_back(environ[CONTROL], environ[TOKEN])
+        self.token = environ[TOKEN]
+        self.channel = call_back(environ[CONTROL], self.token)
+        self.launcher = self.channel.sock.getpeername()[:2]
+        self.introduced = False
         self.silence = Silence(self.channel.sock, LAUNCHER_SILENCE_SECONDS)
         self.port = hold_port()
-        self.key = hmac.digest(environ[TOKEN].encode(), b"parameter servers", "sha256").hex()
+        self.key = hmac.digest(self.token.encode(), b"parameter servers", "sha256").hex()
         self.selector = selectors.DefaultSelector()
         self.child: subprocess.Popen[bytes] | None = None
         self.guard: guard.Guard | None = None
@@ -184,6 +191,8 @@ class Rank:
         self.started = 0.0
         self.device = ""
         self.stopping = ""  # who asked for the end: "launcher", "engine", "lost"
+        self.may_return = False  # where the launcher is lost, the job goes on without this rank
+        self.call_at = self.give_up_at = float("inf")  # when it tries to return, and until when
         self.grace_seconds = 0.0  # between SIGTERM and SIGKILL when the engine ends the job; known with the script
         self.kill_at = float("inf")
         self.streams: dict[int, Kind] = {}
@@ -196,6 +205,11 @@ class Rank:
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
         self.oom_before = (0, 0)
         self.spies: dict[int, tuple[subprocess.Popen[bytes], bytearray]] = {}
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it was cut off, and has not been told to go on since."""
+        return self.give_up_at < float("inf")
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -210,16 +224,16 @@ class Rank:
             signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)
-        hello = False
+        parent = os.getppid()
         next_beat = 0.0
         while not self.ended:
             for key, _ in self.selector.select(timeout=0.2):
                 key.data(key.fd)
             now = time.monotonic()
             if self.channel.ready and not self.channel.closed:
-                if not hello:
+                if not self.introduced:
                     self.channel.send(Kind.HELLO, self._hello())
-                    hello = True
+                    self.introduced = True
                 elif now >= next_beat:
                     self.channel.send(Kind.BEAT, {"time": time.time()})
                     next_beat = now + BEAT_SECONDS
@@ -229,11 +243,15 @@ class Rank:
                     self._finish()
                 elif now >= self.kill_at:
                     self._signal_child(signal.SIGKILL)
+            elif self.is_away and (now >= self.give_up_at or os.getppid() != parent):
+                self.ended = True
+            elif now >= self.call_at:
+                self._call_again()
         if self.child and not self.finished:
             self._finish()
         if self.guard:
             self.guard.dismiss()
-        if self.stopping == "lost":
+        if self.stopping == "lost" and not self.may_return:
             self._end_daemon()
         return 0
 
@@ -242,7 +260,7 @@ class Rank:
             "rank": self.rank, "world_size": self.world_size,
             "local_rank": self.local_rank, "local_world_size": self.local_world_size,
             "host": socket.gethostname(), "pid": os.getpid(), "python": sys.version.split()[0],
-            "port": self.port.getsockname()[1],
+            "port": self.port.getsockname()[1], "returns": self.may_return,
             "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
             "interface": interface_with(self.channel.sock.getsockname()[0]),
         }  # fmt: skip
@@ -303,10 +321,34 @@ class Rank:
             deadline = time.monotonic() + 2.0
             while self.child.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        self.ended = True
+        if self.may_return and not self.is_away:
+            self.call_at = time.monotonic()
+            self.give_up_at = self.call_at + RETURN_SECONDS
+        else:  # nobody is there, or wants it back
+            self.ended = True
+
+    def _call_again(self) -> None:
+        """Try to return to the launcher, which tells what to run as it did at first, or hangs up."""
+        self.call_at = time.monotonic() + RETURN_INTERVAL_SECONDS
+        try:
+            sock = socket.create_connection(self.launcher, timeout=RETURN_INTERVAL_SECONDS)
+        except ConnectionRefusedError:
+            self.ended = True
+            return
+        except OSError:
+            return
+        self.call_at = float("inf")
+        self.stopping = ""
+        self.introduced = False
+        self.channel = Channel(sock, self.token, listener=False)
+        self.silence = Silence(sock, LAUNCHER_SILENCE_SECONDS)
+        self.selector.register(sock, selectors.EVENT_READ, self._converse)
 
     def _end_daemon(self) -> None:
-        """On a host that was cut off, the engine's daemon does not notice for minutes: end it."""
+        """On a host that was cut off, the engine's daemon does not notice for minutes: end it.
+
+        Not where the job goes on: should the host be reached again, the engine would end all ranks for it.
+        """
         with contextlib.suppress(OSError):
             parent = os.getppid()
             if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
@@ -320,6 +362,7 @@ class Rank:
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
         self.grace_seconds = order["grace_seconds"]
+        self.may_return, self.give_up_at = order["may_return"], float("inf")
         self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
         environ = {**self.environ, **order["environment"]}
         if "DISTRIB_SERVERS" in environ:
@@ -472,10 +515,10 @@ class Rank:
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
-        if self.child is None:
+        if self.child is None or self.is_away:
             if who == "engine":
                 # Without a word it would look as if this process had been killed.
-                if not self.finished and self.channel.ready:
+                if not self.finished and self.channel.ready and not self.is_away:
                     self._send_exit(exit_code=128 + number, number=number)
                 self.ended = True
             return

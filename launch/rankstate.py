@@ -23,6 +23,8 @@ class RankState:
         self.order: dict[str, Any] = {}
         """What it was told to run."""
         self.restarts = 0
+        self.deaths = 0
+        """How many of these were not because its host had been cut off."""
         self.again_at = 0.0
         """When it is started again, monotonic, if it has died and waits for that."""
         self.first_ending: failures.Ending | None = None

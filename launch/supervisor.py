@@ -292,7 +292,13 @@ class Supervisor:
         state: RankState | None = self.started_ranks[hello["rank"]] if there else None
         if hello["world_size"] != len(self.ranks) or state is None:
             raise self._refuse_world(f"the engine started {hello['world_size']} ranks")
-        if state.channel is not None:
+        if hello["returns"]:
+            if state.channel and not state.channel.closed:
+                self._hang_up(state, "its connection broke")
+            over = self.stopping or self.first_bad
+            if over or not state.ending or not tolerance.may_return(self.plan, state.ending, self.endings, self.again):
+                raise ProtocolError(f"rank {hello['rank']} was cut off, and nobody waits for it")
+        elif state.channel is not None:
             raise ProtocolError(f"rank {hello['rank']} has called already")
         host = self.hosts[state.plan.host]
         if (hello["local_rank"], hello["local_world_size"]) != (state.plan.local_rank, host.ranks):
@@ -307,9 +313,12 @@ class Supervisor:
         if not self.is_local:
             self.liveness.watch(host.name, state.address, host.port)
         self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
-        self.missing -= 1
-        if not self.missing and not self.stopping:
-            self._assign()
+        if hello["returns"]:
+            self._start_again(state)
+        else:
+            self.missing -= 1
+            if not self.missing and not self.stopping:
+                self._assign()
         return lambda kind, payload: self._hear(state, kind, payload)
 
     def _refuse_world(self, what: str) -> LaunchError:
@@ -342,7 +351,7 @@ class Supervisor:
             state.order = {
                     "command": self.plan.script_on(host, state.plan.role), "directory": self.plan.directory, "environment": environment,
                     "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
-                    "host_timeout_seconds": self.liveness.silence_seconds,
+                    "host_timeout_seconds": self.liveness.silence_seconds, "may_return": self.plan.strategy.mode == "async",
                     "chosen": host.chosen, "bind": self.plan.bind if state.plan.role == "worker" else "none",
                     "sharers": host.workers if state.plan.role == "worker" else host.ranks,
                     "keep_value": self.keep_value, "grace_seconds": self.grace_seconds,
@@ -483,7 +492,7 @@ class Supervisor:
             for server in self.ranks:
                 if server.plan.role == "server" and not server.ending:
                     self._send(server, Kind.NEWS, {"dead": state.plan.rank})
-        may = tolerance.may_start_again(self.plan, state.ending, state.restarts)
+        may = tolerance.may_start_again(self.plan, state.ending, state.deaths)
         if may and state.plan.role == "server":
             self._start_again(state)
         elif may and tolerance.is_training(self.plan, self.endings, self.again):
@@ -516,11 +525,13 @@ class Supervisor:
         self._warn(tolerance.lines(self.plan, ending, ending.message or how, again=again, was_main=was_main))
 
     def _start_again(self, state: RankState) -> None:
-        """A rank died and its host is there: another takes its place."""
+        """A rank died and its host is there, or is there again: another takes its place."""
         self._warn_of(state, again=True)
+        assert state.ending
         if state.plan.role == "worker":
             state.first_ending = state.first_ending or state.ending
         state.restarts += 1
+        state.deaths += not state.ending.lost
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
         environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
         self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})

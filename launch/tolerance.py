@@ -34,6 +34,12 @@ def may_start_again(plan: LaunchPlan, ending: Ending, before: int) -> bool:
     return plan.strategy.mode == "async" and not ending.lost and not ending.stopped_by and before < MOST_RESTARTS
 
 
+def may_return(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending], again: Set[int]) -> bool:
+    """Whether a rank whose host was cut off, and can be reached again, is started anew."""
+    there = plan.strategy.mode == "async" and ending.failed and not ending.stopped_by
+    return there and is_training(plan, endings, again)
+
+
 def is_training(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) -> bool:
     """Whether a worker is running that has never failed: the job is not over, and a worker that died has somebody to help."""
     gone = {ending.rank for ending in endings} | again
@@ -60,7 +66,9 @@ def main(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) -> int | 
 def lines(plan: LaunchPlan, ending: Ending, how: str, *, again: bool, was_main: bool) -> str:
     """The warning that a rank died, and what became of it."""
     role = "worker" if plan.ranks[ending.rank].role == "worker" else "parameter server"
-    what = f"died ({how}) and was started again" if again else f"is gone ({how}); the job goes on without it"
+    what = f"is gone ({how}); the job goes on without it"
+    if again:
+        what = f"{'can be reached again' if ending.lost else f'died ({how})'} and was started again"
     next_one = "; the next worker prints and saves now" if was_main else ""
     return f"{role} rank {ending.rank} on {ending.host} {what}{next_one}"
 

@@ -525,16 +525,35 @@ def test_a_host_is_cut_off_and_joins_the_others_again(make_cluster, tmp_path):
 
 
 @pytest.mark.cluster
-def test_a_host_that_is_lost_for_good_ends_nothing(make_cluster, tmp_path):
-    """Neither the engine nor its ssh, which would notice after 15 s and end all ranks."""
+def test_a_host_that_comes_back_too_late_is_started_again_and_one_that_is_lost_for_good_ends_nothing(
+    make_cluster, tmp_path
+):
+    """It comes back before its ranks have noticed that the launcher has given them up, and when they have ended already.
+
+    Of the other neither the engine nor its ssh ends all ranks, as they would after 15 s.
+    """
     cluster = make_cluster(3)
-    job = started(cluster, tmp_path, "--servers", "3", "--replicas", "1", hosts="n1:1,n2:1,n3:1", until="enough")
-    cluster.lose("n3")
+    words = ["--host-timeout", "3", "--servers", "3", "--replicas", "1"]
+    job = started(cluster, tmp_path, *words, hosts="n1:1,n2:1,n3:1", until="enough")
+
+    def get_on(*ranks: int) -> None:
+        for rank in ranks:
+            before = acknowledged(tmp_path)[rank]
+            reaches(job, lambda rank=rank, before=before: acknowledged(tmp_path)[rank] > before + 10)
+
+    for lives, seconds in ((2, 5), (3, 11)):
+        cluster.cut("n3")
+        time.sleep(seconds)
+        cluster.restore("n3")
+        reaches(job, lambda lives=lives: len((tmp_path / "lives.2").read_text()) == lives)
+        get_on(0, 1, 2)
+    cluster.lose("n2")  # of whose server n3's keeps the replica again
     time.sleep(25)
-    for rank in (0, 1):
-        before = acknowledged(tmp_path)[rank]
-        reaches(job, lambda rank=rank, before=before: acknowledged(tmp_path)[rank] > before + 10)
+    get_on(0, 2)
     (tmp_path / "enough").touch()
     _, err = job.communicate(timeout=200)
     assert job.returncode == 0, err
-    assert "rank 2 on n3 is gone" in err and "rank 1" not in err and "rank 4" not in err, err
+    assert err.count("worker rank 2 on n3 is gone") == err.count("worker rank 2 on n3 can be reached again") == 2, err
+    assert "rank 1 on n2 is gone" in err and "rank 0" not in err and "rank 3" not in err, err
+    assert json.loads((tmp_path / "run/result.json").read_text())["restarts"] == 4
+    assert not cluster.left_over(within_seconds=10.0)

@@ -1,4 +1,4 @@
-"""A rank's own process, which the engine ends before its script has begun; this test is its launcher."""
+"""A rank's own process, which the engine ends before its script has begun, or which loses its launcher: that is this test."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distrib_launch.control import Channel, Kind, new_token
@@ -25,14 +26,51 @@ def comes_true(what: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def order(*command: str, may_return: bool = False) -> dict[str, Any]:
+    return {
+        "command": command, "directory": "/", "environment": {}, "device": "cpu", "mark": "test.0",
+        "host_timeout_seconds": 5.0, "may_return": may_return, "chosen": None, "bind": "none", "sharers": 1,
+        "keep_value": False, "grace_seconds": 1.0,
+    }  # fmt: skip
+
+
+class Launcher:
+    """The launcher's end of the connection."""
+
+    def __init__(self, sock: socket.socket, token: str) -> None:
+        self.channel = Channel(sock, token, listener=True)
+        self.got: dict[Kind, bytes] = {}
+
+    def hears(self, kind: Kind) -> dict[str, Any]:
+        """What it is told, once it is."""
+
+        def is_told() -> bool:
+            with contextlib.suppress(ConnectionResetError):
+                self.channel.flush()
+                self.got.update(self.channel.receive())
+            return kind in self.got
+
+        comes_true(is_told)
+        return json.loads(self.got[kind])
+
+    def says(self, kind: Kind, payload: dict[str, Any]) -> None:
+        self.channel.send(kind, payload)
+        self.channel.flush()
+
+
 @pytest.fixture
-def called_back() -> Iterator[tuple[subprocess.Popen[str], socket.socket, str]]:
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener
+
+
+@pytest.fixture
+def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket, str]]:
     """The process of a rank that heeds signals, its connection, and the token."""
     token = new_token()
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("SIZE", "LOCAL_SIZE"), "1")
     environment = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         environment |= {CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", TOKEN: token}
         process = stack.enter_context(
             subprocess.Popen(
@@ -57,33 +95,58 @@ def test_it_goes_without_a_word_before_the_launcher_has_greeted_it(called_back):
 @pytest.mark.parametrize("assigned", [False, True])
 def test_it_tells_that_the_engine_ended_it_and_leaves_no_script(called_back, assigned):
     process, sock, token = called_back
-    channel = Channel(sock, token, listener=True)
-    got: dict[Kind, bytes] = {}
-
-    def hears(kind: Kind) -> bool:
-        with contextlib.suppress(ConnectionResetError):
-            channel.flush()
-            got.update(channel.receive())
-        return kind in got
-
-    comes_true(lambda: hears(Kind.HELLO))
+    launcher = Launcher(sock, token)
+    launcher.hears(Kind.HELLO)
     process.send_signal(signal.SIGSTOP)
     if assigned:  # it finds both when it goes on
-        order = {
-            "command": ["sleep", "60"], "directory": "/", "environment": {}, "device": "cpu", "mark": "test.0",
-            "host_timeout_seconds": 5.0, "chosen": None, "bind": "none", "sharers": 1, "keep_value": False,
-            "grace_seconds": 1.0,
-        }  # fmt: skip
-        channel.send(Kind.ASSIGN, order)
-        channel.flush()
+        launcher.says(Kind.ASSIGN, order("sleep", "60"))
     process.terminate()
     process.send_signal(signal.SIGCONT)
-    comes_true(lambda: hears(Kind.EXIT))
-    told = json.loads(got[Kind.EXIT])
+    told = launcher.hears(Kind.EXIT)
     assert (told["exit_code"], told["signal"], told["stopped_by"]) == (143, signal.SIGTERM, "engine")
     if process.poll() is None:
         with contextlib.suppress(OSError):
-            channel.send(Kind.END, {})
-            channel.flush()
+            launcher.says(Kind.END, {})
+    _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_who_was_cut_off_ends_its_script_and_returns(called_back, listener):
+    process, sock, token = called_back
+    launcher = Launcher(sock, token)
+    first = launcher.hears(Kind.HELLO)
+    launcher.says(Kind.ASSIGN, order("sleep", "600", may_return=True))
+    comes_true(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() != "")
+    script = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+    sock.close()
+    with listener.accept()[0] as again:
+        comes_true(lambda: not Path(f"/proc/{script}").exists())
+        launcher = Launcher(again, token)
+        hello = launcher.hears(Kind.HELLO)
+        assert (first["returns"], hello["returns"]) == (False, True) and hello["port"] == first["port"]
+        launcher.says(Kind.ASSIGN, order("sh", "-c", "echo back; exit 3", may_return=True))
+        told = launcher.hears(Kind.EXIT)
+        assert (told["exit_code"], told["stopped_by"], launcher.got[Kind.OUT]) == (3, "", b"back\n")
+        launcher.says(Kind.END, {})
+        _, err = process.communicate(timeout=50)
+    assert (process.returncode, err) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["the launcher is gone", "it is turned away", "the engine ends it"])
+def test_who_was_cut_off_ends_where_nobody_waits_for_it(called_back, listener, how):
+    process, sock, token = called_back
+    launcher = Launcher(sock, token)
+    launcher.hears(Kind.HELLO)
+    launcher.says(Kind.ASSIGN, order("true", may_return=True))
+    launcher.hears(Kind.EXIT)
+    if how == "the launcher is gone":
+        listener.close()
+    sock.close()
+    if how != "the launcher is gone":
+        again = listener.accept()[0]
+        if how == "the engine ends it":
+            process.terminate()
+            process.wait(timeout=50)
+        again.close()
     _, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (0, "")

@@ -120,6 +120,17 @@ def test_main_is_the_first_worker_that_has_never_failed(tmp_path):
     assert tolerance.main(plan, [ending(rank) for rank in (0, 1, 2)], {3}) is None
 
 
+def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
+    plan = planned(tmp_path)
+    lost = ending(3, lost=True)
+    assert tolerance.may_return(plan, lost, [lost], set())
+    assert tolerance.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2})
+    assert not tolerance.may_return(plan, lost, [lost], {0, 1, 2})
+    assert not tolerance.may_return(plan, ending(3, code=0), [ending(3, code=0)], set())
+    assert not tolerance.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set())
+    assert not tolerance.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set())
+
+
 def test_what_is_said_of_a_rank_that_died(tmp_path):
     plan = planned(tmp_path)
 
@@ -130,3 +141,5 @@ def test_what_is_said_of_a_rank_that_died(tmp_path):
     assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job goes on without it"
     assert said(0, again=True, was_main=True).endswith("was started again; the next worker prints and saves now")
     assert said(4, again=True).startswith("parameter server rank 4")
+    back = tolerance.lines(plan, ending(2, lost=True), "silence", again=True, was_main=False)
+    assert back == "worker rank 2 on n1 can be reached again and was started again"
