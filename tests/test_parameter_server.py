@@ -416,8 +416,8 @@ def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
     substitute = again(cluster, cluster.backends[0].world.rank)
     straight(substitute)
     assert substitute.from_main(lambda: b"") == large
-    own, copies = cluster.servers[0].parts[0]._kept, cluster.servers[1].parts
-    assert len(own[1]) > 10 and comes_true(lambda: 0 in copies and copies[0]._kept == own)
+    own, copies = cluster.servers[0].parts[0].kept, cluster.servers[1].parts
+    assert len(own[1]) > 10 and comes_true(lambda: 0 in copies and copies[0].kept == own)
 
 
 def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
@@ -891,7 +891,7 @@ def test_what_main_has_kept_is_on_the_replica(make):
     straight(backend)  # its buffers are kept, too
     backend.from_main(lambda: 5)
     part, copies = cluster.servers[0].parts[0], cluster.servers[1].parts
-    assert len(part._kept) == 2 and comes_true(lambda: 0 in copies and copies[0]._kept == part._kept)
+    assert len(part.kept) == 2 and comes_true(lambda: 0 in copies and copies[0].kept == part.kept)
 
 
 def test_a_worker_that_is_started_again_gives_gradients_and_nothing_else(make, again):
@@ -1138,6 +1138,21 @@ def test_a_server_without_replica_is_started_again(tmp_path):
     assert "was started again" in result["warnings"][-1] and "its shard comes from" in out
     for low, high in counts(tmp_path):
         assert 30 < low <= high == 40
+
+
+def test_what_main_has_read_is_there_for_a_worker_that_is_started_again_after_its_server_was(tmp_path):
+    job = started(tmp_path, "--servers", "1", until="enough")
+    reaches(job, lambda: any((tmp_path / "run").glob("server-*.kept-*")))
+    killed(tmp_path, 2)
+    before = noted(tmp_path)
+    reaches(job, lambda: all(noted(tmp_path)[rank] > before[rank] + 10 for rank in (0, 1)))
+    killed(tmp_path, 1)
+    dead = noted(tmp_path)[1]
+    reaches(job, lambda: noted(tmp_path)[1] >= dead + 10)
+    (tmp_path / "enough").touch()
+    result, out = ended(tmp_path, job)
+    assert result["status"] == "succeeded" and result["restarts"] == 2, out
+    assert not any((tmp_path / "run").glob("server-*"))
 
 
 @pytest.mark.parametrize("words", [("-np", "1"), ("-np", "2", "--staleness", "0")])

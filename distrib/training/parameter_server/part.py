@@ -62,7 +62,7 @@ class Part:
         self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
         self._pulls: list[tuple[int, Frame]] = []
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
-        self._kept: dict[int, list[Any]] = {}  # what main has read for all, in pieces
+        self.kept: dict[int, list[Any]] = {}  # what main has read for all, in pieces
         self._keeping: dict[tuple[int | None, int], dict[int, Any]] = {}  # what is not whole yet, by who brings it
         self._fetches: list[tuple[int, Frame]] = []
         self._dead: set[int] = set()  # workers of which the launcher says that they have died
@@ -239,7 +239,7 @@ class Part:
             self._requests[worker] = frame.step
             self._tell_rounds()
         elif frame.kind is Kind.KEEP:
-            flags = FINAL if frame.version in self._kept else self._keep(worker, frame, payload)
+            flags = FINAL if frame.version in self.kept else self._keep(worker, frame, payload)
             self._send(worker, Frame(Kind.DONE, flags, step=frame.step))
         elif frame.kind is Kind.FETCH:
             self._fetches.append((worker, frame))
@@ -364,7 +364,7 @@ class Part:
     def _answer_fetches(self) -> None:
         waiting, self._fetches = self._fetches, []
         for worker, frame in waiting:
-            if (kept := self._kept.get(frame.version)) is not None:
+            if (kept := self.kept.get(frame.version)) is not None:
                 answer = Frame(Kind.DONE, 0, 0, frame.chunk, frame.step, frame.version, len(kept))
                 self._send(worker, answer, kept[frame.chunk])
             else:
@@ -377,7 +377,7 @@ class Part:
         if len(pieces) < frame.weight:
             return 0
         del self._keeping[worker, frame.version]
-        self._kept[frame.version] = [pieces[number] for number in range(frame.weight)]
+        self.kept[frame.version] = [pieces[number] for number in range(frame.weight)]
         self._send_kept(frame.version)
         self._answer_fetches()
         return FINAL | APPLIED
@@ -437,7 +437,7 @@ class Part:
         self.follower = follower
         for table in self.tables.values():
             self._begin_replica(table)
-        for number in self._kept:
+        for number in self.kept:
             self._send_kept(number)
 
     def _begin_replica(self, table: Table) -> None:
@@ -462,7 +462,7 @@ class Part:
 
     def _send_kept(self, number: int) -> None:
         if self.follower:
-            for piece, content in enumerate(kept := self._kept[number]):
+            for piece, content in enumerate(kept := self.kept[number]):
                 frame = Frame(Kind.STATE, SHARED, chunk=piece, version=number, weight=len(kept))
                 self.follower.send(frame, content)
 

@@ -283,6 +283,7 @@ class Server:
             if part.in_charge:
                 part.tick(now)
                 if self.snapshots and part.shard == self.number:
+                    self.snapshots.keep(part)
                     self.snapshots.take(part, now)
             for note in part.notes:
                 if part.shard == 0:

@@ -1,16 +1,19 @@
 """Snapshots of a server's part on its host's disk: what a server that is started again goes on from, if it has no replica.
 
-A snapshot is of one moment: nothing is applied while its tensors are copied, and it is written while the workers go on.
+A snapshot is of one moment: nothing is applied while its tensors are copied, and it is written while the workers go on. What
+the main worker has read for all never changes, and has files of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 import torch
@@ -31,6 +34,21 @@ class Snapshots:
         self._writer: threading.Thread | None = None
         self._next = time.monotonic() + EVERY_SECONDS
         self._seen: list[int] = []
+        self._keeper: threading.Thread | None = None
+        self._kept: set[int] = set()
+
+    def keep(self, part: Part) -> None:
+        """Writes what main has read for all since."""
+        new = {number: pieces for number, pieces in part.kept.items() if number not in self._kept}
+        if new and not (self._keeper and self._keeper.is_alive()):
+            self._kept |= new.keys()
+            self._keeper = threading.Thread(target=self._write_kept, args=(new,), daemon=True)
+            self._keeper.start()
+
+    def _write_kept(self, new: dict[int, list[Any]]) -> None:
+        for number, pieces in new.items():
+            lengths = msgspec.json.encode([memoryview(piece).nbytes for piece in pieces])
+            self._write(f".kept-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces]))
 
     def take(self, part: Part, now: float) -> None:
         """Takes one, when it is time and anything was updated since the last."""
@@ -39,24 +57,33 @@ class Snapshots:
             return
         self._next, self._seen = now + EVERY_SECONDS, entries
         content = {"time": time.time(), "tables": [_saved(table) for table in part.tables.values() if table.is_set]}
-        self._writer = threading.Thread(target=self._write, args=(content,), daemon=True)
+        self._writer = threading.Thread(
+            target=self._write, args=(".pt", functools.partial(torch.save, content)), daemon=True
+        )
         self._writer.start()
 
-    def _write(self, content: dict[str, Any]) -> None:
-        partial = self.path.with_suffix(".partial")
+    def _write(self, suffix: str, fill: Callable[[IO[bytes]], object]) -> None:
+        path = self.path.with_suffix(suffix)
+        partial = path.with_suffix(f"{suffix}.partial")
         try:
-            torch.save(content, partial)
-            partial.replace(self.path)
+            with partial.open("wb") as file:
+                fill(file)
+            partial.replace(path)
         except OSError:  # a full disk: the one before still counts
             partial.unlink(missing_ok=True)
 
     def restore(self, part: Part) -> float | None:
         """Gives `part` what the last snapshot holds, and says how many seconds old it is; None where there is none."""
+        for file in self._kept_files():
+            number = int(file.suffix.removeprefix(".kept-"))
+            with file.open("rb") as content:
+                part.kept[number] = [content.read(length) for length in msgspec.json.decode(content.readline())]
+            self._kept.add(number)
         try:
-            content = torch.load(self.path, weights_only=True)
+            snapshot = torch.load(self.path, weights_only=True)
         except FileNotFoundError:
             return None
-        for saved in content["tables"]:
+        for saved in snapshot["tables"]:
             description = msgspec.json.decode(saved["description"], type=Description)
             table = Table(saved["number"], description, part.shard, part.members, part.strategy, part.pool)
             for chunk, (value, state) in saved["chunks"].items():
@@ -65,12 +92,16 @@ class Snapshots:
             table.shard.restore(saved["shard"])
             table.shard.members = set(part.members)
             part.tables[table.number] = table
-        taken: float = content["time"]
+        taken: float = snapshot["time"]
         return max(0.0, time.time() - taken)
 
     def remove(self) -> None:
         """The job is over."""
-        self.path.unlink(missing_ok=True)
+        for file in (self.path, *self._kept_files()):
+            file.unlink(missing_ok=True)
+
+    def _kept_files(self) -> list[Path]:
+        return [file for file in self.path.parent.glob(f"{self.path.stem}.kept-*") if file.suffix != ".partial"]
 
 
 def _saved(table: Table) -> dict[str, Any]:
@@ -83,3 +114,8 @@ def _saved(table: Table) -> dict[str, Any]:
     }
     description = msgspec.json.encode(table.description)
     return {"number": table.number, "description": description, "shard": table.shard.state(), "chunks": chunks}
+
+
+def _write_all(content: Sequence[Any], file: IO[bytes]) -> None:
+    for piece in content:
+        file.write(piece)
