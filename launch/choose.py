@@ -44,6 +44,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     spread: bool = False
     without: tuple[str, ...] = ()
     """Hosts that were found unfit and are to be left out."""
+    servers: tuple[str, ...] = ()
+    """Hosts set apart for parameter servers: they may be named, but are not chosen from."""
 
 
 def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
@@ -108,6 +110,7 @@ def choose(
     else:
         filters = parse_filter(text, option)
         names = {host.name.lower() for host in hosts}
+        names |= {name.lower() for name in wishes.servers}
         if unknown := [name for name in filters if name not in names]:
             raise ConfigError(
                 f"{option} names {_few(unknown)}, which is not among the hosts",
@@ -121,6 +124,16 @@ def choose(
     if not left:
         raise ConfigError("no host is left that is fit")
     return left
+
+
+def choose_servers(hosts: Sequence[Host], wishes: Wishes) -> tuple[Host, ...]:
+    """Of the hosts set apart for parameter servers those that take part: all, unless some are named."""
+    option, text = ("--include", wishes.include) if wishes.include is not None else ("--exclude", wishes.exclude)
+    named = parse_filter(text, option).keys() if text is not None else set()
+    chosen = [host for host in hosts if (host.name.lower() in named) == (option == "--include")]
+    if option == "--include" and not chosen:
+        chosen = list(hosts)
+    return tuple(host for host in chosen if host.name not in wishes.without)
 
 
 def _choose_slots(

@@ -209,10 +209,10 @@ def plan_hosts(
     wishes: choose.Wishes = choose.Wishes(),  # noqa: B008 (it is frozen)
     *,
     in_step: bool = True,
-) -> tuple[tuple[HostPlan, ...], tuple[str, ...], dict[str, int | None]]:
+) -> tuple[tuple[HostPlan, ...], tuple[Host, ...], tuple[str, ...], dict[str, int | None]]:
     """Decide how many ranks each host runs.
 
-    Returns the hosts in rank order, notes for the user, and how many GPUs each may use (None: unknown). `host_list` is
+    Returns the hosts in rank order, those that are left idle, notes for the user, and how many GPUs each may use (None: unknown). `host_list` is
     None for a run on this machine alone, `wanted` is `-np`, `local_gpus` what this machine shows, `in_step` whether
     every rank waits for the slowest.
     """
@@ -258,9 +258,20 @@ def plan_hosts(
     taken = {host.name for host in hosts}
     mixed = choose.mixed_pools(choose.pools([choice.host for choice, _ in shares], known)) if in_step else None
     notes += [mixed] if mixed else []
-    if idle := [choice.host.name for choice in choices if choice.host.name not in taken]:
-        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0]} the first of them")
-    return tuple(hosts), tuple(notes), counts
+    if idle := tuple(choice.host for choice in choices if choice.host.name not in taken):
+        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0].name} the first of them")
+    return tuple(hosts), idle, tuple(notes), counts
+
+
+def _notes_on_roles(host_list: HostList | None, hosts: Sequence[HostPlan]) -> tuple[str, ...]:
+    """Of hosts for parameter servers in a job that has none."""
+    taken = {host.name for host in hosts}
+    apart = [
+        host.name for host in (host_list.hosts if host_list else ()) if host.role == "server" and host.name in taken
+    ]
+    return tuple(
+        f"{name} has role=server, which --mode async alone heeds: it trains like the others" for name in apart[:1]
+    )
 
 
 def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus | None], more: str) -> list[str]:
@@ -283,7 +294,7 @@ def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus |
 
 def _plan_this_machine(
     wanted: int | None, gpus: int
-) -> tuple[tuple[HostPlan, ...], tuple[str, ...], dict[str, int | None]]:
+) -> tuple[tuple[HostPlan, ...], tuple[Host, ...], tuple[str, ...], dict[str, int | None]]:
     notes: list[str] = []
     ranks = wanted or gpus or 1
     if wanted is None:
@@ -297,7 +308,7 @@ def _plan_this_machine(
             f"{ranks} ranks asked for with -np, but this machine shows {gpus} GPU(s)",
             hint="one rank per GPU; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
         )
-    return (HostPlan(name="localhost", ranks=ranks),), tuple(notes), {"localhost": gpus}
+    return (HostPlan(name="localhost", ranks=ranks),), (), tuple(notes), {"localhost": gpus}
 
 
 def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]:
@@ -326,13 +337,16 @@ def make_plan(
 
     cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
     in_step = options.strategy.mode == "sync" and not options.strategy.balance and not cpu_only
-    listed = host_list.hosts if host_list else ()
     with_servers = options.strategy.mode == "async"
     host_list, apart = roles.split_roles(host_list) if with_servers else (host_list, ())
-    hosts, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, options.wishes, in_step=in_step)
+    wishes = msgspec.structs.replace(options.wishes, servers=tuple(host.name for host in apart))
+    hosts, idle, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, wishes, in_step=in_step)
     if with_servers:
-        hosts = roles.place_servers(hosts, apart, listed, options.strategy.servers)
+        apart = choose.choose_servers(apart, wishes)
+        hosts = roles.place_servers(hosts, apart, idle, options.strategy.servers)
         roles.check_replicas(hosts, options.strategy.replicas)
+    else:
+        notes += _notes_on_roles(host_list, hosts)
     world_size = sum(host.workers for host in hosts)
     job = options.job
     common = {

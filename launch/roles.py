@@ -29,27 +29,24 @@ def split_roles(host_list: HostList | None) -> tuple[HostList | None, tuple[Host
 
 
 def place_servers(
-    workers: Sequence[HostPlan], apart: Sequence[Host], listed: Sequence[Host], wanted: int | None
+    workers: Sequence[HostPlan], apart: Sequence[Host], idle: Sequence[Host], wanted: int | None
 ) -> tuple[HostPlan, ...]:
     """`workers` with servers added, and after them the hosts that have servers only.
 
     Without `wanted`: one on every host set apart, or, where there is none, one on every worker's host. With it, as many:
-    on the hosts set apart, else on `listed` hosts that are idle, else beside the workers. Raises ConfigError for too many.
+    on the hosts set apart, else on `idle` ones, else beside the workers. Raises ConfigError for too many.
     """
     from distrib_launch.plan import HostPlan
 
-    busy = {host.name for host in workers}
-    idle = [host for host in listed if host.name not in busy]
     if wanted is None and not apart:
         return tuple(msgspec.structs.replace(host, ranks=host.ranks + 1, servers=1) for host in workers)
-    own = list(apart) or idle
+    own = apart or idle
     count = len(apart) if wanted is None else wanted
     room = sum(host.slots or 1 for host in apart) if apart else sum(host.ranks for host in workers)
     if count > room:
         what = f"the hosts with role=server have {room} slot(s)" if apart else f"there are {room} worker(s)"
-        raise ConfigError(
-            f"--servers {count}, but {what}", hint=f"ask for {room} or fewer, or give those hosts more slots"
-        )
+        more = "give those hosts more slots" if apart else "start more workers"
+        raise ConfigError(f"--servers {count}, but {what}", hint=f"ask for {room} or fewer, or {more}")
     if not own:
         counts = [count // len(workers) + (n < count % len(workers)) for n in range(len(workers))]
         return tuple(

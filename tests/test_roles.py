@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import msgspec
 import pytest
 from distrib_launch import cli, job, tolerance
@@ -12,13 +14,17 @@ from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 
 
-def planned(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchPlan:
+def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> argparse.Namespace:
     script = tmp_path / "train.py"
     script.write_text("")
     if "\n" in hosts:
         (tmp_path / "hosts.txt").write_text(hosts)
         hosts = str(tmp_path / "hosts.txt")
-    return job.make_plan(cli.parser().parse_args(["-H", hosts, "--mode", "async", *words, str(script)]))
+    return cli.parser().parse_args(["-H", hosts, "--mode", "async", *words, str(script)])
+
+
+def planned(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchPlan:
+    return job.make_plan(options(tmp_path, *words, hosts=hosts))
 
 
 def servers(plan: LaunchPlan) -> list[str]:
@@ -46,10 +52,31 @@ def test_hosts_set_apart_idle_hosts_and_workers_hosts(tmp_path):
     assert servers(planned(tmp_path, "--servers", "3")) == ["n1", "n1", "n2"]
 
 
+def test_servers_run_on_hosts_that_were_chosen(tmp_path):
+    apart = "n1:2\nn2:2\nn3 role=server\nn4 role=server\n"
+    assert servers(planned(tmp_path, "--exclude", "n3", hosts=apart)) == ["n4"]
+    assert servers(planned(tmp_path, "--exclude", "n[3-4]", hosts=apart)) == ["n1", "n2"]
+    assert servers(planned(tmp_path, "--include", "n1@n4", hosts=apart)) == ["n4"]
+    assert servers(planned(tmp_path, "--include", "n1", hosts=apart)) == ["n3", "n4"]
+    assert servers(planned(tmp_path, "--exclude", "n2", "--servers", "1")) == ["n1"]
+    assert servers(planned(tmp_path, "--exclude", "n3", "-np", "2", "--servers", "1", hosts="n1:2,n2:2,n3:2")) == ["n2"]
+    without = options(tmp_path, "--drop-bad-hosts", hosts=apart)
+    assert servers(job.make_plan(without, without=["n3"])) == ["n4"]
+    with pytest.raises(ConfigError, match="n9, which is not among the hosts"):
+        planned(tmp_path, "--exclude", "n9", hosts=apart)
+
+
+def test_a_host_for_servers_that_trains_is_told_of(tmp_path):
+    apart = "n1:2\nn3 role=server\n"
+    assert any("n3 has role=server" in note for note in planned(tmp_path, "--mode", "sync", hosts=apart).notes)
+    for words in ([], ["--mode", "sync", "--exclude", "n3"]):
+        assert not any("role=server" in note for note in planned(tmp_path, *words, hosts=apart).notes)
+
+
 @pytest.mark.parametrize(
     ("words", "hosts", "says"),
     [
-        (["--servers", "5"], "n1:2,n2:2", "--servers 5, but there are 4 worker"),
+        (["--servers", "5"], "n1:2,n2:2", "--servers 5, but there are 4 worker.*start more workers"),
         (["--servers", "3"], "n1:2\nn2 slots=2 role=server\n", "role=server have 2 slot"),
         ([], "n1 role=server\nn2 role=server\n", "every host has role=server"),
         (["--replicas", "1", "--servers", "1"], "n1:2", "there is no other server"),
