@@ -427,9 +427,10 @@ def test_checkpoints_come_back(job, tmp_path):
     assert [entry.name for entry in path.parent.iterdir()] == ["last.pt"]
 
 
-def test_checkpoints_that_are_none(job, tmp_path):
+def test_checkpoints_that_are_none(job, tmp_path, capfd):
     path = tmp_path / "last.pt"
     assert job.restore(path, model=nn.Linear(1, 1), epoch=0) == {"epoch": 0}
+    assert capfd.readouterr().err == f"distrib: note: no file {path}: nothing is restored\n"
     torch.save({"model": nn.Linear(1, 1).state_dict(), "epoch": 3}, path)
     with pytest.raises(TrainingError, match="was not written by") as told:
         job.restore(path)

@@ -459,13 +459,17 @@ class Job:
             epoch = job.restore("last.pt", model=model, optimizer=optimizer, epoch=0)["epoch"]
 
         Values passed in are what is returned where the file does not hold them, or where there is no file: then
-        nothing is restored. Rank 0 reads the file and hands it to the others, which need not see the
+        nothing is restored, and a note says so. Rank 0 reads the file and hands it to the others, which need not see the
         file system; so every rank must call it. Tensors among the values come on `device`.
         Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
         data = self._from_main(lambda: checkpoint.content(path))
         if data is None:
+            if self.rank == 0:
+                print(
+                    f"distrib: note: no file {os.path.abspath(path)}: nothing is restored", file=sys.stderr, flush=True
+                )
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
         values, state = checkpoint.read(data, objects, source=os.fspath(path))
         self._backend.load_state_dict(moved(state, self.device))

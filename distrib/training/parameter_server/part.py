@@ -143,7 +143,7 @@ class Part:
         """Stops waiting for workers that have been gone for too long."""
         for worker in [worker for worker, since in self._gone.items() if now - since > DROP_SECONDS]:
             self._drop(worker, is_lost=True)
-            self.notes.append(f"worker {worker} is gone; the others go on without it")
+            self.notes.append(f"worker rank {worker} is gone; the others go on without it")
 
     def _drop(self, worker: int, *, is_lost: bool = False, comes_back: bool = False) -> None:
         gave_values = worker == self._main() and not self.anyone
@@ -160,7 +160,9 @@ class Part:
         self._describe_all()
         for table in self.tables.values():
             if gave_values and not table.is_set:
-                refusal = packed(f"worker {worker} is gone before the parameters had their first values; start again")
+                refusal = packed(
+                    f"worker rank {worker} is gone before the parameters had their first values; start again"
+                )
                 for other in self.members:
                     self._send(other, Frame(Kind.REFUSED), refusal)
 
@@ -187,7 +189,7 @@ class Part:
             return
         self._main_is_lost = False
         self._make_main(self.main[0] + 1, min(there & self.members or there))
-        self.notes.append(f"worker {self.main[1]} prints and saves now")
+        self.notes.append(f"worker rank {self.main[1]} prints and saves now")
 
     def _make_main(self, number: int, main: int) -> None:
         self.main = number, main
@@ -339,7 +341,7 @@ class Part:
                 worker,
                 refusal,
                 packed(
-                    f"worker {worker} has another model or optimizer than the others: {why}; make the same everywhere"
+                    f"worker rank {worker} has another model or optimizer than the others: {why}; make the same everywhere"
                 ),
             )
             return
