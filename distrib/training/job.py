@@ -468,7 +468,7 @@ class Job:
         if data is None:
             if self.rank == 0:
                 print(
-                    f"distrib: note: no file {os.path.abspath(path)}: nothing is restored", file=sys.stderr, flush=True
+                    f"distrib: note: no file {Path(path).absolute()}: nothing is restored", file=sys.stderr, flush=True
                 )
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
         values, state = checkpoint.read(data, objects, source=os.fspath(path))
