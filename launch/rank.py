@@ -340,6 +340,10 @@ class Rank:
         self.call_at = float("inf")
         self.stopping = ""
         self.introduced = False
+        for descriptor in self.streams:  # what the script before has left unread, where much waited for the wire
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(descriptor)
+        self.streams.clear()
         self.channel = Channel(sock, self.token, listener=False)
         self.silence = Silence(sock, LAUNCHER_SILENCE_SECONDS)
         self.selector.register(sock, selectors.EVENT_READ, self._converse)
