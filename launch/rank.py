@@ -276,17 +276,21 @@ class Rank:
                     self._signal_child(number)
 
     def _converse(self, _: int) -> None:
+        hung_up = True
         try:
             for kind, payload in self.channel.receive():
                 if kind is Kind.INPUT:
                     self._keep_input(payload)
                     continue
                 self._obey(kind, json.loads(payload) if payload else {})
+        except ConnectionError:  # the launcher is gone, or the wire is broken
+            self.channel.closed = True
+            hung_up = False
         except (OSError, ProtocolError, ValueError) as error:
             print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr)
             self.channel.closed = True
         if self.channel.closed and not self.ended:
-            self._launcher_lost()
+            self._launcher_lost(turned_away=hung_up and self.is_away)
 
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
         if kind is Kind.ASSIGN and not self.ended:
@@ -312,7 +316,7 @@ class Rank:
         with open(self.input, "ab", closefd=False) as file:
             file.write(piece)
 
-    def _launcher_lost(self) -> None:
+    def _launcher_lost(self, *, turned_away: bool = False) -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(self.channel.sock)
         self.stopping = "lost"
@@ -321,11 +325,13 @@ class Rank:
             deadline = time.monotonic() + 2.0
             while self.child.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if self.may_return and not self.is_away:
+        if not self.may_return or turned_away:
+            self.ended = True
+        elif self.is_away:  # the wire broke again
+            self.call_at = time.monotonic() + RETURN_INTERVAL_SECONDS
+        else:
             self.call_at = time.monotonic()
             self.give_up_at = self.call_at + RETURN_SECONDS
-        else:  # nobody is there, or wants it back
-            self.ended = True
 
     def _call_again(self) -> None:
         """Try to return to the launcher, which tells what to run as it did at first, or hangs up."""
@@ -340,10 +346,9 @@ class Rank:
         self.call_at = float("inf")
         self.stopping = ""
         self.introduced = False
-        for descriptor in self.streams:  # what the script before has left unread, where much waited for the wire
-            with contextlib.suppress(KeyError):
-                self.selector.unregister(descriptor)
-        self.streams.clear()
+        for descriptor in list(self.streams):  # what the script before has left unread, where much waited for the wire
+            self._forget(descriptor)
+        self.channel.close()
         self.channel = Channel(sock, self.token, listener=False)
         self.silence = Silence(sock, LAUNCHER_SILENCE_SECONDS)
         self.selector.register(sock, selectors.EVENT_READ, self._converse)
@@ -468,9 +473,7 @@ class Rank:
         except BlockingIOError:
             return
         if not data:
-            with contextlib.suppress(KeyError):  # not watched while too much waits for the wire
-                self.selector.unregister(descriptor)
-            del self.streams[descriptor]
+            self._forget(descriptor)
             return
         if kind is Kind.STATUS:  # whole lines only
             data = bytes(self.tail) + data
@@ -479,6 +482,12 @@ class Rank:
             data = whole + newline
         if data and not self.channel.closed:
             self.channel.send(kind, data)
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):  # not watched while too much waits for the wire
+            self.selector.unregister(descriptor)
+        if self.streams.pop(descriptor) is Kind.STATUS:
+            os.close(descriptor)  # the others belong to the child's object
 
     def _signal_child(self, number: int) -> None:
         if self.child and self.child.returncode is None:

@@ -580,7 +580,9 @@ def test_a_worker_with_another_model_is_told_what_differs(make):
         model = nn.Linear(3, 4 + backend.world.rank)
         prepared(backend, model, torch.optim.SGD(model.parameters(), 0.1))
 
-    with pytest.raises(TrainingError, match=r"worker \d has another model .* parameter weight is float32 \[[45], 3\]"):
+    with pytest.raises(
+        TrainingError, match=r"worker rank \d has another model .* parameter weight is float32 \[[45], 3\]"
+    ):
         make(workers=2).each(begin)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -119,6 +120,8 @@ def test_who_was_cut_off_ends_its_script_and_returns(called_back, listener):
     comes_true(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() != "")
     script = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
     sock.close()
+    with listener.accept()[0] as broken:
+        broken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # the close is a reset
     with listener.accept()[0] as again:
         comes_true(lambda: not Path(f"/proc/{script}").exists())
         launcher = Launcher(again, token)
