@@ -127,9 +127,18 @@ def choose(
 
 
 def choose_servers(hosts: Sequence[Host], wishes: Wishes) -> tuple[Host, ...]:
-    """Of the hosts set apart for parameter servers those that take part: all, unless some are named."""
+    """Of the hosts set apart for parameter servers those that take part: all, unless some are named.
+
+    Raises `ConfigError` where some of the slots of one are named: they are all alike.
+    """
     option, text = ("--include", wishes.include) if wishes.include is not None else ("--exclude", wishes.exclude)
-    named = parse_filter(text, option).keys() if text is not None else set()
+    named = parse_filter(text, option) if text is not None else {}
+    for host in hosts:
+        if named.get(host.name.lower()) is not None:
+            raise ConfigError(
+                f"{option} names slots of {host.name}, which has role=server",
+                hint="name the host without indices; --servers N says how many servers there are",
+            )
     chosen = [host for host in hosts if (host.name.lower() in named) == (option == "--include")]
     if option == "--include" and not chosen:
         chosen = list(hosts)

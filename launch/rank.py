@@ -283,18 +283,21 @@ class Rank:
                     self._keep_input(payload)
                     continue
                 self._obey(kind, json.loads(payload) if payload else {})
-        except ConnectionError:  # the launcher is gone, or the wire is broken
+        except OSError:  # the launcher is gone, or the wire is broken: the engine could not pass on a word about it
             self.channel.closed = True
             hung_up = False
-        except (OSError, ProtocolError, ValueError) as error:
+        except (ProtocolError, ValueError) as error:
             print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr)
             self.channel.closed = True
         if self.channel.closed and not self.ended:
-            self._launcher_lost(turned_away=hung_up and self.is_away)
+            self._launcher_lost(turned_away=hung_up and self.is_away and self.introduced)
 
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
         if kind is Kind.ASSIGN and not self.ended:
-            self._start(order)
+            try:
+                self._start(order)
+            except OSError as error:  # too many open files or processes
+                self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
         elif kind is Kind.PING:
             self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})
         elif kind is Kind.SIGNAL:
@@ -410,7 +413,8 @@ class Rank:
             environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         status_read, status_write = os.pipe()
         os.set_blocking(status_write, False)
-        fcntl.fcntl(status_read, fcntl.F_SETPIPE_SZ, 1 << 16)
+        with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
+            fcntl.fcntl(status_read, fcntl.F_SETPIPE_SZ, 1 << 16)
         environ["DISTRIB_STATUS_FD"] = str(status_write)
         passed = [status_write]
         if self.input is not None:
@@ -523,7 +527,7 @@ class Rank:
             self.selector.unregister(descriptor)
             del self.spies[descriptor]
             spy.communicate()
-            if not self.channel.closed and self.child:
+            if self.channel.ready and not self.channel.closed and not self.is_away and self.child:
                 self.channel.send(Kind.STACKS, with_state(bytes(told), self.child.pid)[:CHUNK_BYTES])
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:

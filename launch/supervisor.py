@@ -295,8 +295,7 @@ class Supervisor:
         if hello["returns"]:
             if state.channel and not state.channel.closed:
                 self._hang_up(state, "its connection broke")
-            over = self.stopping or self.first_bad
-            if over or not state.ending or not tolerance.may_return(self.plan, state.ending, self.endings, self.again):
+            if self.stopping or self.first_bad or not state.ending or not self._may_return(state, state.ending):
                 raise ProtocolError(f"rank {hello['rank']} was cut off, and nobody waits for it")
         elif state.channel is not None:
             raise ProtocolError(f"rank {hello['rank']} has called already")
@@ -320,6 +319,9 @@ class Supervisor:
             if not self.missing and not self.stopping:
                 self._assign()
         return lambda kind, payload: self._hear(state, kind, payload)
+
+    def _may_return(self, state: RankState, ending: failures.Ending) -> bool:
+        return tolerance.may_return(self.plan, ending, self.endings, self.again, state.deaths)
 
     def _refuse_world(self, what: str) -> LaunchError:
         return LaunchError(
@@ -488,10 +490,7 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
-        if state.plan.role == "worker":
-            for server in self.ranks:
-                if server.plan.role == "server" and not server.ending:
-                    self._send(server, Kind.NEWS, {"dead": state.plan.rank})
+        self._tell_servers(state)
         may = tolerance.may_start_again(self.plan, state.ending, state.deaths)
         if may and state.plan.role == "server":
             self._start_again(state)
@@ -521,7 +520,8 @@ class Supervisor:
         how = failures.signal_name(ending.signal) if ending.signal else f"exit code {ending.exit_code}"
         others = [other for other in self.endings if other is not ending]
         was_main = ending.rank == tolerance.main(self.plan, others, self.again)
-        was_main = was_main and tolerance.is_training(self.plan, self.endings, self.again)
+        told = again and ending.lost  # when it was lost
+        was_main = was_main and not told and tolerance.is_training(self.plan, self.endings, self.again)
         self._warn(tolerance.lines(self.plan, ending, ending.message or how, again=again, was_main=was_main))
 
     def _start_again(self, state: RankState) -> None:
@@ -535,6 +535,18 @@ class Supervisor:
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
         environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
         self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
+        if state.plan.role == "worker":
+            self._tell_servers(state)
+        else:
+            for worker in self.ranks:
+                if worker.ending and worker.ending.failed:
+                    self._tell_servers(worker)
+
+    def _tell_servers(self, state: RankState) -> None:
+        """Whether a worker is dead: no server is to wait for its voice."""
+        for server in self.ranks:
+            if state.plan.role == "worker" and server.plan.role == "server" and not server.ending:
+                self._send(server, Kind.NEWS, {"worker": state.plan.rank, "dead": state.ending is not None})
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel

@@ -34,10 +34,10 @@ def may_start_again(plan: LaunchPlan, ending: Ending, before: int) -> bool:
     return plan.strategy.mode == "async" and not ending.lost and not ending.stopped_by and before < MOST_RESTARTS
 
 
-def may_return(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending], again: Set[int]) -> bool:
-    """Whether a rank whose host was cut off, and can be reached again, is started anew."""
+def may_return(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending], again: Set[int], before: int) -> bool:
+    """Whether a rank whose host was cut off, and can be reached again, is started anew; `before`: how often it died there."""
     there = plan.strategy.mode == "async" and ending.failed and not ending.stopped_by
-    return there and is_training(plan, endings, again)
+    return there and (bool(ending.lost) or before < MOST_RESTARTS) and is_training(plan, endings, again)
 
 
 def is_training(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) -> bool:

@@ -48,14 +48,19 @@ def make_slurm() -> Iterator[Callable[..., slurm.SlurmCluster]]:
 
 
 def batch(cluster, tmp_path, *arguments, allocation=()):
-    """Runs `distrib-launch` in a batch job without -H, as users of Slurm do; its output and run directory."""
+    """Runs `distrib-launch` in a batch job without -H, as users of Slurm do; its exit code and output."""
+    job = submitted(cluster, tmp_path, *arguments, allocation=allocation)
+    told = wait_for(lambda: ended(cluster, job), 150)
+    return int(told), (tmp_path / "output").read_text()
+
+
+def submitted(cluster, tmp_path, *arguments, allocation=()):
+    """The number of such a batch job."""
     command = [LAUNCH, "--run-dir", tmp_path / "run", *arguments]
     script = tmp_path / "batch.sh"
     script.write_text(f"#!/bin/sh\nexport OMP_NUM_THREADS=1\nexec {shlex.join(map(str, command))}\n")
     sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", *allocation, script]
-    job = cluster.run("n1", sbatch, check=True).stdout.strip()
-    told = wait_for(lambda: ended(cluster, job), 150)
-    return int(told), (tmp_path / "output").read_text()
+    return cluster.run("n1", sbatch, check=True).stdout.strip()
 
 
 def ended(cluster, job):
@@ -223,13 +228,32 @@ class TestInAnAllocation:
         assert seen == ranks
         nothing_left(cluster)
 
+    def test_an_asynchronous_job_goes_on_without_a_node_that_slurm_gives_up(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        words = ["--mode", "async", "--servers", "2", "--replicas", "1", SCRIPTS / "asynchronous.py"]
+        lesson = ["counting", tmp_path, 10, 0.05, "enough"]
+        allocation = ["-N2", "--ntasks-per-node=1", "--no-kill"]
+        job = submitted(cluster, tmp_path, "--host-timeout", "3", *words, *lesson, allocation=allocation)
+        wait_for(
+            lambda: {path.name for path in tmp_path.glob("acknowledged.*")} >= {"acknowledged.0", "acknowledged.1"}, 60
+        )
+        cluster.lose("n2")
+        cluster.run(
+            "n1", ["scontrol", "update", "nodename=n2", "state=down", "reason=lost"], check=True
+        )  # as after minutes
+        before = int((tmp_path / "acknowledged.0").read_text())
+        time.sleep(2)  # in which Slurm would end the others
+        wait_for(lambda: ended(cluster, job) or int((tmp_path / "acknowledged.0").read_text()) > before + 20, 60)
+        (tmp_path / "enough").touch()
+        told = wait_for(lambda: ended(cluster, job), 60)
+        out = (tmp_path / "output").read_text()
+        assert told == "0" and result_in(tmp_path)["status"] == "succeeded", out
+        assert "unless it was asked for with --no-kill" in out and "rank 1 on n2 is gone" in out
+        nothing_left(cluster)
+
     def test_scancel_stops_the_job(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
-        script = tmp_path / "batch.sh"
-        command = [LAUNCH, "--run-dir", tmp_path / "run", JOB, "*:sleep=60"]
-        script.write_text(f"#!/bin/sh\nexec {shlex.join(map(str, command))}\n")
-        sbatch = ["sbatch", "--parsable", f"--output={tmp_path}/output", "-N2", "--ntasks-per-node=1", script]
-        job = cluster.run("n1", sbatch, check=True).stdout.strip()
+        job = submitted(cluster, tmp_path, JOB, "*:sleep=60", allocation=["-N2", "--ntasks-per-node=1"])
         wait_for(lambda: (tmp_path / "output").exists() and (tmp_path / "output").read_text().count("sleeps") == 2)
         cluster.run("n1", ["scancel", job], check=True)
         nothing_left(cluster)

@@ -1144,7 +1144,7 @@ def test_a_server_without_replica_is_started_again(tmp_path):
 
 def test_what_main_has_read_is_there_for_a_worker_that_is_started_again_after_its_server_was(tmp_path):
     job = started(tmp_path, "--servers", "1", until="enough")
-    reaches(job, lambda: any((tmp_path / "run").glob("server-*.kept-*")))
+    reaches(job, lambda: any((tmp_path / "run").glob("server-*/kept-*[0-9]")))
     killed(tmp_path, 2)
     before = noted(tmp_path)
     reaches(job, lambda: all(noted(tmp_path)[rank] > before[rank] + 10 for rank in (0, 1)))

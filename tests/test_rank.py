@@ -149,7 +149,10 @@ def test_who_was_cut_off_ends_where_nobody_waits_for_it(called_back, listener, h
         again = listener.accept()[0]
         if how == "the engine ends it":
             process.terminate()
-            process.wait(timeout=50)
+        else:
+            Launcher(again, token).hears(Kind.HELLO)
+            again.shutdown(socket.SHUT_WR)
+        process.wait(timeout=50)
         again.close()
     _, err = process.communicate(timeout=50)
     assert (process.returncode, err) == (0, "")

@@ -64,6 +64,8 @@ def test_servers_run_on_hosts_that_were_chosen(tmp_path):
     assert servers(job.make_plan(without, without=["n3"])) == ["n4"]
     with pytest.raises(ConfigError, match="n9, which is not among the hosts"):
         planned(tmp_path, "--exclude", "n9", hosts=apart)
+    with pytest.raises(ConfigError, match="--exclude names slots of n3, which has role=server"):
+        planned(tmp_path, "--exclude", "n3:0", hosts=apart)
 
 
 def test_a_host_for_servers_that_trains_is_told_of(tmp_path):
@@ -150,12 +152,16 @@ def test_main_is_the_first_worker_that_has_never_failed(tmp_path):
 def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
     plan = planned(tmp_path)
     lost = ending(3, lost=True)
-    assert tolerance.may_return(plan, lost, [lost], set())
-    assert tolerance.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2})
-    assert not tolerance.may_return(plan, lost, [lost], {0, 1, 2})
-    assert not tolerance.may_return(plan, ending(3, code=0), [ending(3, code=0)], set())
-    assert not tolerance.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set())
-    assert not tolerance.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set())
+    assert tolerance.may_return(plan, lost, [lost], set(), 0)
+    assert tolerance.may_return(plan, lost, [lost], set(), tolerance.MOST_RESTARTS)
+    assert tolerance.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2}, 0)
+    assert not tolerance.may_return(plan, lost, [lost], {0, 1, 2}, 0)
+    assert not tolerance.may_return(plan, ending(3, code=0), [ending(3, code=0)], set(), 0)
+    assert not tolerance.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set(), 0)
+    assert not tolerance.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set(), 0)
+    died = ending(3)  # and then its host was cut off
+    assert tolerance.may_return(plan, died, [died], set(), tolerance.MOST_RESTARTS - 1)
+    assert not tolerance.may_return(plan, died, [died], set(), tolerance.MOST_RESTARTS)
 
 
 def test_what_is_said_of_a_rank_that_died(tmp_path):

@@ -101,6 +101,8 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
     # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
     words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
+    if plan.mode == "async":
+        words += ["--no-kill"]  # where Slurm gives a node up
     if in_allocation():
         words += ["--overlap", "--overcommit"]
         # A step has all GPUs of its job only if it is told how many: else those that were asked for by task, or for the
@@ -137,6 +139,8 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
     said = []
     if in_allocation():
         said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
+        if plan.mode == "async" and len(plan.hosts) > 1:
+            said.append("when a node is lost, Slurm ends the whole allocation, unless it was asked for with --no-kill")
     elif asked := next((word for word in plan.command if word.startswith(GPUS)), None):
         said.append(
             f"Slurm is asked for {asked.removeprefix(GPUS)} GPU(s) on each host (SLURM_GPUS_PER_NODE=N: for another number; "

@@ -4,7 +4,7 @@ It is in charge of one shard of the parameters from the start and, with `--repli
 which it takes charge when that server is gone. One thread; it waits in the kernel when there is nothing to do.
 
 **Who is in charge** of a shard is counted in epochs. A replica takes charge when more than half of the members say that they
-cannot reach the primary and it cannot either. A primary whose replica is gone answers nobody until more than half of the
+cannot reach the primary and it cannot either; those do not count of which the launcher says that they have died. A primary whose replica is gone answers nobody until more than half of the
 members have agreed that it goes on alone, which they do unless they have given it up. Two such majorities have a worker in
 common, which obeys the higher epoch: so at most one server goes on, and it has every update that was acknowledged.
 """
@@ -81,10 +81,12 @@ class Server:
         again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
         if not again or not strategy.replicas:  # else its replica is in charge by now
             self._take_own_part(again)
-        self.was_called = False
+        self.was_called = again  # in its life before, it may be
         """Whether a worker ever was."""
         self._peers: set[_Peer] = set()
         self._talkative: set[_Peer] = set()
+        self._dead: set[int] = set()
+        """The workers that have died, as the launcher says, and were not started again."""
         self._links: dict[int, _ReplicaLink] = {}
         self._votes: dict[int, set[int]] = {}  # by shard: who cannot reach its primary
         self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
@@ -118,9 +120,14 @@ class Server:
             if not news:  # whoever told is gone, and this process soon, too
                 self.loop.forget(sock)
                 return
+            worker, is_dead = unpacked(news)["worker"], unpacked(news)["dead"]
+            if not is_dead:
+                self._dead.discard(worker)
+                return
+            self._dead.add(worker)
             for part in self.parts.values():
                 if part.in_charge:
-                    part.give_up(unpacked(news)["dead"])
+                    part.give_up(worker)
             self.flush()
 
         self.loop.watch(sock, read)
@@ -232,17 +239,20 @@ class Server:
             return False
         votes = self._votes.setdefault(part.shard, set())
         votes.add(worker)
-        if len(votes & part.members) * 2 > len(part.members) and all(table.is_set for table in part.tables.values()):
+        asked = part.members - self._dead
+        if len(votes & asked) * 2 > len(asked) and all(table.is_set for table in part.tables.values()):
             part.take_charge(part.epoch + 1)
             say(f"takes charge of shard {part.shard}, whose server is gone, from its replica")
             self._replicate(part)
         return True
 
     def _replicate(self, part: Part) -> None:
-        """Keeps a replica of a part on the next server that can be one."""
+        """Keeps a replica of a part on the next server that can be one, on another host if there is any."""
         others = [(self.number + n) % len(self.addresses) for n in range(1, len(self.addresses))]
         if part.shard != self.number:
             others = sorted(others, key=lambda other: other == part.shard)  # its own server is gone, or started anew
+        host = self.addresses[self.number][0]
+        others = sorted(others, key=lambda other: self.addresses[other][0] == host)
         if others:
             for table in part.tables.values():
                 table.shard.replicate(table.shard.index)
@@ -283,7 +293,7 @@ class Server:
             if part.in_charge:
                 part.tick(now)
                 if self.snapshots and part.shard == self.number:
-                    self.snapshots.keep(part)
+                    self.snapshots.keep(part, now)
                     self.snapshots.take(part, now)
             for note in part.notes:
                 if part.shard == 0:

@@ -6,8 +6,11 @@ the main worker has read for all never changes, and has files of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import shutil
+import stat
 import tempfile
 import threading
 import time
@@ -22,60 +25,83 @@ from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.tables import Description, Table, raw
 
 EVERY_SECONDS = 10.0
+REMOVE_SECONDS = 2.0
+"""How long it is tried to remove files: on NFS they stay until their writer closes them."""
 
 
 class Snapshots:
-    """The last snapshot of server `number` of this job."""
+    """The last snapshot of server `number` of this job, in a folder of the server's own."""
 
     def __init__(self, number: int) -> None:
         run = Path(os.environ.get("DISTRIB_RUN_DIR") or "/nowhere")
-        name = f"server-{os.environ.get('DISTRIB_JOB', os.getpid())}-{number}.pt"
-        self.path = run / name if run.is_dir() else Path(tempfile.gettempdir()) / f"distrib-{name}"
+        name = f"server-{os.environ.get('DISTRIB_JOB', os.getpid())}-{number}"
+        self.folder = (
+            run / name if run.is_dir() and os.access(run, os.W_OK) else Path(tempfile.gettempdir()) / f"distrib-{name}"
+        )
+        self.path = self.folder / "snapshot.pt"
+        with contextlib.suppress(OSError):  # a full disk, or it is there from this server's life before
+            self.folder.mkdir(mode=0o700)
         self._writer: threading.Thread | None = None
         self._next = time.monotonic() + EVERY_SECONDS
         self._seen: list[int] = []
         self._keeper: threading.Thread | None = None
+        self._keep_at = 0.0
         self._kept: set[int] = set()
 
-    def keep(self, part: Part) -> None:
+    @property
+    def usable(self) -> bool:
+        """Whether nobody else can have written there: where temporary files lie, anybody may make a folder of that name."""
+        try:
+            there = self.folder.lstat()
+        except OSError:
+            return False
+        own = (there.st_uid, there.st_mode & 0o777) == (os.geteuid(), 0o700)
+        return stat.S_ISDIR(there.st_mode) and (own or self.folder.parent != Path(tempfile.gettempdir()))
+
+    def keep(self, part: Part, now: float) -> None:
         """Writes what main has read for all since."""
         new = {number: pieces for number, pieces in part.kept.items() if number not in self._kept}
-        if new and not (self._keeper and self._keeper.is_alive()):
-            self._kept |= new.keys()
+        if new and now >= self._keep_at and self.usable and not (self._keeper and self._keeper.is_alive()):
             self._keeper = threading.Thread(target=self._write_kept, args=(new,), daemon=True)
             self._keeper.start()
 
     def _write_kept(self, new: dict[int, list[Any]]) -> None:
         for number, pieces in new.items():
             lengths = msgspec.json.encode([memoryview(piece).nbytes for piece in pieces])
-            self._write(f".kept-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces]))
+            if self._write(f"kept-{number}", functools.partial(_write_all, [lengths + b"\n", *pieces])):
+                self._kept.add(number)
+            else:
+                self._keep_at = time.monotonic() + EVERY_SECONDS
 
     def take(self, part: Part, now: float) -> None:
         """Takes one, when it is time and anything was updated since the last."""
         entries = [table.shard.index for table in part.tables.values()]
-        if now < self._next or entries == self._seen or (self._writer and self._writer.is_alive()):
+        if now < self._next or entries == self._seen or (self._writer and self._writer.is_alive()) or not self.usable:
             return
         self._next, self._seen = now + EVERY_SECONDS, entries
         content = {"time": time.time(), "tables": [_saved(table) for table in part.tables.values() if table.is_set]}
         self._writer = threading.Thread(
-            target=self._write, args=(".pt", functools.partial(torch.save, content)), daemon=True
+            target=self._write, args=(self.path.name, functools.partial(torch.save, content)), daemon=True
         )
         self._writer.start()
 
-    def _write(self, suffix: str, fill: Callable[[IO[bytes]], object]) -> None:
-        path = self.path.with_suffix(suffix)
-        partial = path.with_suffix(f"{suffix}.partial")
+    def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> bool:
+        partial = self.folder / f"{name}.partial"
         try:
             with partial.open("wb") as file:
                 fill(file)
-            partial.replace(path)
-        except OSError:  # a full disk: the one before still counts
+            partial.replace(self.folder / name)
+        except OSError:  # a full disk: the one before still counts; or the job is over, and the folder is gone
             partial.unlink(missing_ok=True)
+            return False
+        return True
 
     def restore(self, part: Part) -> float | None:
         """Gives `part` what the last snapshot holds, and says how many seconds old it is; None where there is none."""
-        for file in self._kept_files():
-            number = int(file.suffix.removeprefix(".kept-"))
+        if not self.usable:
+            return None
+        for file in self.folder.glob("kept-*[0-9]"):
+            number = int(file.name.removeprefix("kept-"))
             with file.open("rb") as content:
                 part.kept[number] = [content.read(length) for length in msgspec.json.decode(content.readline())]
             self._kept.add(number)
@@ -96,12 +122,10 @@ class Snapshots:
         return max(0.0, time.time() - taken)
 
     def remove(self) -> None:
-        """The job is over."""
-        for file in (self.path, *self._kept_files()):
-            file.unlink(missing_ok=True)
-
-    def _kept_files(self) -> list[Path]:
-        return [file for file in self.path.parent.glob(f"{self.path.stem}.kept-*") if file.suffix != ".partial"]
+        """The job is over. What is being written has no name any more, and is gone when its writer ends."""
+        give_up = time.monotonic() + REMOVE_SECONDS
+        while self.usable and time.monotonic() < give_up:  # more than once where a file was begun meanwhile
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _saved(table: Table) -> dict[str, Any]:
