@@ -13,6 +13,9 @@ NOTICE_SECONDS = 600.0
 AT_END_SECONDS = 10.0
 """As soon as that it is looked whether ranks wait for one whose script is at its end: they would for ever."""
 
+HOPELESS_SECONDS = 60.0
+"""When the job is ended that still does so."""
+
 STARTUP_SECONDS = 120.0
 """How long scripts may import, and compute as long as they have said nothing; waiting for each other counts from the start."""
 
@@ -30,6 +33,9 @@ class Standstill:
         """Whether some scripts are at their end, and others are not: the launcher says so."""
         self.early = False
         """Whether the stacks that were given out last show just that, before the limit has passed."""
+        self.hopeless = False
+        """The same, for the second time: nothing can come of it any more."""
+        self._certain = 0  # how often
         self._looks_early = False
         self._early_before: list[tuple[hangs.Frame, ...]] | None = None
         self._early_again = 0.0
@@ -58,13 +64,16 @@ class Standstill:
     @property
     def silent_seconds(self) -> float:
         """How long no rank had got on when its stacks were given out."""
-        return min(AT_END_SECONDS, self.limit_seconds) if self.early else self.limit_seconds
+        early = HOPELESS_SECONDS if self.hopeless else AT_END_SECONDS
+        return min(early, self.limit_seconds) if self.early else self.limit_seconds
 
     def begins(self, now: float) -> bool:
         """Whether the limit, or the time for an early look, has just been passed: the ranks' stacks are wanted."""
         quiet = now - self._last
         if quiet <= min(AT_END_SECONDS, self.limit_seconds):
             self._early_before = None
+            if self._certain:
+                self._certain, self._early_again = 0, 0.0
         if quiet <= self.limit_seconds:
             if self._looks_early:
                 return False
@@ -80,7 +89,7 @@ class Standstill:
     def stacks(self, now: float, ranks: Iterable[tuple[int, str, int]]) -> list[hangs.Stack]:
         """All stacks, once for each standstill, when they are there or the time for them is over; else nothing.
 
-        Twice where ranks wait for one at its end: `early`, and when the limit has passed.
+        Where ranks wait for one at its end also before the limit has passed: `early`, and when it is `hopeless`.
 
         `ranks` are those still there: rank, host and last step.
         """
@@ -108,7 +117,9 @@ class Standstill:
             return False
         certain = hangs.wait_for_ended(stacks) and frames == self._early_before
         self._early_before = None
-        self._early_again = float("inf") if certain else now + self._early_pause_seconds
+        self._certain += certain
+        self.hopeless = certain and self._certain > 1
+        self._early_again = self._last + HOPELESS_SECONDS if certain else now + self._early_pause_seconds
         self._early_pause_seconds *= 2
         return certain
 

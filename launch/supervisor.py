@@ -252,10 +252,14 @@ class Supervisor:
             return
         lines = hangs.report(stacks, self.standstill.silent_seconds)
         self.console.say("\n".join(lines))
-        if self.standstill.early or not self.hang_timeout_seconds:
+        early = self.standstill.early and not self.standstill.hopeless
+        if early or not (self.hang_timeout_seconds or self.standstill.hopeless):
             self.warnings.append(lines[0])
-            limit = "" if self.hang_timeout_seconds else "; --hang-timeout TIME would end it"
-            self.console.say(f"the job goes on{limit}")
+            if early:
+                limit = min(standstill.HOPELESS_SECONDS, self.standstill.limit_seconds)
+                self.console.say(f"the job is ended when it is so for {limit:g} s")
+            else:
+                self.console.say("the job goes on; --hang-timeout TIME would end it")
             return
         guilty = (hangs.culprits(stacks) or stacks)[0]
         self.failure = results.Failure(

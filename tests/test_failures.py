@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
-from distrib_launch import failures, hangs
+from distrib_launch import failures, hangs, standstill
 from distrib_launch.ranges import ranges
 from distrib_launch.rank import with_state
 from hypothesis import given
@@ -50,6 +51,8 @@ for step in range(20):
         if sys.argv[1] == "_exit":
             os._exit(0)
         break
+    if sys.argv[1] == "asks" and step == 10:
+        print("the mean is", job.all_reduce(1.0))
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
 """
@@ -63,13 +66,35 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     assert run.code in (1, 134) and words in run.result["first_failure"]["message"], run
 
 
-def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path):
+@pytest.mark.parametrize("does", ["trains", "asks"])
+def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, does):
+    """It takes no part in what they ask for while it ends."""
     script = tmp_path / "early.py"
     script.write_text(ENDS_EARLY)
-    run = launch("-np", "2", "--hang-timeout", "20s", script, "end", timeout=150)
+    run = launch("-np", "2", "--hang-timeout", "13s", script, does, timeout=150)
     ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
-    assert f"no progress for 10 {ended}" in run.err and "the job goes on" in run.err, run
-    assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
+    assert f"no progress for 10 {ended}" in run.err and "the job is ended when it is so for 13 s" in run.err, run
+    assert run.code == 1 and f"no progress for 13 {ended}" in run.result["first_failure"]["message"]
+    assert "the mean is" not in run.out
+
+
+def test_a_job_in_which_ranks_wait_for_one_at_its_end_for_a_minute_is_hopeless(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(standstill, "time", types.SimpleNamespace(monotonic=lambda: now))
+    watch = standstill.Standstill(0.0)
+    watch.some_at_end = True
+    ranks, told = [(0, "n1", 5), (1, "n1", 5)], []
+    for now in (seconds / 2 for seconds in range(200)):
+        if watch.begins(now):
+            watch.add(stack(0, IN_BACKWARD))
+            watch.add(stack(1, CLOSING))
+        if watch.stacks(now, ranks):
+            told.append((now, watch.early, watch.hopeless, watch.silent_seconds))
+        if now == 20:
+            watch.progress()
+        if watch.hopeless:
+            break
+    assert told == [(11.5, True, False, 10), (31.5, True, False, 10), (81.0, True, True, 60)]
 
 
 ALL_UP = """
@@ -422,6 +447,11 @@ IN_ALL_REDUCE = frames(
     ("wrapper", f"{TORCH}/distributed/c10d_logger.py", 8),
     ("validate", "/home/me/train.py", 70),
 )
+CLOSING = frames(
+    ("meet_at_end", "/home/me/distrib/distrib/training/rendezvous.py", 65),
+    ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),
+    ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
+)
 IN_LOADER = frames(("__next__", f"{TORCH}/utils/data/dataloader.py", 9), ("train", "/home/me/train.py", 41))
 
 
@@ -454,20 +484,14 @@ def test_all_in_the_same_collective_point_at_the_network_or_the_one_behind():
 
 
 def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
-    closing = frames(
-        ("broadcast", f"{TORCH}/distributed/distributed_c10d.py", 9),
-        ("settle", "/home/me/distrib/distrib/training/job.py", 300),
-        ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),
-        ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
-    )
-    stacks = [stack(0, IN_BACKWARD), stack(1, closing), stack(2, closing)]
+    stacks = [stack(0, IN_BACKWARD), stack(1, CLOSING), stack(2, CLOSING)]
     assert [s.rank for s in hangs.culprits(stacks)] == [1, 2]
     assert hangs.report(stacks, 6)[0] == (
         "no progress for 6 s: ranks 1-2 are in job.close, at the end of its script; "
         "1 rank waits for them in the backward pass, for gradients"
     )
     assert [s.rank for s in hangs.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
-    assert hangs.culprits([stack(rank, closing) for rank in range(2)]) == []
+    assert hangs.culprits([stack(rank, CLOSING) for rank in range(2)]) == []
 
 
 def test_a_rank_without_a_stack_is_still_told_of():

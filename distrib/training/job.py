@@ -32,7 +32,7 @@ from distrib.training.meter import Meter
 from distrib.training.normalization import bear_cpus, with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
-from distrib.training.rendezvous import join
+from distrib.training.rendezvous import join, meet_at_end
 from distrib.training.samples import Samples
 from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
@@ -483,10 +483,10 @@ class Job:
         """
         self._status.metrics(metrics)
 
-    def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
+    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True) -> None:
         """`print` on the main rank only, at once; see `is_main`."""
         if self.is_main:
-            print(*values, sep=sep, end=end, flush=True)
+            print(*values, sep=sep, end=end, file=file, flush=flush)
 
     # Profiles
 
@@ -558,6 +558,8 @@ class Job:
         self._end_profile()
         self._status.closing()
         try:
+            if not self._elastic:
+                meet_at_end(self._backend.world)
             self._settle()
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
@@ -621,6 +623,9 @@ class Job:
             return
         try:
             self.close()
+        except TrainingError as error:
+            print(f"distrib: rank {self.rank}: {error}", file=sys.stderr, flush=True)
+            leaving.fail()
         except Exception as error:  # the script itself is done; whoever failed says so
             print(f"distrib: rank {self.rank} could not wait for the other ranks: {error}", file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""How the ranks find each other: a store on rank 0, then torch's process group.
+"""How the ranks find each other, and part: a store on rank 0, then torch's process group.
 
 Rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both. Nothing
 collides, and the store (which asks for no password) listens on that one address only.
@@ -14,6 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
@@ -53,6 +54,15 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     dist.init_process_group(
         backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
     )
+
+
+def meet_at_end(world: World) -> None:
+    """Waits until every rank is at its end, by the store: a collective would answer that of a rank which is not there yet."""
+    if world.size > 1:
+        store = _get_default_store()
+        if store.add("distrib/at end", 1) == world.size:
+            store.set("distrib/all at end", "")
+        store.wait(["distrib/all at end"], timeout_of_job())
 
 
 def timeout_of_job() -> timedelta:

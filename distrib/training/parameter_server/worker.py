@@ -57,6 +57,7 @@ class Asynchronous(Backend):
         self.client.rejoin = self._rejoin
         self.tables: list[HeldTable] = []
         self._models: list[nn.Module] = []
+        self._begun: dict[torch.Tensor, torch.Tensor] = {}  # what the parameters add up to when they are prepared
         self._holders: dict[torch.Tensor, tuple[HeldTable, list[int]]] = {}
         self._asked: nn.Module | None = None  # whose values are being saved or loaded
         self._inside: set[nn.Module] = set()  # and the modules in it
@@ -112,6 +113,7 @@ class Asynchronous(Backend):
                     state[name].copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
+            self._begun.update({parameter: _sum(parameter) for parameter in model.parameters()})
             model.register_forward_pre_hook(self._hook(model, self._before_model))
             for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
                 if next(module.parameters(recurse=False), None) is not None:
@@ -123,14 +125,8 @@ class Asynchronous(Backend):
                 module._register_load_state_dict_pre_hook(self._hook(module, self._before_loading), with_module=True)
         return model
 
-    def _hook(self, owner: nn.Module, work: Callable[..., None]) -> Callable[..., None]:
-        """What a module calls. A copy of it has the hook too, where it does nothing: a function is not copied, as a method's object is."""
-
-        def hook(module: nn.Module, *told: Any) -> None:
-            if module is owner and not self._closed:
-                work(module, *told)
-
-        return hook
+    def _hook(self, owner: nn.Module, work: Callable[..., None]) -> _Hook:
+        return _Hook(owner, lambda *told: None if self._closed else work(*told))
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if not model.training:
@@ -442,6 +438,18 @@ class Asynchronous(Backend):
         """Waits until all that was sent is answered, and gives the models the servers' values."""
         self._exact = False
         self._refresh()
+        self._check_trained()
+
+    def _check_trained(self) -> None:
+        """Raises TrainingError where the script itself changes what learns: the servers never hear of that."""
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                learns = parameter.grad is not None and parameter not in self._holders
+                if learns and (begun := self._begun.get(parameter)) is not None and begun != _sum(parameter):
+                    raise TrainingError(
+                        f"{name} has learnt, but no prepared optimizer has it: in mode async every rank has its own",
+                        hint="let an optimizer make the update, and prepare it too",
+                    )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Comes after main has given the servers what was restored: nobody trains on before it has."""
@@ -453,6 +461,24 @@ class Asynchronous(Backend):
             self.client.result(self.client.ask(shard, Frame(Kind.LEAVE)))
         self._closed = True  # the models keep the values that they have
         self.client.close()
+
+
+def _sum(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().sum(dtype=torch.float64)
+
+
+class _Hook:
+    """What a module calls. A copy of the module, in memory or in a file, has one too, which does nothing."""
+
+    def __init__(self, owner: nn.Module | None = None, work: Callable[..., None] | None = None) -> None:
+        self._owner, self._work = owner, work
+
+    def __call__(self, module: nn.Module, *told: Any) -> None:
+        if self._work and module is self._owner:
+            self._work(module, *told)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def _saved(thing: Any) -> bytes:
