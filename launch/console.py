@@ -25,6 +25,9 @@ BACKLOG_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 1 << 20
 """A longer line is shown in pieces."""
 
+BAR_SECONDS = 10.0
+"""How often a progress bar is shown that is not at its end; ten times as seldom where no terminal is."""
+
 FOLD_SECONDS = 0.1
 FOLD_LIMIT_LINES = 2000
 """How long, and among how many lines, a line waits for the same line of other ranks."""
@@ -116,6 +119,8 @@ class Console:
         self._colour = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}
         self._partial: dict[tuple[int, int], bytes] = {}
+        self._bar = b""
+        self._bar_at = time.monotonic()
         self._queue: deque[tuple[int, bytes]] = deque()
         self._queued_bytes = 0
         self._dropped_lines = 0
@@ -154,7 +159,11 @@ class Console:
         self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"))
 
     def tick(self, *, all_of_them: bool = False) -> None:
-        """Show lines that were held back for folding."""
+        """Show lines that were held back for folding, and now and then how far a progress bar is."""
+        if not all_of_them and time.monotonic() - self._bar_at > (
+            BAR_SECONDS if self._streams or os.isatty(2) else 10 * BAR_SECONDS
+        ):
+            self._show_bar()
         for descriptor, folder in self._folders.items():
             lines = folder.take(all_of_them=all_of_them, among=len(self._hosts))
             if lines:
@@ -179,6 +188,16 @@ class Console:
         for line in whole.split(b"\n"):
             folder.add(rank, line)
         self.tick()
+
+    def _show_bar(self) -> None:
+        """Of the bars that ranks draw, the first one's, if it has changed."""
+        self._bar_at = time.monotonic()
+        drawn = min((key for key, partial in self._partial.items() if b"\r" in partial.rstrip(b"\r")), default=None)
+        if drawn:
+            bar = self._partial[drawn].rstrip(b"\r").rpartition(b"\r")[2]
+            if bar.strip() and bar != self._bar:
+                self._bar = bar
+                self._put(drawn[1], self._tag([drawn[0]], drawn[1]) + bar + b"\n")
 
     def _tag(self, ranks: list[int], descriptor: int) -> bytes:
         if len(ranks) > 1:

@@ -127,9 +127,10 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
                 " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "
                 f"step, as often as the others{_at_end(first, endings)})"
             )
+        elif aborted and (last := _last_line(words)):
+            message += f"; last words: {last[0]}"
     elif not message:
-        lines = (line.strip() for line in words.splitlines())
-        last = [line for line in lines if line and not TORCH_LOG.match(line)][-1:]
+        last = _last_line(words)
         message = f"exit code {first.exit_code}" + (f"; last words: {last[0]}" if last else "")
         if unreadable := SYNTAX_ERROR.search(words.rstrip()):
             message = f"{last[0]} ({Path(unreadable[1]).name}:{unreadable[2]})"
@@ -155,6 +156,12 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         traceback=traceback,
         log=str(log),
     )
+
+
+def _last_line(words: str) -> list[str]:
+    """The last line of a log that says something, if there is one."""
+    lines = (line.strip() for line in words.splitlines())
+    return [line for line in lines if line and not TORCH_LOG.match(line) and not line.startswith("frame #")][-1:]
 
 
 def _at_end(first: Ending, endings: Iterable[Ending]) -> str:

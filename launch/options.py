@@ -9,6 +9,12 @@ from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
 
+OTHERS_WORDS = {
+    "--nproc-per-node": "; -np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host",
+    "--nnodes": "; -H FILE or -H HOST,HOST names the hosts, and one launch starts the ranks on all of them",
+}
+"""What takes the place of torchrun's options."""
+
 
 class Parser(argparse.ArgumentParser):
     """Raises ConfigError for wrong options, and takes no abbreviations, which another option may make ambiguous one day."""
@@ -29,8 +35,11 @@ class Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Raise for words that are no option of this command, naming one that may have been meant."""
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
-        perhaps = f"; did you mean {near[0]}?" if near and unknown[0].startswith("-") else ""
+        word = unknown[0].partition("=")[0]
+        near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+        perhaps = f"; did you mean {near[0]}?" if near and word.startswith("-") else ""
+        if "-np" in self._option_string_actions:
+            perhaps = OTHERS_WORDS.get(word.replace("_", "-"), perhaps)
         self.error(f"unrecognized arguments: {' '.join(unknown)}{perhaps}")
 
 

@@ -366,6 +366,13 @@ def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
     assert told.endswith("; rank 0 had come to the end of its script)")
 
 
+def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
+    log = tmp_path / "1.err"
+    log.write_text("terminate called without an active exception\nframe #0: abort\n\n")
+    told = failures.describe(ending(1, exit_code=None, signal=6), [], log, "/py").message
+    assert told == "killed by SIGABRT; last words: terminate called without an active exception"
+
+
 def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
     log = tmp_path / "1.err"
     log.write_text(

@@ -363,6 +363,8 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
         (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
         (["--no-such-option", "JOB"], "--no-such-option"),
+        (["--nproc_per_node=2", "JOB"], "-np N starts N ranks on this machine"),
+        (["--nnodes", "2", "JOB"], "-H FILE or -H HOST,HOST names the hosts"),
         (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
         (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
+from distrib_launch import console
 from distrib_launch.console import Folder
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +101,22 @@ def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_pa
     assert process.wait(timeout=10) == 0
     assert shown == b"\x1b[36m[0@localhost] \x1b[0m100 %\r\n\x1b[36m[0@localhost] \x1b[0mno newline\r\n"
     assert Path(tmp_path / "run/ranks/0.out").read_bytes() == b"10 %\r50 %\r100 %\nno newline"
+
+
+def test_how_far_a_progress_bar_is_is_shown_now_and_then(monkeypatch):
+    monkeypatch.setattr(console, "BAR_SECONDS", 0.0)
+    streams = io.StringIO(), io.StringIO()
+    terminal = console.Console(["n1", "n1"], streams=streams)
+    for drawn in (b"\r 10%", b"\r 20%", b"\r 20%"):
+        terminal.rank_output(1, 2, b"\r  0%")
+        terminal.rank_output(0, 2, drawn)
+        time.sleep(0.01)
+        terminal.tick()
+    monkeypatch.setattr(console, "BAR_SECONDS", 600.0)
+    terminal.rank_output(0, 2, b"\r100%\n")
+    terminal.close()
+    assert streams[1].getvalue().splitlines() == ["[0@n1]  10%", "[0@n1]  20%", "[0@n1] 100%"]
+    assert streams[0].getvalue() == ""
 
 
 def test_quiet_shows_nothing_of_the_ranks_and_keeps_all(launch):

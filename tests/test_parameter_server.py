@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import json
 import os
 import signal
@@ -331,6 +332,24 @@ def test_a_copy_of_a_model_is_by_itself(make):
     step(model, optimizer)
     assert weight(model) == -1 and weight(copy.deepcopy(model).eval()) == -1
     assert average.eval()(torch.ones(1, 4)) == 12
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    step(model, optimizer)
+    assert weight(model) == -2 and weight(saved) == -1 and saved(torch.ones(1, 4)) == -4
+
+
+def test_what_the_script_changes_by_itself_is_refused(make):
+    backend = make().worker(0)
+    model = nn.Linear(4, 1)
+    backend.model(model, find_unused_parameters=False)
+    model(torch.ones(1, 4)).sum().backward()
+    backend.settle()  # nothing has learnt: gradients may be what was asked for
+    with torch.no_grad():
+        model.bias -= 0.1 * model.bias.grad
+    with pytest.raises(TrainingError, match="bias has learnt, but no prepared optimizer has it"):
+        backend.settle()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, ADAFACTOR])

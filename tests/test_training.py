@@ -382,7 +382,7 @@ def test_alone_everything_is_trivial(job, capsys):
     assert job.prepare(prepared[0]) is prepared[0]
     assert job.all_reduce(3) == 3.0 and job.all_reduce(torch.tensor([2.0]), "max").tolist() == [2.0]
     job.barrier()
-    job.print("one", 2, sep="-")
+    job.print("one", 2, sep="-", flush=True)
     assert capsys.readouterr().out == "one-2\n"
     assert distrib.init() is job
     assert job.warmup(optimizer, 10).get_last_lr() == [0.5]
@@ -542,14 +542,15 @@ def test_ranks_agree(lesson, variables, tmp_path):
 def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     script = tmp_path / "forgotten.py"
     script.write_text(
-        "import distrib, torch\n"
+        "import sys, distrib, torch\n"
         "job = distrib.init()\n"
         "model = torch.nn.Linear(2, 1)\n"
         "optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]\n"
         "model, *optimizers = job.prepare(model, *optimizers)\n"
         "loader = torch.utils.data.DataLoader(torch.ones(8, 2), 2)\n"
-        "if __import__('sys').argv[1:]:\n"
-        "    loader = job.prepare(loader)\n"
+        "if sys.argv[1:]:\n"
+        "    read = job.prepare(loader)\n"
+        "    loader = read if 'read' in sys.argv else loader\n"
         "for batch in loader:\n"
         "    model(batch).sum().backward()\n"
         "    [optimizer.step() for optimizer in optimizers]\n"
@@ -557,7 +558,23 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     result = run_ranks(2, script)
     assert result.returncode == 0 and result.stderr.count("no DataLoader was given to job.prepare") == 1, result.stderr
     result = run_ranks(2, script, "prepared")
+    assert result.returncode == 0 and result.stderr.count("that job.prepare returned was not read") == 1, result.stderr
+    result = run_ranks(2, script, "read")
     assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
+
+
+def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
+    script = tmp_path / "by_hand.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "job = distrib.init()\n"
+        "model = job.prepare(torch.nn.Linear(2, 1))\n"
+        "model(torch.ones(1, 2)).sum().backward()\n"
+        "print('done')\n"
+    )
+    result = run_ranks(2, script, DISTRIB_MODE="local")
+    assert result.returncode == 1 and "done" in result.stdout, result.stderr
+    assert "distrib: rank 0: weight has a gradient, but no prepared optimizer has it" in result.stderr
 
 
 def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):

@@ -47,10 +47,16 @@ class Forgotten:
         """Stops watching."""
         self._hook.remove()
 
-    def no_loader(self) -> None:
-        """A first step was taken, and no DataLoader was prepared."""
+    def no_loader(self, prepared: int) -> None:
+        """A first step was taken, and no DataLoader was prepared, or no batch was taken of those that were."""
+        what = (
+            "the DataLoader that job.prepare returned was not read"
+            if prepared
+            else "no DataLoader was given to job.prepare"
+        )
         self._note(
-            "no DataLoader was given to job.prepare: every rank trains on the same samples, unless the script shares them out"
+            f"{what}: every rank trains on the same samples, unless the script shares them out; random numbers are the same "
+            "on all ranks, too, but where it calls torch.manual_seed(SEED + job.rank) after job.prepare"
         )
 
     def other_stream(self) -> None:

@@ -318,8 +318,8 @@ class Job:
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped
-        if step == 1 and not self._status.begun and not self._loaders and self.world_size > 1:
-            self._forgotten.no_loader()
+        if step == 1 and not self._status.begun and not self._read and self.world_size > 1:
+            self._forgotten.no_loader(self._loaders)
         if step:
             self._status.step(step)
 
