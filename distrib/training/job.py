@@ -558,9 +558,11 @@ class Job:
         self._end_profile()
         self._status.closing()
         try:
+            for steps in self._steps:
+                steps.settle()  # ranks that have parted learn it here
             if not self._elastic:
                 meet_at_end(self._backend.world)
-            self._settle()
+            self._backend.settle()
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:
