@@ -494,7 +494,8 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
-        self._tell_servers(state)
+        if state.plan.role == "worker":
+            self._tell_servers(state)
         may = tolerance.may_start_again(self.plan, state.ending, state.deaths)
         if may and state.plan.role == "server":
             self._start_again(state)
@@ -543,14 +544,14 @@ class Supervisor:
             self._tell_servers(state)
         else:
             for worker in self.ranks:
-                if worker.ending and worker.ending.failed:
-                    self._tell_servers(worker)
+                if worker.ending and worker.ending.failed and worker.plan.role == "worker":
+                    self._send(state, Kind.NEWS, {"worker": worker.plan.rank, "dead": True})
 
-    def _tell_servers(self, state: RankState) -> None:
-        """Whether a worker is dead: no server is to wait for its voice."""
+    def _tell_servers(self, worker: RankState) -> None:
+        """Whether it is dead: no server is to wait for its voice."""
         for server in self.ranks:
-            if state.plan.role == "worker" and server.plan.role == "server" and not server.ending:
-                self._send(server, Kind.NEWS, {"worker": state.plan.rank, "dead": state.ending is not None})
+            if server.plan.role == "server" and not server.ending:
+                self._send(server, Kind.NEWS, {"worker": worker.plan.rank, "dead": worker.ending is not None})
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel

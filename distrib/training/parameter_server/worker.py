@@ -464,7 +464,7 @@ class Asynchronous(Backend):
 
 
 def _sum(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().sum(dtype=torch.float64)
+    return parameter.detach().sum(dtype=torch.complex128 if parameter.is_complex() else torch.float64)
 
 
 class _Hook:
