@@ -915,6 +915,46 @@ def test_what_main_has_kept_is_on_the_replica(make):
     assert len(part.kept) == 2 and comes_true(lambda: 0 in copies and copies[0].kept == part.kept)
 
 
+def test_the_dead_have_no_voice_in_who_is_in_charge(make):
+    """Half of the workers are lost together with a server, as with one host of two; the launcher says who is dead."""
+
+    def begin(backend: Asynchronous) -> Callable[[], None]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prepared(backend, model, optimizer)
+        return lambda: (model(batch(0, 0)).sum().backward(), optimizer.step(), model(batch(0, 0)))[1]
+
+    cluster = make(workers=2, replicas=1)
+    train, _ = cluster.each(begin)
+    train()
+    there, lost = cluster.servers
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    there.loop.call(lambda: there.hear_news(theirs))
+    assert comes_true(lambda: 1 in there.parts)
+
+    def lose() -> None:
+        for peer in list(lost._peers):
+            lost._end(peer)
+        for link in lost._links.values():
+            link._close()
+        lost.loop.forget(lost._listener)
+        lost._listener.close()
+        lost.loop.ended = True
+
+    next(backend for backend in cluster.backends if backend.world.rank == 1).client.close()
+    lost.loop.call(lose)
+    cluster.threads[1].join(10)
+    waits = threading.Thread(target=train)
+    waits.start()
+    waits.join(3)
+    assert waits.is_alive() and not there.parts[1].in_charge  # the other may be with the server that is gone
+    with ours:
+        for dead in (True, False, True):
+            ours.send(json.dumps({"worker": 1, "dead": dead}).encode())
+        waits.join(20)
+    assert not waits.is_alive() and there.parts[1].in_charge
+
+
 def test_a_worker_that_is_started_again_gives_gradients_and_nothing_else(make, again):
     cluster = make(workers=2)
     (first, model, optimizer), (second, _, _) = cluster.each(lambda backend: (backend, *straight(backend)))
