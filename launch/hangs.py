@@ -151,6 +151,12 @@ def wait_for_ended(stacks: Sequence[Stack]) -> bool:
     return 0 < len(others) < len(stacks) and all(_surely_waits(stack) for stack in others)
 
 
+def ask_in_vain(stacks: Sequence[Stack]) -> bool:
+    """The same, where they have asked for it. A backward pass may be one that a GPU computes, of a model that nobody shares."""
+    others = [stack for stack in stacks if place_of(stack) != AT_END]
+    return wait_for_ended(stacks) and all(any(SURE_FILES.search(f.filename) for f in one.frames) for one in others)
+
+
 def _surely_waits(stack: Stack) -> bool:
     """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
     return place_of(stack).waits and any(

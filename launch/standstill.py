@@ -33,9 +33,11 @@ class Standstill:
         """Whether some scripts are at their end, and others are not: the launcher says so."""
         self.early = False
         """Whether the stacks that were given out last show just that, before the limit has passed."""
+        self.in_vain = False
+        """Whether these ranks have asked for what nobody answers."""
         self.hopeless = False
-        """The same, for the second time: nothing can come of it any more."""
-        self._certain = 0  # how often
+        """The same, for the second time: the job is to end."""
+        self._asked_before = False
         self._looks_early = False
         self._early_before: list[tuple[hangs.Frame, ...]] | None = None
         self._early_again = 0.0
@@ -72,8 +74,8 @@ class Standstill:
         quiet = now - self._last
         if quiet <= min(AT_END_SECONDS, self.limit_seconds):
             self._early_before = None
-            if self._certain:
-                self._certain, self._early_again = 0, 0.0
+            if self._asked_before:
+                self._asked_before, self._early_again = False, 0.0
         if quiet <= self.limit_seconds:
             if self._looks_early:
                 return False
@@ -117,9 +119,13 @@ class Standstill:
             return False
         certain = hangs.wait_for_ended(stacks) and frames == self._early_before
         self._early_before = None
-        self._certain += certain
-        self.hopeless = certain and self._certain > 1
-        self._early_again = self._last + HOPELESS_SECONDS if certain else now + self._early_pause_seconds
+        self.in_vain = certain and hangs.ask_in_vain(stacks)
+        self.hopeless = self.in_vain and self._asked_before
+        self._asked_before = self.in_vain
+        if certain:
+            self._early_again = self._last + HOPELESS_SECONDS if self.in_vain else float("inf")
+        else:
+            self._early_again = now + self._early_pause_seconds
         self._early_pause_seconds *= 2
         return certain
 

@@ -561,7 +561,7 @@ class Job:
             for steps in self._steps:
                 steps.settle()  # ranks that have parted learn it here
             if not self._elastic:
-                meet_at_end(self._backend.world)
+                meet_at_end(self._backend.world, tell=not self._status.is_read)
             self._backend.settle()
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import threading
 from datetime import timedelta
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
 from distrib.training.world import World
+
+NOTICE_SECONDS = 60.0
+"""How long ranks at their end wait for the others before they say so."""
+
+END_TAG = 0x656E64
+"""Of the messages by which ranks part; collectives have tags of their own."""
 
 TAKES_SOCKETS = torch.__version__ >= "2.8"
 """Whether the store that torch prefers takes a socket that listens already (pytorch pull request 150215); its older one does."""
@@ -56,13 +63,35 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     )
 
 
-def meet_at_end(world: World) -> None:
-    """Waits until every rank is at its end, by the store: a collective would answer that of a rank which is not there yet."""
-    if world.size > 1:
-        store = _get_default_store()
-        if store.add("distrib/at end", 1) == world.size:
-            store.set("distrib/all at end", "")
-        store.wait(["distrib/all at end"], timeout_of_job())
+def meet_at_end(world: World, *, tell: bool) -> None:
+    """Waits until every rank is at its end. Raises what torch raises when one is gone, or does not come in time.
+
+    They send each other messages: a collective would answer that of a rank which is not at its end yet. `tell`: says that
+    others are waited for, where no launcher does.
+    """
+    if world.size == 1:
+        return
+    note = threading.Timer(NOTICE_SECONDS, _say_who_waits, (world.rank,))
+    note.daemon = True
+    if tell:
+        note.start()
+    message = torch.zeros(1, dtype=torch.uint8)
+    try:
+        if world.rank:
+            dist.send(message, 0, tag=END_TAG)
+            dist.recv(message, 0, tag=END_TAG)
+        else:
+            others = range(1, world.size)
+            for work in [dist.irecv(torch.zeros(1, dtype=torch.uint8), other, tag=END_TAG) for other in others]:
+                work.wait()  # type: ignore[union-attr]
+            for work in [dist.isend(message, other, tag=END_TAG) for other in others]:
+                work.wait()  # type: ignore[union-attr]
+    finally:
+        note.cancel()
+
+
+def _say_who_waits(rank: int) -> None:
+    print(f"distrib: note: rank {rank} is at the end of its script, and others are not", file=sys.stderr, flush=True)
 
 
 def timeout_of_job() -> timedelta:

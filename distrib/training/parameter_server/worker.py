@@ -57,7 +57,9 @@ class Asynchronous(Backend):
         self.client.rejoin = self._rejoin
         self.tables: list[HeldTable] = []
         self._models: list[nn.Module] = []
-        self._begun: dict[torch.Tensor, torch.Tensor] = {}  # what the parameters add up to when they are prepared
+        self._begun: dict[
+            nn.Module, dict[str, torch.Tensor]
+        ] = {}  # what its parameters add up to when it is first called
         self._holders: dict[torch.Tensor, tuple[HeldTable, list[int]]] = {}
         self._asked: nn.Module | None = None  # whose values are being saved or loaded
         self._inside: set[nn.Module] = set()  # and the modules in it
@@ -113,7 +115,6 @@ class Asynchronous(Backend):
                     state[name].copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
-            self._begun.update({parameter: _sum(parameter) for parameter in model.parameters()})
             model.register_forward_pre_hook(self._hook(model, self._before_model))
             for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
                 if next(module.parameters(recurse=False), None) is not None:
@@ -129,6 +130,8 @@ class Asynchronous(Backend):
         return _Hook(owner, lambda *told: None if self._closed else work(*told))
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
+        if model not in self._begun:
+            self._begun[model] = {name: _sum(parameter) for name, parameter in model.named_parameters()}
         if not model.training:
             self._refresh()
 
@@ -169,6 +172,7 @@ class Asynchronous(Backend):
         if module is not self._asked:
             return
         self._leave(module)
+        self._begun.clear()
         self._exact = False
         for table in self.tables:
             chunks = table.chunks_with(module.parameters())
@@ -442,10 +446,11 @@ class Asynchronous(Backend):
 
     def _check_trained(self) -> None:
         """Raises TrainingError where the script itself changes what learns: the servers never hear of that."""
-        for model in self._models:
+        for model, begun in self._begun.items():
+            if any(parameter in self._holders for parameter in model.parameters()):
+                continue  # what is left out of its optimizer is left as it is
             for name, parameter in model.named_parameters():
-                learns = parameter.grad is not None and parameter not in self._holders
-                if learns and (begun := self._begun.get(parameter)) is not None and begun != _sum(parameter):
+                if parameter.grad is not None and name in begun and begun[name] != _sum(parameter):
                     raise TrainingError(
                         f"{name} has learnt, but no prepared optimizer has it: in mode async every rank has its own",
                         hint="let an optimizer make the update, and prepare it too",
