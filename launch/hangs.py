@@ -152,9 +152,9 @@ def wait_for_ended(stacks: Sequence[Stack]) -> bool:
 
 
 def ask_in_vain(stacks: Sequence[Stack]) -> bool:
-    """The same, where they have asked for it. A backward pass may be one that a GPU computes, of a model that nobody shares."""
+    """The same, where they have asked the job: their own collectives may be of some ranks only, and a GPU computes backward by itself."""
     others = [stack for stack in stacks if place_of(stack) != AT_END]
-    return wait_for_ended(stacks) and all(any(SURE_FILES.search(f.filename) for f in one.frames) for one in others)
+    return wait_for_ended(stacks) and all(any(JOB_FILE.search(f.filename) for f in one.frames) for one in others)
 
 
 def _surely_waits(stack: Stack) -> bool:

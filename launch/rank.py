@@ -297,6 +297,7 @@ class Rank:
             try:
                 self._start(order)
             except OSError as error:  # too many open files or processes
+                self._signal_child(signal.SIGKILL)
                 self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
         elif kind is Kind.PING:
             self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})

@@ -123,7 +123,7 @@ class Standstill:
         self.hopeless = self.in_vain and self._asked_before
         self._asked_before = self.in_vain
         if certain:
-            self._early_again = self._last + HOPELESS_SECONDS if self.in_vain else float("inf")
+            self._early_again = now + HOPELESS_SECONDS - AT_END_SECONDS if self.in_vain else float("inf")
         else:
             self._early_again = now + self._early_pause_seconds
         self._early_pause_seconds *= 2

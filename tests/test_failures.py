@@ -66,6 +66,13 @@ def test_a_rank_that_left_without_a_word_is_named(launch, tmp_path):
     assert run.code in (1, 134) and words in run.result["first_failure"]["message"], run
 
 
+def test_a_rank_that_is_gone_at_the_end_is_not_waited_for(launch, tmp_path):
+    script = tmp_path / "gone.py"
+    script.write_text("import os, distrib\njob = distrib.init()\njob.barrier()\nif job.rank:\n    os._exit(0)\n")
+    run = launch("-np", "2", script, timeout=150)
+    assert run.code == 0 and "rank 0 could not wait for the other ranks: " in run.err, run
+
+
 @pytest.mark.parametrize("does", ["trains", "asks"])
 def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, does):
     """It takes no part in what they ask for while it ends."""
@@ -78,9 +85,9 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, d
     assert "the mean is" not in run.out
 
 
-@pytest.mark.parametrize(("calls", "ends"), [("IN_ALL_REDUCE", True), ("IN_BACKWARD", False)])
+@pytest.mark.parametrize(("calls", "ends"), [("IN_JOB", True), ("IN_ALL_REDUCE", False), ("IN_BACKWARD", False)])
 def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, ends):
-    """One that is only computing backward may be so by itself, on a GPU."""
+    """Others may ask each other, or compute backward on a GPU, for themselves."""
     now = 0.0
     monkeypatch.setattr(standstill, "time", types.SimpleNamespace(monotonic=lambda: now))
     watch = standstill.Standstill(0.0)
@@ -96,7 +103,7 @@ def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkey
             watch.progress()
         if watch.hopeless:
             break
-    assert told == [(11.5, True, False, 10), (31.5, True, False, 10), (81.0, True, True, 60)][: 3 if ends else 1]
+    assert told == [(11.5, True, False, 10), (31.5, True, False, 10), (82.5, True, True, 60)][: 3 if ends else 1]
 
 
 ALL_UP = """
@@ -455,6 +462,11 @@ IN_ALL_REDUCE = frames(
     ("all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 9),
     ("wrapper", f"{TORCH}/distributed/c10d_logger.py", 8),
     ("validate", "/home/me/train.py", 70),
+)
+IN_JOB = (
+    *IN_ALL_REDUCE[:2],
+    *frames(("Job.all_reduce", "/home/me/distrib/distrib/training/job.py", 411)),
+    IN_ALL_REDUCE[2],
 )
 CLOSING = frames(
     ("meet_at_end", "/home/me/distrib/distrib/training/rendezvous.py", 65),

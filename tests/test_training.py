@@ -566,15 +566,19 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
 def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
     script = tmp_path / "by_hand.py"
     script.write_text(
-        "import distrib, torch\n"
+        "import sys, distrib, torch\n"
         "job = distrib.init()\n"
         "model = job.prepare(torch.nn.Linear(2, 1))\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
+        "if sys.argv[1:]:\n"
+        "    model.bias.data -= 0.1 * job.rank * model.bias.grad\n"
         "print('done')\n"
     )
     result = run_ranks(2, script, DISTRIB_STRATEGY='{"mode": "local"}')
+    assert result.returncode == 0, result.stderr  # nothing has learnt
+    result = run_ranks(2, script, "learn", DISTRIB_STRATEGY='{"mode": "local"}')
     assert result.returncode == 1 and "done" in result.stdout, result.stderr
-    assert "distrib: rank 0: weight has a gradient, but no prepared optimizer has it" in result.stderr
+    assert "distrib: rank 0: bias has learnt, but no prepared optimizer has it" in result.stderr
 
 
 def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):

@@ -73,6 +73,11 @@ def differ(own: Sequence[str]) -> list[bool]:
     return [len(set(filter(None, words))) > 1 for words in zip(*all_, strict=True)]
 
 
+def total(parameter: torch.Tensor) -> torch.Tensor:
+    """What its elements add up to: another number where one has changed, but by a rare accident."""
+    return parameter.detach().sum(dtype=torch.complex128 if parameter.is_complex() else torch.float64)
+
+
 def digest_of(batch: Any) -> str:
     """A word for the numbers and strings in a batch, in tuples, lists and dicts: equal batches have equal ones. Empty where
     it has tensors that cannot be read so."""

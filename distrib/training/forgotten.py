@@ -55,8 +55,8 @@ class Forgotten:
             else "no DataLoader was given to job.prepare"
         )
         self._note(
-            f"{what}: every rank trains on the same samples, unless the script shares them out; random numbers are the same "
-            "on all ranks, too, but where it calls torch.manual_seed(SEED + job.rank) after job.prepare"
+            f"{what}: every rank trains on the same samples, unless the script shares them out; ranks with one seed take the "
+            "same random numbers, too, up to torch.manual_seed(SEED + job.rank) after job.prepare"
         )
 
     def other_stream(self) -> None:

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
+from distrib.training.alike import differ, total
 from distrib.training.backend import Backend, of_no_model
 from distrib.training.clock import Clock
 from distrib.training.flat import broadcast, flatten, unflatten
@@ -114,15 +115,20 @@ class Local(Backend):
             round_.restore(one)
 
     def _check_trained(self) -> None:
-        """Raises TrainingError where a parameter learns and no prepared optimizer tells the other ranks."""
+        """Raises TrainingError where a parameter that no prepared optimizer has is another on each rank. Every rank."""
         known = {id(p) for optimizer in self._rounds for group in optimizer.param_groups for p in group["params"]}
-        for model in self._models:
-            for name, parameter in model.named_parameters():
-                if parameter.grad is not None and id(parameter) not in known:
-                    raise TrainingError(
-                        f"{name} has a gradient, but no prepared optimizer has it: in mode local every rank would have its own",
-                        hint="prepare the optimizer too, or freeze the parameter with requires_grad_(False)",
-                    )
+        own = {
+            name: str(total(parameter).item())
+            for number, model in enumerate(self._models)
+            for name, parameter in ((f"{number}.{name}", one) for name, one in model.named_parameters())
+            if id(parameter) not in known and parameter.requires_grad
+        }
+        for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True):
+            if differs:
+                raise TrainingError(
+                    f"{name.partition('.')[2]} has learnt, but no prepared optimizer has it: in mode local every rank has its own",
+                    hint="let an optimizer make the update, and prepare it too",
+                )
 
 
 class Round:

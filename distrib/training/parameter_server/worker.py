@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy
+from distrib.training.alike import total
 from distrib.training.backend import Backend
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
@@ -131,7 +132,7 @@ class Asynchronous(Backend):
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if model not in self._begun:
-            self._begun[model] = {name: _sum(parameter) for name, parameter in model.named_parameters()}
+            self._begun[model] = {name: total(parameter) for name, parameter in model.named_parameters()}
         if not model.training:
             self._refresh()
 
@@ -450,7 +451,7 @@ class Asynchronous(Backend):
             if any(parameter in self._holders for parameter in model.parameters()):
                 continue  # what is left out of its optimizer is left as it is
             for name, parameter in model.named_parameters():
-                if parameter.grad is not None and name in begun and begun[name] != _sum(parameter):
+                if parameter.grad is not None and name in begun and begun[name] != total(parameter):
                     raise TrainingError(
                         f"{name} has learnt, but no prepared optimizer has it: in mode async every rank has its own",
                         hint="let an optimizer make the update, and prepare it too",
@@ -466,10 +467,6 @@ class Asynchronous(Backend):
             self.client.result(self.client.ask(shard, Frame(Kind.LEAVE)))
         self._closed = True  # the models keep the values that they have
         self.client.close()
-
-
-def _sum(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.detach().sum(dtype=torch.complex128 if parameter.is_complex() else torch.float64)
 
 
 class _Hook:
