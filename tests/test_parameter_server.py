@@ -951,7 +951,7 @@ def test_the_dead_have_no_voice_in_who_is_in_charge(make):
     with ours:
         for dead in (True, False, True):
             ours.send(json.dumps({"worker": 1, "dead": dead}).encode())
-        waits.join(20)
+        waits.join(60)
     assert not waits.is_alive() and there.parts[1].in_charge
 
 
