@@ -160,9 +160,7 @@ class Console:
 
     def tick(self, *, all_of_them: bool = False) -> None:
         """Show lines that were held back for folding, and now and then how far a progress bar is."""
-        if not all_of_them and time.monotonic() - self._bar_at > (
-            BAR_SECONDS if self._streams or os.isatty(2) else 10 * BAR_SECONDS
-        ):
+        if not all_of_them:
             self._show_bar()
         for descriptor, folder in self._folders.items():
             lines = folder.take(all_of_them=all_of_them, among=len(self._hosts))
@@ -190,7 +188,10 @@ class Console:
         self.tick()
 
     def _show_bar(self) -> None:
-        """Of the bars that ranks draw, the first one's, if it has changed."""
+        """Of the bars that ranks draw, the first one's, if it is time and it has changed."""
+        pause_seconds = BAR_SECONDS if self._streams or os.isatty(2) else 10 * BAR_SECONDS
+        if time.monotonic() - self._bar_at <= pause_seconds:
+            return
         self._bar_at = time.monotonic()
         drawn = min((key for key, partial in self._partial.items() if b"\r" in partial.rstrip(b"\r")), default=None)
         if drawn:

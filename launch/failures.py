@@ -128,12 +128,12 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
                 f"step, as often as the others{_at_end(first, endings)})"
             )
         elif aborted and (last := _last_line(words)):
-            message += f"; last words: {last[0]}"
+            message += f"; last words: {last}"
     elif not message:
         last = _last_line(words)
-        message = f"exit code {first.exit_code}" + (f"; last words: {last[0]}" if last else "")
+        message = f"exit code {first.exit_code}" + (f"; last words: {last}" if last else "")
         if unreadable := SYNTAX_ERROR.search(words.rstrip()):
-            message = f"{last[0]} ({Path(unreadable[1]).name}:{unreadable[2]})"
+            message = f"{last} ({Path(unreadable[1]).name}:{unreadable[2]})"
     for known, meaning in KINDS:
         if known.search(message) or (traceback and known.search(traceback)):
             message += f" ({meaning})"
@@ -158,10 +158,10 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     )
 
 
-def _last_line(words: str) -> list[str]:
-    """The last line of a log that says something, if there is one."""
-    lines = (line.strip() for line in words.splitlines())
-    return [line for line in lines if line and not TORCH_LOG.match(line) and not line.startswith("frame #")][-1:]
+def _last_line(words: str) -> str:
+    """The last line of a log that says something; empty where none does."""
+    lines = (line.strip() for line in reversed(words.splitlines()))
+    return next((line for line in lines if line and not TORCH_LOG.match(line) and not line.startswith("frame #")), "")
 
 
 def _at_end(first: Ending, endings: Iterable[Ending]) -> str:

@@ -252,11 +252,11 @@ class Supervisor:
             return
         lines = hangs.report(stacks, self.standstill.silent_seconds)
         self.console.say("\n".join(lines))
-        watch = self.standstill
-        if not watch.hopeless and (watch.early or not self.hang_timeout_seconds):
+        still = self.standstill
+        if not still.hopeless and (still.early or not self.hang_timeout_seconds):
             self.warnings.append(lines[0])
-            if watch.early and (watch.in_vain or self.hang_timeout_seconds):
-                limit = min(standstill.HOPELESS_SECONDS, watch.limit_seconds) if watch.in_vain else watch.limit_seconds
+            if still.early and (still.in_vain or self.hang_timeout_seconds):
+                limit = min(standstill.HOPELESS_SECONDS, still.limit_seconds) if still.in_vain else still.limit_seconds
                 self.console.say(f"the job is ended when it is so for {limit:g} s")
             else:
                 self.console.say("the job goes on; --hang-timeout TIME would end it")

@@ -238,9 +238,8 @@ class TestInAnAllocation:
             lambda: {path.name for path in tmp_path.glob("acknowledged.*")} >= {"acknowledged.0", "acknowledged.1"}, 60
         )
         cluster.lose("n2")
-        cluster.run(
-            "n1", ["scontrol", "update", "nodename=n2", "state=down", "reason=lost"], check=True
-        )  # as after minutes
+        # What Slurm itself says after minutes.
+        cluster.run("n1", ["scontrol", "update", "nodename=n2", "state=down", "reason=lost"], check=True)
         before = int((tmp_path / "acknowledged.0").read_text())
         time.sleep(2)  # in which Slurm would end the others
         wait_for(lambda: ended(cluster, job) or int((tmp_path / "acknowledged.0").read_text()) > before + 20, 60)

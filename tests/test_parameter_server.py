@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,10 @@ from distrib.strategy import Gradients, Strategy
 from distrib.training import checkpoint
 from distrib.training.job import Job
 from distrib.training.parameter_server.client import Client
+from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.server import Server
+from distrib.training.parameter_server.snapshots import Snapshots
+from distrib.training.parameter_server.tables import Pool
 from distrib.training.parameter_server.wire import Frame, Kind
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.samples import Samples
@@ -913,6 +917,31 @@ def test_what_main_has_kept_is_on_the_replica(make):
     backend.from_main(lambda: 5)
     part, copies = cluster.servers[0].parts[0], cluster.servers[1].parts
     assert len(part.kept) == 2 and comes_true(lambda: 0 in copies and copies[0].kept == part.kept)
+
+
+def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
+    """Also what is being written at that moment; and what others have put in its place is not read."""
+    monkeypatch.setenv("DISTRIB_RUN_DIR", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("DISTRIB_JOB", "job")
+    part = Part(0, 1, 1, Strategy(mode="async"), Pool())
+    part.kept = {0: [b"x" * (1 << 20)] * 100}
+    first = Snapshots(0)
+    first.keep(part, time.monotonic())
+    assert comes_true(lambda: first.keep(part, time.monotonic()) or any(first.folder.glob("kept-0")))
+    again, other = Snapshots(0), Part(0, 1, 1, Strategy(mode="async"), Pool())
+    assert again.restore(other) is None and other.kept == part.kept
+    part.kept[1] = part.kept[0] * 5
+    first.keep(part, time.monotonic())
+    first.remove()
+    assert first._keeper
+    first._keeper.join(30)
+    assert not any(tmp_path.iterdir())
+    planted = tmp_path / first.folder.name
+    planted.mkdir(mode=0o755)
+    (planted / "kept-3").write_bytes(b"[1]\nx")
+    other.kept = {}
+    assert Snapshots(0).restore(other) is None and not other.kept
 
 
 def test_the_dead_have_no_voice_in_who_is_in_charge(make):

@@ -4,8 +4,8 @@ It is in charge of one shard of the parameters from the start and, with `--repli
 which it takes charge when that server is gone. One thread; it waits in the kernel when there is nothing to do.
 
 **Who is in charge** of a shard is counted in epochs. A replica takes charge when more than half of the members say that they
-cannot reach the primary and it cannot either; those do not count of which the launcher says that they have died. A primary whose replica is gone answers nobody until more than half of the
-members have agreed that it goes on alone, which they do unless they have given it up. Two such majorities have a worker in
+cannot reach the primary and it cannot either; those do not count of which the launcher says that they have died. A primary
+whose replica is gone answers nobody until more than half of the members have agreed that it goes on alone, which they do unless they have given it up. Two such majorities have a worker in
 common, which obeys the higher epoch: so at most one server goes on, and it has every update that was acknowledged.
 """
 
@@ -249,10 +249,9 @@ class Server:
     def _replicate(self, part: Part) -> None:
         """Keeps a replica of a part on the next server that can be one, on another host if there is any."""
         others = [(self.number + n) % len(self.addresses) for n in range(1, len(self.addresses))]
-        if part.shard != self.number:
-            others = sorted(others, key=lambda other: other == part.shard)  # its own server is gone, or started anew
         host = self.addresses[self.number][0]
-        others = sorted(others, key=lambda other: self.addresses[other][0] == host)
+        # Where this server has taken charge, the one that was in charge is gone, or started anew.
+        others.sort(key=lambda other: (self.addresses[other][0] == host, other == part.shard))
         if others:
             for table in part.tables.values():
                 table.shard.replicate(table.shard.index)

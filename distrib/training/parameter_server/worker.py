@@ -60,7 +60,7 @@ class Asynchronous(Backend):
         self._models: list[nn.Module] = []
         self._begun: dict[
             nn.Module, dict[str, torch.Tensor]
-        ] = {}  # what its parameters add up to when it is first called
+        ] = {}  # of each model, its parameters' totals at its first call
         self._holders: dict[torch.Tensor, tuple[HeldTable, list[int]]] = {}
         self._asked: nn.Module | None = None  # whose values are being saved or loaded
         self._inside: set[nn.Module] = set()  # and the modules in it
