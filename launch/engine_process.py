@@ -21,12 +21,13 @@ GRACE_SECONDS = 1.0
 
 
 class EngineProcess:
-    """Starts the engine of a plan in a session of its own; what it prints goes to `log`.
+    """Starts the engine of a plan in a session of its own; what it prints goes to `log`, a file of the run directory.
 
     `token` and `addresses` of the control channel travel in its environment, never in its arguments.
     """
 
-    def __init__(self, plan: LaunchPlan, log: Path, *, token: str, addresses: str) -> None:
+    def __init__(self, plan: LaunchPlan, *, token: str, addresses: str) -> None:
+        self.log = Path(plan.run_dir) / "engine.log"
         self._plan = plan
         self._runtime = engines.get(plan.engine)
         self._runtime.write_files(Path(plan.run_dir), plan)
@@ -36,11 +37,16 @@ class EngineProcess:
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)
-        with log.open("wb") as file:
+        with self.log.open("wb") as file:
             self._process = subprocess.Popen(
                 plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
         self._guard = guard.Guard(self._end_after_launcher)
+
+    @property
+    def words(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace")
 
     def exit_code(self) -> int | None:
         """How it ended, as `subprocess` counts; None while it runs."""

@@ -71,12 +71,11 @@ def this_machine(environment: Mapping[str, str]) -> Here:
     """What a plan made here must know of this machine; `environment` is the ranks'."""
     from distrib_launch import placement
     from distrib_launch import plan as planning
-    from distrib_launch.rank import visible_gpus
 
     name = socket.gethostname()
     return planning.Here(
         names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
-        gpus=visible_gpus({**os.environ, **environment}),
+        gpus=placement.count_gpus({**os.environ, **environment}),
         machine=placement.read_machine(),
     )
 
@@ -284,7 +283,7 @@ def _launch(
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
     if result.first_failure:
-        told = failures.report(result.first_failure, supervisor.first_endings, started=supervisor.started)
+        told = failures.report(result.first_failure, supervisor.recovery.first_endings, started=supervisor.started)
         console.say(f"error: {told}")
     if result.foretold and result.measured:
         seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds

@@ -22,6 +22,9 @@ HOW = ("auto", "none", "core", "numa")
 """`--bind`: cores where that is sure to help, not at all, cores always, or whole NUMA nodes."""
 
 
+WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
+
+
 class Gpu(NamedTuple):
     """One GPU of the host, in the order of PCI addresses, which is nvidia-smi's; `node` None: nobody knows."""
 
@@ -128,6 +131,20 @@ def share_of(
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made.
+
+    In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
+    """
+    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1", "NoDevFiles")])
+    with contextlib.suppress(OSError):
+        files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+        if files:
+            return sum(os.access(file, os.R_OK | os.W_OK) for file in files)
+    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:

@@ -24,15 +24,17 @@ from typing import Any
 
 from distrib_launch import guard, placement
 from distrib_launch.control import Channel, Kind, ProtocolError, Silence
+from distrib_launch.identity import identity
+from distrib_launch.memory import OutOfMemory
+from distrib_launch.order import Order
 from distrib_launch.ranges import ranges
+from distrib_launch.sockets import call_back, hold_port, interface_with
+from distrib_launch.stacks import Spies
 
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
-SIOCGIFADDR = 0x8915
 PR_SET_PTRACER = 0x59616D61
 """Lets the script's stack be read by its parent's children, such as py-spy, where the kernel's Yama forbids it (linux/prctl.h)."""
-WSL_DRIVER = "/usr/lib/wsl/lib/libcuda.so.1"
-CALL_BACK_SECONDS = 20.0
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
 """After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
@@ -46,128 +48,6 @@ DRAIN_SECONDS = 2.0
 RETURN_SECONDS = 3600.0
 """How long a rank that was cut off asks to be let in again, by a job that goes on without it."""
 RETURN_INTERVAL_SECONDS = 2.0
-
-IDENTITIES = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS"),
-)
-"""How each engine tells a process its rank, world size, local rank and local world size.
-
-Slurm does not tell the last; it lists the ranks of the host.
-"""
-
-
-def identity(environ: dict[str, str]) -> tuple[int, int, int, int]:
-    """Rank, world size, local rank and local world size that the engine gave this process."""
-    for names in IDENTITIES:
-        if names[0] in environ:
-            rank, world_size, local_rank = (int(environ.get(name, "1")) for name in names[:3])
-            told = environ.get(names[3], "1")
-            return rank, world_size, local_rank, told.count(",") + 1 if names[3] == "SLURM_GTIDS" else int(told)
-    raise SystemExit(
-        "distrib: this process was not started by an engine that distrib knows (no rank in its environment)"
-    )
-
-
-def call_back(addresses: str, token: str) -> Channel:
-    """Connect to the first of the launcher's addresses that answers."""
-    deadline = time.monotonic() + CALL_BACK_SECONDS
-    last: OSError | None = None
-    while time.monotonic() < deadline:
-        for address in addresses.split(","):
-            host, _, port = address.rpartition(":")
-            try:
-                sock = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
-            except OSError as error:
-                last = error
-                continue
-            return Channel(sock, token, listener=False)
-        time.sleep(0.2)
-    others = (
-        " --interface chooses another network" if IDENTITIES[0][0] in os.environ else ""
-    )  # of hosts that were asked
-    raise SystemExit(
-        f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
-        f"is a firewall between them?{others}"
-    )
-
-
-def interface_with(address: str) -> str | None:
-    """The network interface that has an IPv4 address, as its primary one."""
-    if ":" in address:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
-                told = fcntl.ioctl(sock, SIOCGIFADDR, name.encode().ljust(40, b"\0"))
-                if told[20:24] == socket.inet_aton(address):
-                    return name
-    return None
-
-
-def visible_gpus(environ: dict[str, str]) -> int:
-    """How many NVIDIA GPUs a process started with `environ` would see; device files tell, no driver call is made.
-
-    In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
-    """
-    if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1", "NoDevFiles")])
-    with contextlib.suppress(OSError):
-        files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
-        if files:
-            return sum(os.access(file, os.R_OK | os.W_OK) for file in files)
-    return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
-
-
-def oom_kills() -> tuple[int, int]:
-    """How often the kernel has killed for want of memory: in this process's cgroup, and on the whole host."""
-    own = host = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                folder = f"/sys/fs/cgroup/{controllers}{path}"
-                file = f"{folder}/memory.oom_control" if controllers else f"{folder}/memory.events"
-                with contextlib.suppress(OSError):
-                    own += sum(
-                        int(word.split()[1]) for word in Path(file).read_text().splitlines() if "oom_kill " in word
-                    )
-    with contextlib.suppress(OSError, StopIteration):
-        host = next(
-            int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if "oom_kill " in line
-        )
-    return own, host
-
-
-def with_state(dump: bytes, pid: int) -> bytes:
-    """py-spy's stacks, with what the kernel says of the main thread where py-spy does not know which of the kernel's it is.
-
-    That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
-    """
-    # What py-spy complains of is no JSON, and another py-spy's may be of another form.
-    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-        threads = json.loads(dump)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
-        for thread in threads:
-            # A script that has not imported threading has one thread, and no name for it.
-            if thread["thread_name"] in ("MainThread", None) and thread["os_thread_id"] is None:
-                thread["active"] = state == "R"
-                dump = json.dumps(threads).encode()
-    return dump
-
-
-def hold_port() -> socket.socket:
-    """Bind a free port for the script's rendezvous.
-
-    It is held, not listened on: with SO_REUSEADDR on both sides the script can bind it, while the kernel hands it to
-    nobody who asks for any free port.
-    """
-    sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if sock.family == socket.AF_INET6:
-        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    sock.bind(("", 0))
-    return sock
 
 
 class Rank:
@@ -203,8 +83,8 @@ class Rank:
         self.input: int | None = None  # what the launcher has for the script's standard input
         self.value: int | None = None  # what the script has for the launcher
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
-        self.oom_before = (0, 0)
-        self.spies: dict[int, tuple[subprocess.Popen[bytes], bytearray]] = {}
+        self.memory = OutOfMemory()
+        self.spies = Spies(self.selector, self._tell_stack)
 
     @property
     def is_away(self) -> bool:
@@ -295,7 +175,7 @@ class Rank:
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
         if kind is Kind.ASSIGN and not self.ended:
             try:
-                self._start(order)
+                self._start(Order(**order))
             except OSError as error:  # too many open files or processes
                 self._signal_child(signal.SIGKILL)
                 self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
@@ -304,7 +184,8 @@ class Rank:
         elif kind is Kind.SIGNAL:
             self._signal_child(order["signal"])
         elif kind is Kind.TAKE_STACKS:
-            self._take_stacks()
+            if self.child and not self.finished:
+                self.spies.take(self.child.pid)
         elif kind is Kind.NEWS and self.news:
             with contextlib.suppress(OSError):
                 self.news.send(json.dumps(order).encode())
@@ -369,27 +250,27 @@ class Rank:
 
     # -- the script ---------------------------------------------------------------------------------------------
 
-    def _start(self, order: dict[str, Any]) -> None:
+    def _start(self, order: Order) -> None:
         if self.guard:  # it has run before, and is started again
             self.guard.dismiss()
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
-        self.grace_seconds = order["grace_seconds"]
-        self.may_return, self.give_up_at = order["may_return"], float("inf")
-        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order["host_timeout_seconds"]))
-        environ = {**self.environ, **order["environment"]}
+        self.grace_seconds = order.grace_seconds
+        self.may_return, self.give_up_at = order.may_return, float("inf")
+        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order.host_timeout_seconds))
+        environ = {**self.environ, **order.environment}
         if "DISTRIB_SERVERS" in environ:
             environ["DISTRIB_KEY"] = self.key
-        self.mark = environ[guard.MARK] = order["mark"]
-        gpus = visible_gpus(environ)
-        if gpus and order["chosen"] is not None:
+        self.mark = environ[guard.MARK] = order.mark
+        gpus = placement.count_gpus(environ)
+        if gpus and order.chosen is not None:
             try:
-                environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, order["chosen"], gpus)
+                environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, order.chosen, gpus)
             except IndexError as missing:
                 self._refuse(f"{socket.gethostname()} has no GPU {missing}: it shows {gpus}, counted from 0")
                 return
-            gpus = len(order["chosen"])
-        self.device = order["device"]
+            gpus = len(order.chosen)
+        self.device = order.device
         if self.device == "auto":
             self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
         if self.device.startswith("cuda:") and int(self.device[5:]) >= gpus:
@@ -406,7 +287,7 @@ class Rank:
         if gpus:  # count them as nvidia-smi does, not the fastest first
             environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         share = placement.share_of(
-            placement.read_machine(), self.local_rank, order["sharers"], environ, order["bind"], on_gpus=gpus > 0
+            placement.read_machine(), self.local_rank, order.sharers, environ, order.bind, on_gpus=gpus > 0
         )
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         if self.device == "cpu":
@@ -420,7 +301,7 @@ class Rank:
         passed = [status_write]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
-        if order["keep_value"]:
+        if order.keep_value:
             self.value = os.memfd_create("distrib-value")
             environ["DISTRIB_VALUE_FD"] = str(self.value)
             passed.append(self.value)
@@ -433,12 +314,12 @@ class Rank:
             environ["DISTRIB_NEWS_FD"] = str(theirs.fileno())
             passed.append(theirs.fileno())
         self.started = time.time()
-        self.oom_before = oom_kills()
+        self.memory = OutOfMemory()
         libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
         try:
             with placement.bound(share.cpus) as problem:
                 self.child = subprocess.Popen(
-                    order["command"], cwd=order["directory"], env=environ,
+                    order.command, cwd=order.directory, env=environ,
                     stdin=subprocess.DEVNULL if self.input is None else self.input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
                     preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
@@ -449,8 +330,8 @@ class Rank:
                 "threads": int(threads) if threads.isdigit() else None, "problem": problem,
             }  # fmt: skip
         except OSError as error:
-            what = error.filename if isinstance(error.filename, str) else order["command"][0]
-            self._refuse(f"{socket.gethostname()}: cannot start {order['command'][0]}: {what}: {error.strerror}")
+            what = error.filename if isinstance(error.filename, str) else order.command[0]
+            self._refuse(f"{socket.gethostname()}: cannot start {order.command[0]}: {what}: {error.strerror}")
             return
         finally:
             os.close(status_write)
@@ -499,37 +380,9 @@ class Rank:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.child.pid, number)
 
-    def _take_stacks(self) -> None:
-        """Have py-spy read the script's stack, without stopping the script; the launcher gets what it prints."""
-        if self.child is None or self.finished:
-            return
-        beside = Path(sys.executable).with_name("py-spy")
-        command = [str(beside) if beside.exists() else "py-spy", "dump", "--json", "--nonblocking", "--pid"]
-        try:
-            spy = subprocess.Popen(
-                [*command, str(self.child.pid)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        except OSError as error:
-            self.channel.send(Kind.STACKS, f"cannot run py-spy: {error.strerror}".encode())
-            return
-        assert spy.stdout
-        descriptor = spy.stdout.fileno()
-        self.spies[descriptor] = (spy, bytearray())
-        self.selector.register(descriptor, selectors.EVENT_READ, self._hear_spy)
-
-    def _hear_spy(self, descriptor: int) -> None:
-        spy, told = self.spies[descriptor]
-        data = os.read(descriptor, CHUNK_BYTES)
-        told += data
-        if not data:
-            self.selector.unregister(descriptor)
-            del self.spies[descriptor]
-            spy.communicate()
-            if self.channel.ready and not self.channel.closed and not self.is_away and self.child:
-                self.channel.send(Kind.STACKS, with_state(bytes(told), self.child.pid)[:CHUNK_BYTES])
+    def _tell_stack(self, printed: bytes) -> None:
+        if self.channel.ready and not self.channel.closed and not self.is_away:
+            self.channel.send(Kind.STACKS, printed)
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
@@ -559,21 +412,13 @@ class Rank:
             os.lseek(self.value, 0, os.SEEK_SET)
             while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
                 self.channel.send(Kind.VALUE, piece)
-        message = self._why_killed() if code == -signal.SIGKILL and not self.stopping else ""
+        message = self.memory.why_killed() if code == -signal.SIGKILL and not self.stopping else ""
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,
             number=-code if code < 0 else None,
             message=message,
             ended=ended,
         )
-
-    def _why_killed(self) -> str:
-        own, host = (after - before for before, after in zip(self.oom_before, oom_kills(), strict=True))
-        if own > 0:
-            return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
-        if host > 0:
-            return f"killed by SIGKILL: out of memory, it seems; the kernel of {socket.gethostname()} killed a process meanwhile"
-        return ""
 
     def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:
         self.finished = True

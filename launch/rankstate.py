@@ -8,7 +8,9 @@ from typing import IO, Any
 
 from distrib_launch import failures
 from distrib_launch.control import Channel
+from distrib_launch.order import Order
 from distrib_launch.plan import RankPlan
+from distrib_launch.results import RankResult
 
 
 class RankState:
@@ -20,7 +22,7 @@ class RankState:
         self.hello: dict[str, Any] = {}
         self.address = ""
         self.ending: failures.Ending | None = None
-        self.order: dict[str, Any] = {}
+        self.order: Order | None = None
         """What it was told to run."""
         self.restarts = 0
         self.deaths = 0
@@ -68,3 +70,17 @@ class RankState:
         if now - sent < self.best_round_trip:
             self.best_round_trip = now - sent
             self.clock_offset = theirs - (sent + now) / 2
+
+    def result(self) -> RankResult:
+        return RankResult(
+            rank=self.plan.rank,
+            host=self.plan.host,
+            local_rank=self.plan.local_rank,
+            role=self.plan.role,
+            device=self.device,
+            exit_code=self.ending.exit_code if self.ending else None,
+            signal=self.ending.signal if self.ending else None,
+            cpus=self.placed.get("cpus"),
+            threads=self.placed.get("threads"),
+            stopped_by=self.ending.stopped_by if self.ending else "",
+        )

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import selectors
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from distrib_launch import door, engines, failures, hangs, network, preflight, results, standstill, tolerance
+from distrib_launch import door, engines, failures, hangs, preflight, results, signals, standstill
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
 from distrib_launch.engine_process import EngineProcess
 from distrib_launch.liveness import Liveness
+from distrib_launch.orders import orders
 from distrib_launch.outlook import during
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
+from distrib_launch.recovery import Recovery
 
 from distrib.errors import DistribError, LaunchError
 
@@ -76,6 +76,7 @@ class Supervisor:
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
         self.started_ranks = [self.ranks[rank.rank] for rank in plan.started]
+        self.recovery = Recovery(plan, self.ranks, self._send, self._warn)
         self.selector = selectors.DefaultSelector()
         self.missing = len(self.ranks)  # that have not called back
         self.engine: EngineProcess | None = None
@@ -91,7 +92,7 @@ class Supervisor:
         self.failure: results.Failure | None = None  # what was found from outside the ranks
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
         self.log_lost = False  # and said so
-        self.engine_lost = False  # and the job goes on
+        self.engine_left: results.Failure | None = None
         self.warnings: list[str] = []
         self.watch = during.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
@@ -100,59 +101,24 @@ class Supervisor:
     def is_local(self) -> bool:
         return all(host.name == "localhost" for host in self.plan.hosts)
 
-    @property
-    def endings(self) -> list[failures.Ending]:
-        """How the ranks ended, of those that have."""
-        return [state.ending for state in self.ranks if state.ending]
-
-    @property
-    def first_endings(self) -> list[failures.Ending]:
-        """The same, but of workers that were started again how they died first: what came then was not their failure."""
-        found = [state.first_ending or state.ending for state in self.ranks]
-        return [ending for ending in found if ending]
-
-    @property
-    def again(self) -> set[int]:
-        """The workers that were started again."""
-        return {state.plan.rank for state in self.ranks if state.first_ending}
-
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> results.Result:
-        handlers: dict[int, Any] = {}
-        number: int
-        wake_read, wake_write = os.pipe()
-        os.set_blocking(wake_read, False)
-        os.set_blocking(wake_write, False)
-        in_main = threading.current_thread() is threading.main_thread()  # elsewhere no signal can be had
-        old_wakeup = signal.set_wakeup_fd(wake_write) if in_main else -1
-        for number in (
-            () if not in_main else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
-        ):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # nohup: the job outlives the terminal
-            handlers[number] = signal.signal(number, lambda *_: None)
-        self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         entrance: door.Door | None = None
-        try:
-            entrance = self._listen()
-            self.engine = self._start_engine(entrance)
-            self._watch(self.engine, entrance)
-        finally:
-            self._say_goodbye()
-            if entrance:
-                entrance.close()
-            for state in self.ranks:
-                state.close_files()
-                if state.channel:
-                    state.channel.close()
-            self.selector.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            if in_main:
-                signal.set_wakeup_fd(old_wakeup)
-            os.close(wake_read)
-            os.close(wake_write)
+        with contextlib.closing(self.selector), signals.heard(self.selector, numbers, self._hear_signal):
+            try:
+                entrance = self._listen()
+                self.engine = self._start_engine(entrance)
+                self._watch(self.engine, entrance)
+            finally:
+                self._say_goodbye()
+                if entrance:
+                    entrance.close()
+                for state in self.ranks:
+                    state.close_files()
+                    if state.channel:
+                        state.channel.close()
         return self._result()
 
     def _listen(self) -> door.Door:
@@ -163,22 +129,21 @@ class Supervisor:
         return door.Door(self.selector, self.token, addresses, self._welcome)
 
     def _start_engine(self, entrance: door.Door) -> EngineProcess:
-        log = self.run_dir / "engine.log"
-        return EngineProcess(self.plan, log, token=self.token, addresses=entrance.addresses)
+        return EngineProcess(self.plan, token=self.token, addresses=entrance.addresses)
 
-    def _may_try_again(self) -> bool:
+    def _may_try_again(self, failed: EngineProcess) -> bool:
         """Whether the engine failed before any rank called back, for no reason that would be there again, and for the first time."""
         if self.tried_again or any(state.channel for state in self.ranks):
             return False
-        return self.runtime.may_succeed((self.run_dir / "engine.log").read_text(errors="replace"))
+        return self.runtime.may_succeed(failed.words)
 
     def _try_again(self, failed: EngineProcess, entrance: door.Door) -> EngineProcess:
         self.tried_again = True
         failed.end(self._turn_once)
-        host = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
+        host = self.runtime.lost_host(failed.words)
         where = f" on {host}" if host else ""
         self._warn(f"{self.plan.engine} could not start its daemon{where} and did not say why; trying once more")
-        (self.run_dir / "engine.log").rename(self.run_dir / "engine.first.log")
+        failed.log.rename(self.run_dir / "engine.first.log")
         return self._start_engine(entrance)
 
     def _watch(self, engine: EngineProcess, entrance: door.Door) -> None:
@@ -191,7 +156,7 @@ class Supervisor:
         while not all(state.ending for state in self.ranks):
             self._turn(0.1)
             now = time.monotonic()
-            if not self.assigned and self.runtime.queued(self.run_dir / "engine.log"):
+            if not self.assigned and self.runtime.queued(engine.log):
                 if start == begun:
                     self.console.say(f"{self.plan.engine} waits for the hosts to be free")
                 start = now
@@ -201,24 +166,25 @@ class Supervisor:
             entrance.turn_out(now)
             engine_code = engine.exit_code()
             if engine_code is not None and not self.stopping:
-                if not self.assigned and self._may_try_again():
+                if not self.assigned and self._may_try_again(engine):
                     self.engine = engine = self._try_again(engine, entrance)
                     start = now
                     continue
                 if not self.assigned:
-                    self._start_failed("it ended before every rank had called back")
-                if not self.engine_lost:
+                    self._start_failed(engine, "it ended before every rank had called back")
+                if not self.engine_left:
                     self._hear_all()
-                if not self.stopping and not all(state.ending for state in self.ranks):
-                    self._engine_lost(engine_code)
+                    if not self.stopping and not all(state.ending for state in self.ranks):
+                        self._engine_lost(engine, engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
-                self._start_failed(f"not every rank has called back within {START_SECONDS:.0f} s")
+                self._start_failed(engine, f"not every rank has called back within {START_SECONDS:.0f} s")
             if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
                 self._stop(self.grace_seconds)
-            self._start_waiting(now)
-            if not self.stopping and self.assigned and tolerance.is_over(self.plan, self.endings, self.again):
+            if not self.stopping and not self.first_bad:
+                self.recovery.start_waiting(now)
+            if not self.stopping and self.assigned and self.recovery.is_over:
                 self._stop(self.grace_seconds)
             if self.first_bad and not self.stopping and now - self.first_bad > self._settle_seconds():
                 self._stop(self.grace_seconds)
@@ -299,7 +265,7 @@ class Supervisor:
         if hello["returns"]:
             if state.channel and not state.channel.closed:
                 self._hang_up(state, "its connection broke")
-            if self.stopping or self.first_bad or not state.ending or not self._may_return(state, state.ending):
+            if self.stopping or self.first_bad or not self.recovery.may_return(state):
                 raise ProtocolError(f"rank {hello['rank']} was cut off, and nobody waits for it")
         elif state.channel is not None:
             raise ProtocolError(f"rank {hello['rank']} has called already")
@@ -317,15 +283,12 @@ class Supervisor:
             self.liveness.watch(host.name, state.address, host.port)
         self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
         if hello["returns"]:
-            self._start_again(state)
+            self.recovery.start_again(state)
         else:
             self.missing -= 1
             if not self.missing and not self.stopping:
                 self._assign()
         return lambda kind, payload: self._hear(state, kind, payload)
-
-    def _may_return(self, state: RankState, ending: failures.Ending) -> bool:
-        return tolerance.may_return(self.plan, ending, self.endings, self.again, state.deaths)
 
     def _refuse_world(self, what: str) -> LaunchError:
         return LaunchError(
@@ -337,32 +300,19 @@ class Supervisor:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
         self.standstill.start()
-        main = self.ranks[0]
-        master = self.hosts[main.plan.host].address or main.address
-        shared = {"MASTER_ADDR": master, "MASTER_PORT": str(main.hello["port"])}
-        if servers := [state for state in self.ranks if state.plan.role == "server"]:
-            shared["DISTRIB_SERVERS"] = ",".join(
-                f"{self.hosts[state.plan.host].address or state.address}:{state.hello['port']}" for state in servers
-            )
-        for state in self.ranks:
-            host = self.hosts[state.plan.host]
-            environment = {**state.plan.environment, **shared}
-            if len(self.plan.hosts) > 1:
-                if not host.interface:  # nobody asked the hosts; but this one leads here
-                    environment = {**network.variables(state.hello.get("interface")), **environment}
-                environment["DISTRIB_ADDRESS"] = host.address or state.address
+        told = orders(
+            self.plan,
+            self.ranks,
+            host_timeout_seconds=self.liveness.silence_seconds,
+            grace_seconds=self.grace_seconds,
+            keep_value=self.keep_value,
+        )
+        for state, order in told:
             given = self.script_input if state.plan.rank in self.input_ranks else b""
             for start in range(0, len(given), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
-            state.order = {
-                    "command": self.plan.script_on(host, state.plan.role), "directory": self.plan.directory, "environment": environment,
-                    "device": state.plan.device, "mark": f"{self.plan.job}.{state.plan.rank}",
-                    "host_timeout_seconds": self.liveness.silence_seconds, "may_return": self.plan.strategy.mode == "async",
-                    "chosen": host.chosen, "bind": self.plan.bind if state.plan.role == "worker" else "none",
-                    "sharers": host.workers if state.plan.role == "worker" else host.ranks,
-                    "keep_value": self.keep_value, "grace_seconds": self.grace_seconds,
-                }  # fmt: skip
-            self._send(state, Kind.ASSIGN, state.order)
+            state.order = order
+            self._send(state, Kind.ASSIGN, order.payload())
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -413,7 +363,7 @@ class Supervisor:
                 self.standstill.progress()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
-                if "metrics" in status and state.plan.rank == tolerance.main(self.plan, self.endings, self.again):
+                if "metrics" in status and state.plan.rank == self.recovery.main:
                     try:
                         with (self.run_dir / "metrics.jsonl").open("ab") as file:
                             file.write(line + b"\n")
@@ -494,64 +444,8 @@ class Supervisor:
         state.close_files()
         if not state.ending.failed or self.first_bad or self.stopping:
             return
-        if state.plan.role == "worker":
-            self._tell_servers(state)
-        may = tolerance.may_start_again(self.plan, state.ending, state.deaths)
-        if may and state.plan.role == "server":
-            self._start_again(state)
-        elif may and tolerance.is_training(self.plan, self.endings, self.again):
-            state.again_at = time.monotonic() + tolerance.AGAIN_SECONDS
-        elif tolerance.goes_on_without(self.plan, state.ending, self.endings, self.again):
-            self._warn_of(state, again=False)
-        else:
+        if not self.recovery.died(state):
             self.first_bad = time.monotonic()
-
-    def _start_waiting(self, now: float) -> None:
-        """Workers that died a moment ago are started again, or given up: nobody is left to be helped, or no way to them."""
-        for state in self.ranks:
-            if not state.again_at or self.first_bad or self.stopping:
-                continue
-            reached = state.channel is not None and not state.channel.closed
-            if not reached or not tolerance.is_training(self.plan, self.endings, self.again):
-                state.again_at = 0.0
-                self._warn_of(state, again=False)
-            elif now >= state.again_at:
-                self._start_again(state)
-
-    def _warn_of(self, state: RankState, *, again: bool) -> None:
-        """Say that a rank died without which the job goes on."""
-        ending = state.ending
-        assert ending
-        how = failures.signal_name(ending.signal) if ending.signal else f"exit code {ending.exit_code}"
-        others = [other for other in self.endings if other is not ending]
-        was_main = ending.rank == tolerance.main(self.plan, others, self.again)
-        told = again and ending.lost  # when it was lost
-        was_main = was_main and not told and tolerance.is_training(self.plan, self.endings, self.again)
-        self._warn(tolerance.lines(self.plan, ending, ending.message or how, again=again, was_main=was_main))
-
-    def _start_again(self, state: RankState) -> None:
-        """A rank died and its host is there, or is there again: another takes its place."""
-        self._warn_of(state, again=True)
-        assert state.ending
-        if state.plan.role == "worker":
-            state.first_ending = state.first_ending or state.ending
-        state.restarts += 1
-        state.deaths += not state.ending.lost
-        state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
-        environment = {**state.order["environment"], "DISTRIB_STARTED_AGAIN": "1"}
-        self._send(state, Kind.ASSIGN, {**state.order, "environment": environment})
-        if state.plan.role == "worker":
-            self._tell_servers(state)
-        else:
-            for worker in self.ranks:
-                if worker.ending and worker.ending.failed and worker.plan.role == "worker":
-                    self._send(state, Kind.NEWS, {"worker": worker.plan.rank, "dead": True})
-
-    def _tell_servers(self, worker: RankState) -> None:
-        """Whether it is dead: no server is to wait for its voice."""
-        for server in self.ranks:
-            if server.plan.role == "server" and not server.ending:
-                self._send(server, Kind.NEWS, {"worker": worker.plan.rank, "dead": worker.ending is not None})
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         assert state.channel
@@ -605,15 +499,13 @@ class Supervisor:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _wake(self, descriptor: int, _: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            for number in os.read(descriptor, 64):
-                if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                    self._interrupted(number)
-                elif number == signal.SIGUSR1:  # the user's, or Slurm's before its limit: a chance to save
-                    for state in self.ranks:
-                        if not state.ending:
-                            self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
+    def _hear_signal(self, number: int) -> None:
+        if number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._interrupted(number)
+        elif number == signal.SIGUSR1:  # the user's, or Slurm's before its limit: a chance to save
+            for state in self.ranks:
+                if not state.ending:
+                    self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _interrupted(self, number: int) -> None:
         self.interrupts += 1
@@ -637,12 +529,11 @@ class Supervisor:
                 if not state.ending:
                     self._lost(state, "the job was stopped before it had started")
 
-    def _start_failed(self, what: str) -> None:
+    def _start_failed(self, engine: EngineProcess, what: str) -> None:
         missing = [state for state in self.ranks if state.channel is None]
         hosts = list(dict.fromkeys(state.plan.host for state in missing))
         self.stopping = True
-        log = self.run_dir / "engine.log"
-        words = log.read_text(errors="replace").strip()
+        words = engine.words.strip()
         if explained := self.runtime.explain(words):
             raise LaunchError(f"{explained[0]}: {words.splitlines()[0]}", hint=explained[1])
         problem = None
@@ -653,30 +544,35 @@ class Supervisor:
         raise LaunchError(
             f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {', '.join(hosts[:8])})"
             + (f"\n{words}" if words else ""),
-            hint=f"the engine's own words are in {log}",
+            hint=f"the engine's own words are in {engine.log}",
         )
 
-    def _engine_lost(self, code: int) -> None:
+    def _engine_lost(self, engine: EngineProcess, code: int) -> None:
         """The engine ended under its ranks; without it MPI is broken, so the job ends too, unless it does without MPI."""
-        if self.plan.mode == "async":
-            if not self.engine_lost:
-                self.engine_lost = True
-                self.warnings.append(f"{self.plan.engine} ended with exit code {code} while its ranks were running")
-            return
-        how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-        where = socket.gethostname()
-        lost = self.runtime.lost_host((self.run_dir / "engine.log").read_text(errors="replace"))
-        if code >= 0 and not lost and any(e.failed and not e.stopped_by and not e.consequence for e in self.endings):
+        causes = [e for e in self.recovery.endings if e.failed and not e.stopped_by and not e.consequence]
+        lost = self.runtime.lost_host(engine.words)
+        if self.plan.mode != "async" and code >= 0 and not lost and causes:
             self._stop(self.grace_seconds)  # it left because of that rank, and both were seen at once
             return
+        where = socket.gethostname()
+        how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if lost in self.hosts:
             where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
-        self.verdict = ("failed", 1)
-        self.failure = results.Failure(
-            rank=None, host=where, time=time.time(), exit_code=None, signal=None, traceback="",
-            message=f"{self.plan.engine} {how} while its ranks were running", log=str(self.run_dir / "engine.log"),
-        )  # fmt: skip
-        self._stop(self.grace_seconds)
+        self.engine_left = results.Failure(
+            rank=None,
+            host=where,
+            time=time.time(),
+            exit_code=None,
+            signal=None,
+            message=f"{self.plan.engine} {how} while its ranks were running",
+            traceback="",
+            log=str(engine.log),
+        )
+        if self.plan.mode == "async":
+            self.warnings.append(self.engine_left.message)
+        else:
+            self.verdict, self.failure = ("failed", 1), self.engine_left
+            self._stop(self.grace_seconds)
 
     def _say_goodbye(self) -> None:
         """Tell the ranks that nothing more is wanted, and see the engine go, by force if it must."""
@@ -690,15 +586,16 @@ class Supervisor:
             self._turn(0.01)
 
     def _result(self) -> results.Result:
-        endings = self.first_endings
-        first = None if tolerance.succeeded(self.plan, self.endings) else failures.first_failure(endings)
+        endings = self.recovery.first_endings
+        first = None if self.recovery.succeeded else failures.first_failure(endings)
         status: results.Status
-        if first and first.signal == signal.SIGTERM and not self.verdict:
-            words = (self.run_dir / "engine.log").read_text(errors="replace")
-            if why := self.runtime.cancelled(words):
-                self.verdict = ("stopped", first.code)
-                self.warnings.append(why)
-                self.console.say(why)
+        words = self.engine.words if self.engine else ""
+        if first and first.signal == signal.SIGTERM and not self.verdict and (why := self.runtime.cancelled(words)):
+            self.verdict = ("stopped", first.code)
+            self.warnings.append(why)
+            self.console.say(why)
+        if first and first.stopped_by == "engine" and not self.verdict and self.engine_left:
+            self.verdict, self.failure = ("failed", 1), self.engine_left
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
         failure = self.failure
         if first and status == "failed" and not failure:
@@ -711,18 +608,9 @@ class Supervisor:
             hosts=tuple(host.name for host in self.plan.hosts),
             seconds=time.time() - self.started,
             restarts=sum(state.restarts for state in self.ranks),
-            ranks=tuple(
-                results.RankResult(
-                    rank=state.plan.rank, host=state.plan.host, local_rank=state.plan.local_rank, role=state.plan.role,
-                    device=state.device, exit_code=state.ending.exit_code if state.ending else None,
-                    signal=state.ending.signal if state.ending else None,
-                    cpus=state.placed.get("cpus"), threads=state.placed.get("threads"),
-                    stopped_by=state.ending.stopped_by if state.ending else "",
-                )
-                for state in self.ranks
-            ),
+            ranks=tuple(state.result() for state in self.ranks),
             first_failure=failure,
             warnings=tuple(self.warnings),
             foretold=self.plan.outlook.foretold if self.plan.outlook else None,
             measured=self.watch.measured,
-        )  # fmt: skip
+        )

@@ -14,8 +14,10 @@ from pathlib import Path
 import msgspec
 import pytest
 from distrib_launch.engines import srun
+from distrib_launch.identity import identity
+from distrib_launch.placement import count_gpus
 from distrib_launch.plan import LaunchPlan
-from distrib_launch.rank import call_back, identity, visible_gpus
+from distrib_launch.sockets import call_back
 
 from tests.cluster import slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS
@@ -369,16 +371,16 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
     allowed = {"/dev/nvidia2"}
     monkeypatch.setattr(os, "listdir", lambda _: ["null", "nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"])
     monkeypatch.setattr(os, "access", lambda path, _: path in allowed)
-    assert visible_gpus({}) == 1
+    assert count_gpus({}) == 1
     allowed.clear()
-    assert visible_gpus({}) == 0
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
+    assert count_gpus({}) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
 
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
 def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
-    monkeypatch.setattr("distrib_launch.rank.CALL_BACK_SECONDS", 0.1)
+    monkeypatch.setattr("distrib_launch.sockets.CALL_BACK_SECONDS", 0.1)
     monkeypatch.setenv(engine, "0")
     with pytest.raises(SystemExit) as refused:
         call_back("127.0.0.1:1", "token")

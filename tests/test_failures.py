@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from distrib_launch import failures, hangs, standstill
 from distrib_launch.ranges import ranges
-from distrib_launch.rank import with_state
+from distrib_launch.stacks import with_state
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -30,7 +30,10 @@ ALIGNMENT_BYTES = 16
 BUSY_FACTOR = 10
 """How much more than on idle processors a piece may cost on busy ones."""
 WORTHWHILE = 0.02
-"""How much sooner the last piece must be through, or it is left to DDP's buckets."""
+"""How much sooner the last piece must be through, or it is left to DDP's buckets, where the wire waits for the ranks."""
+LONGEST_SECONDS = 0.06
+"""How long a piece may cross the wire: two of a lane are under way, and each waits for the other direction. With DDP's buckets 4 to
+6 % of a wire of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks)."""
 
 
 class Hook:
@@ -129,11 +132,12 @@ class Averaging(Hook):
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
         best = cut(sizes, ready, wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
         plain = in_buckets(sizes)
-        if finish_seconds(best, sizes, ready, wire) > (1 - WORTHWHILE) * finish_seconds(plain, sizes, ready, wire):
+        through, crossing = finish_seconds(plain, sizes, ready, wire), sum(sizes) * wire.seconds_per_byte
+        if crossing < through / 2 and finish_seconds(best, sizes, ready, wire) > (1 - WORTHWHILE) * through:
             return [plain]
         busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
         # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
-        largest = max(plain_bytes(sum(sizes)), wire.large_enough_bytes)
+        largest = min(plain_bytes(sum(sizes)), max(FIRST_PIECE_BYTES, int(LONGEST_SECONDS / wire.seconds_per_byte)))
         return [best, cut(sizes, ready, busy, largest_bytes=largest), plain]
 
     def _go_on(self, contest: Contest) -> None:

@@ -1,0 +1,62 @@
+"""Reads the stack of a rank's script with py-spy, without stopping the script. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+LIMIT_BYTES = 1 << 18
+
+
+class Spies:
+    """The py-spys that run; `told` is given what each has printed, or why there is none."""
+
+    def __init__(self, selector: selectors.BaseSelector, told: Callable[[bytes], None]) -> None:
+        self._selector, self._told = selector, told
+        self._running: dict[int, tuple[subprocess.Popen[bytes], int, bytearray]] = {}
+
+    def take(self, pid: int) -> None:
+        beside = Path(sys.executable).with_name("py-spy")
+        command = [str(beside) if beside.exists() else "py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid)]
+        try:
+            spy = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as error:
+            self._told(f"cannot run py-spy: {error.strerror}".encode())
+            return
+        assert spy.stdout
+        descriptor = spy.stdout.fileno()
+        self._running[descriptor] = (spy, pid, bytearray())
+        self._selector.register(descriptor, selectors.EVENT_READ, self._hear)
+
+    def _hear(self, descriptor: int) -> None:
+        spy, pid, printed = self._running[descriptor]
+        data = os.read(descriptor, LIMIT_BYTES)
+        printed += data
+        if not data:
+            self._selector.unregister(descriptor)
+            del self._running[descriptor]
+            spy.communicate()
+            self._told(with_state(bytes(printed), pid)[:LIMIT_BYTES])
+
+
+def with_state(dump: bytes, pid: int) -> bytes:
+    """py-spy's stacks, with what the kernel says of the main thread where py-spy does not know which of the kernel's it is.
+
+    That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
+    """
+    # What py-spy complains of is no JSON, and another py-spy's may be of another form.
+    with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
+        threads = json.loads(dump)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
+        for thread in threads:
+            # A script that has not imported threading has one thread, and no name for it.
+            if thread["thread_name"] in ("MainThread", None) and thread["os_thread_id"] is None:
+                thread["active"] = state == "R"
+                dump = json.dumps(threads).encode()
+    return dump
