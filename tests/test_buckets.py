@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
+from distrib.bandwidth.pieces import FIRST_PIECE_BYTES, LONGEST_SECONDS, WORTHWHILE, worth_trying
 from distrib.training.gradients.contest import Contest
 
 wires = st.builds(
@@ -77,6 +78,32 @@ def test_where_compute_takes_longest_the_last_piece_is_small():
 def test_a_bound_is_kept(largest):
     ends = cut([8 << 20] * 3, [0.0, 0.0, 0.0], Wire(overhead_seconds=1.0, seconds_per_byte=1e-9), largest_bytes=largest)
     assert max(b - a for a, b in itertools.pairwise((0, *ends))) <= largest
+
+
+def lengths(ends):
+    return [end - start for start, end in itertools.pairwise((0, *ends))]
+
+
+@given(gradients(), wires)
+@settings(deadline=None, max_examples=50)
+def test_what_is_tried_covers_every_byte_and_ends_with_ddps_own_buckets(stream, wire):
+    sizes, ready = stream
+    tried = worth_trying(sizes, ready, wire)
+    assert all(sum(lengths(ends)) == sum(sizes) and min(lengths(ends)) > 0 for ends in tried)
+    assert tried[-1] == in_buckets(sizes)
+    if len(tried) == 1:  # the wire waits for the ranks
+        assert sum(sizes) * wire.seconds_per_byte < finish_seconds(tried[0], sizes, ready, wire) / 2
+
+
+def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike():
+    sizes, ready = [5 << 18] * 80, [0.2 * i / 80 for i in range(1, 81)]
+    slow = Wire(overhead_seconds=2e-5, seconds_per_byte=45e-9)
+    best, coarse, plain = worth_trying(sizes, ready, slow)
+    late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
+    assert soon > (1 - WORTHWHILE) * late  # no reason for the model to prefer one
+    assert max(lengths(best)) <= FIRST_PIECE_BYTES < max(lengths(coarse)) <= LONGEST_SECONDS / slow.seconds_per_byte
+    fast = Wire(overhead_seconds=2e-5, seconds_per_byte=1e-10)
+    assert worth_trying(sizes, ready, fast) == [plain]
 
 
 def test_nothing_is_cut_into_nothing():

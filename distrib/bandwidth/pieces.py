@@ -15,6 +15,13 @@ FINE_BYTES, FINE_PARTS = 256 << 10, 64
 """DDP is made to cut what distrib cuts anew into about so many buckets, of so much at least: many, so that the first is ready early."""
 FIRST_PIECE_BYTES = 1 << 20
 """How large pieces are until it is known when gradients get ready, and may be always."""
+BUSY_FACTOR = 10
+"""How much more than on idle processors a piece may cost on busy ones."""
+WORTHWHILE = 0.02
+"""How much sooner the last piece must be through, or it is left to DDP's buckets, where the wire waits for the ranks."""
+LONGEST_SECONDS = 0.06
+"""How long a piece may cross the wire: two of a lane are under way, and each waits for the other direction. With DDP's buckets 4 to
+6 % of a wire of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks)."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +60,28 @@ def left_to_ddp(total_bytes: float, strategy: Strategy, *, alone: bool) -> bool:
     if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
         return False
     return alone or total_bytes <= FINE_BYTES
+
+
+def worth_trying(
+    sizes_bytes: Sequence[int], ready_seconds: Sequence[float], wire: buckets.Wire
+) -> list[tuple[int, ...]]:
+    """Where pieces may end, for the clock to decide: as the wire alone would have it, with fewer pieces, and as DDP does.
+
+    Only the last of these where the wire is idle for half of the step, and the first promises no more than `WORTHWHILE`.
+    """
+    best = buckets.cut(sizes_bytes, ready_seconds, wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
+    plain = buckets.in_buckets(sizes_bytes)
+    through = buckets.finish_seconds(plain, sizes_bytes, ready_seconds, wire)
+    idle = sum(sizes_bytes) * wire.seconds_per_byte < through / 2
+    if idle and buckets.finish_seconds(best, sizes_bytes, ready_seconds, wire) > (1 - WORTHWHILE) * through:
+        return [plain]
+    busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
+    # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
+    largest = min(
+        buckets.plain_bytes(sum(sizes_bytes)), max(FIRST_PIECE_BYTES, int(LONGEST_SECONDS / wire.seconds_per_byte))
+    )
+    coarse = buckets.cut(sizes_bytes, ready_seconds, busy, largest_bytes=largest)
+    return [best, coarse, plain]
 
 
 def of_distrib(

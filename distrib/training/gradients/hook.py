@@ -7,15 +7,14 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth.buckets import cut, evenly, finish_seconds, in_buckets, plain_bytes
-from distrib.bandwidth.pieces import FIRST_PIECE_BYTES
+from distrib.bandwidth.buckets import evenly
+from distrib.bandwidth.pieces import FIRST_PIECE_BYTES, worth_trying
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import Exact, Origin, PowerSgd, Units, way_of
 from distrib.training.gradients.contest import Contest, Cut
@@ -27,13 +26,6 @@ SETTLED_STEPS = 3
 """After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more. Before, nothing is
 left out of pieces: it would come with others."""
 ALIGNMENT_BYTES = 16
-BUSY_FACTOR = 10
-"""How much more than on idle processors a piece may cost on busy ones."""
-WORTHWHILE = 0.02
-"""How much sooner the last piece must be through, or it is left to DDP's buckets, where the wire waits for the ranks."""
-LONGEST_SECONDS = 0.06
-"""How long a piece may cross the wire: two of a lane are under way, and each waits for the other direction. With DDP's buckets 4 to
-6 % of a wire of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks)."""
 
 
 class Hook:
@@ -125,20 +117,10 @@ class Averaging(Hook):
             self._engine.way = self._way
 
     def _cuts(self) -> list[Cut]:
-        """Worth a try: as the wire alone would have it, with fewer pieces, and as DDP does; or DDP's only."""
         times = torch.tensor(self._ready, dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
-        ready, wire = times.tolist(), self._hierarchy.measure()
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
-        best = cut(sizes, ready, wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
-        plain = in_buckets(sizes)
-        through, crossing = finish_seconds(plain, sizes, ready, wire), sum(sizes) * wire.seconds_per_byte
-        if crossing < through / 2 and finish_seconds(best, sizes, ready, wire) > (1 - WORTHWHILE) * through:
-            return [plain]
-        busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
-        # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
-        largest = min(plain_bytes(sum(sizes)), max(FIRST_PIECE_BYTES, int(LONGEST_SECONDS / wire.seconds_per_byte)))
-        return [best, cut(sizes, ready, busy, largest_bytes=largest), plain]
+        return worth_trying(sizes, times.tolist(), self._hierarchy.measure())
 
     def _go_on(self, contest: Contest) -> None:
         if not self._ends:  # there are other gradients than before
