@@ -18,7 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 GREETING = b"distrib1"
 NONCE_BYTES = 16
@@ -50,6 +50,33 @@ class Kind(enum.IntEnum):
     END = 21
     INPUT = 22
     NEWS = 23
+
+
+class Assignment(NamedTuple):
+    """The payload of ASSIGN: what the process around a rank is to run."""
+
+    command: list[str]
+    directory: str
+    environment: dict[str, str]
+    device: str
+    """`cpu`, `cuda:N`, or `auto` for the GPU of its local rank where it sees one."""
+    mark: str
+    """By which the processes of the rank are found again."""
+    chosen: list[int] | None
+    """The GPUs of the host that are the job's."""
+    bind: str
+    sharers: int
+    """The ranks that share the host's processors."""
+    grace_seconds: float
+    """Between SIGTERM and SIGKILL when the engine ends the job."""
+    host_timeout_seconds: float
+    may_return: bool
+    """Whether the job goes on without it where the launcher is lost."""
+    keep_value: bool
+    """Whether the launcher gets what the script writes to DISTRIB_VALUE_FD."""
+
+    def payload(self) -> dict[str, Any]:
+        return self._asdict()
 
 
 class ProtocolError(Exception):

@@ -45,8 +45,10 @@ class EngineProcess:
 
     @property
     def words(self) -> str:
-        """What it has printed so far."""
-        return self.log.read_text(errors="replace")
+        """What it has printed so far, as far as that can be read."""
+        with contextlib.suppress(OSError):  # somebody has removed the run directory
+            return self.log.read_text(errors="replace")
+        return ""
 
     def exit_code(self) -> int | None:
         """How it ended, as `subprocess` counts; None while it runs."""

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from distrib_launch import guard, placement
-from distrib_launch.control import Channel, Kind, ProtocolError, Silence
+from distrib_launch.control import Assignment, Channel, Kind, ProtocolError, Silence
 from distrib_launch.identity import identity
 from distrib_launch.memory import OutOfMemory
-from distrib_launch.order import Order
 from distrib_launch.ranges import ranges
 from distrib_launch.sockets import call_back, hold_port, interface_with
 from distrib_launch.stacks import Spies
@@ -83,7 +82,7 @@ class Rank:
         self.input: int | None = None  # what the launcher has for the script's standard input
         self.value: int | None = None  # what the script has for the launcher
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
-        self.memory = OutOfMemory()
+        self.memory: OutOfMemory | None = None
         self.spies = Spies(self.selector, self._tell_stack)
 
     @property
@@ -175,7 +174,7 @@ class Rank:
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
         if kind is Kind.ASSIGN and not self.ended:
             try:
-                self._start(Order(**order))
+                self._start(Assignment(**order))
             except OSError as error:  # too many open files or processes
                 self._signal_child(signal.SIGKILL)
                 self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
@@ -250,27 +249,27 @@ class Rank:
 
     # -- the script ---------------------------------------------------------------------------------------------
 
-    def _start(self, order: Order) -> None:
+    def _start(self, assignment: Assignment) -> None:
         if self.guard:  # it has run before, and is started again
             self.guard.dismiss()
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
             self.tail.clear()
-        self.grace_seconds = order.grace_seconds
-        self.may_return, self.give_up_at = order.may_return, float("inf")
-        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * order.host_timeout_seconds))
-        environ = {**self.environ, **order.environment}
+        self.grace_seconds = assignment.grace_seconds
+        self.may_return, self.give_up_at = assignment.may_return, float("inf")
+        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * assignment.host_timeout_seconds))
+        environ = {**self.environ, **assignment.environment}
         if "DISTRIB_SERVERS" in environ:
             environ["DISTRIB_KEY"] = self.key
-        self.mark = environ[guard.MARK] = order.mark
+        self.mark = environ[guard.MARK] = assignment.mark
         gpus = placement.count_gpus(environ)
-        if gpus and order.chosen is not None:
+        if gpus and assignment.chosen is not None:
             try:
-                environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, order.chosen, gpus)
+                environ["CUDA_VISIBLE_DEVICES"] = placement.take_gpus(environ, assignment.chosen, gpus)
             except IndexError as missing:
                 self._refuse(f"{socket.gethostname()} has no GPU {missing}: it shows {gpus}, counted from 0")
                 return
-            gpus = len(order.chosen)
-        self.device = order.device
+            gpus = len(assignment.chosen)
+        self.device = assignment.device
         if self.device == "auto":
             self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
         if self.device.startswith("cuda:") and int(self.device[5:]) >= gpus:
@@ -287,7 +286,7 @@ class Rank:
         if gpus:  # count them as nvidia-smi does, not the fastest first
             environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         share = placement.share_of(
-            placement.read_machine(), self.local_rank, order.sharers, environ, order.bind, on_gpus=gpus > 0
+            placement.read_machine(), self.local_rank, assignment.sharers, environ, assignment.bind, on_gpus=gpus > 0
         )
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         if self.device == "cpu":
@@ -301,7 +300,7 @@ class Rank:
         passed = [status_write]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
-        if order.keep_value:
+        if assignment.keep_value:
             self.value = os.memfd_create("distrib-value")
             environ["DISTRIB_VALUE_FD"] = str(self.value)
             passed.append(self.value)
@@ -319,7 +318,7 @@ class Rank:
         try:
             with placement.bound(share.cpus) as problem:
                 self.child = subprocess.Popen(
-                    order.command, cwd=order.directory, env=environ,
+                    assignment.command, cwd=assignment.directory, env=environ,
                     stdin=subprocess.DEVNULL if self.input is None else self.input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
                     preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
@@ -330,8 +329,8 @@ class Rank:
                 "threads": int(threads) if threads.isdigit() else None, "problem": problem,
             }  # fmt: skip
         except OSError as error:
-            what = error.filename if isinstance(error.filename, str) else order.command[0]
-            self._refuse(f"{socket.gethostname()}: cannot start {order.command[0]}: {what}: {error.strerror}")
+            what = error.filename if isinstance(error.filename, str) else assignment.command[0]
+            self._refuse(f"{socket.gethostname()}: cannot start {assignment.command[0]}: {what}: {error.strerror}")
             return
         finally:
             os.close(status_write)
@@ -412,7 +411,7 @@ class Rank:
             os.lseek(self.value, 0, os.SEEK_SET)
             while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
                 self.channel.send(Kind.VALUE, piece)
-        message = self.memory.why_killed() if code == -signal.SIGKILL and not self.stopping else ""
+        message = self.memory.why_killed() if self.memory and code == -signal.SIGKILL and not self.stopping else ""
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,
             number=-code if code < 0 else None,

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from distrib_launch import failures
-from distrib_launch.control import Channel
-from distrib_launch.order import Order
+from distrib_launch.control import Assignment, Channel
 from distrib_launch.plan import RankPlan
 from distrib_launch.results import RankResult
 
@@ -22,7 +21,7 @@ class RankState:
         self.hello: dict[str, Any] = {}
         self.address = ""
         self.ending: failures.Ending | None = None
-        self.order: Order | None = None
+        self.assignment: Assignment | None = None
         """What it was told to run."""
         self.restarts = 0
         self.deaths = 0
@@ -72,6 +71,7 @@ class RankState:
             self.clock_offset = theirs - (sent + now) / 2
 
     def result(self) -> RankResult:
+        """What `result.json` says of it."""
         return RankResult(
             rank=self.plan.rank,
             host=self.plan.host,

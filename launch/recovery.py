@@ -79,18 +79,19 @@ class Recovery:
                 self._say(state, again=False)
             elif now >= state.again_at:
                 self.start_again(state)
+                return  # what comes of it may be the end of the job
 
     def start_again(self, state: RankState) -> None:
         """A rank died and its host is there, or is there again: another takes its place."""
         self._say(state, again=True)
-        assert state.ending and state.order
+        assert state.ending and state.assignment
         if state.plan.role == "worker":
             state.first_ending = state.first_ending or state.ending
         state.restarts += 1
         state.deaths += not state.ending.lost
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
-        environment = {**state.order.environment, "DISTRIB_STARTED_AGAIN": "1"}
-        self._send(state, Kind.ASSIGN, state.order._replace(environment=environment).payload())
+        environment = {**state.assignment.environment, "DISTRIB_STARTED_AGAIN": "1"}
+        self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment).payload())
         if state.plan.role == "worker":
             self._tell_servers(state)
         else:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distrib_launch import door, engines, failures, hangs, preflight, results, signals, standstill
+from distrib_launch.assignments import assignments
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
 from distrib_launch.engine_process import EngineProcess
 from distrib_launch.liveness import Liveness
-from distrib_launch.orders import orders
 from distrib_launch.outlook import during
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
@@ -42,6 +42,9 @@ PING_SECONDS = 0.4
 HOST_SILENCE_SECONDS = 1.8
 DEAD_CONNECTION_SECONDS = 30.0
 """After which the kernel gives up a connection whose bytes nobody acknowledges; a host that vanished is known before."""
+ORPHANED_SECONDS = 30.0
+"""For how long the daemons of an engine that has left may still be ending its ranks."""
+
 INPUT_PIECE_BYTES = 1 << 20
 
 
@@ -92,7 +95,7 @@ class Supervisor:
         self.failure: results.Failure | None = None  # what was found from outside the ranks
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
         self.log_lost = False  # and said so
-        self.engine_left: results.Failure | None = None
+        self.engine_left: results.Failure | None = None  # before its ranks; without it a job of mode async may go on
         self.warnings: list[str] = []
         self.watch = during.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
@@ -300,19 +303,19 @@ class Supervisor:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
         self.standstill.start()
-        told = orders(
+        told = assignments(
             self.plan,
             self.ranks,
             host_timeout_seconds=self.liveness.silence_seconds,
             grace_seconds=self.grace_seconds,
             keep_value=self.keep_value,
         )
-        for state, order in told:
+        for state, assignment in told:
             given = self.script_input if state.plan.rank in self.input_ranks else b""
             for start in range(0, len(given), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
-            state.order = order
-            self._send(state, Kind.ASSIGN, order.payload())
+            state.assignment = assignment
+            self._send(state, Kind.ASSIGN, assignment.payload())
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 
@@ -574,6 +577,14 @@ class Supervisor:
             self.verdict, self.failure = ("failed", 1), self.engine_left
             self._stop(self.grace_seconds)
 
+    def _ended_with_the_engine(self) -> bool:
+        """Whether a job that may go on without the engine did not, as ranks were ended when it left."""
+        left = self.engine_left
+        if left is None or self.recovery.succeeded:
+            return False
+        ended = [ending for ending in self.recovery.endings if ending.stopped_by == "engine"]
+        return any(abs(ending.time - left.time) < ORPHANED_SECONDS for ending in ended)
+
     def _say_goodbye(self) -> None:
         """Tell the ranks that nothing more is wanted, and see the engine go, by force if it must."""
         for state in self.ranks:
@@ -594,7 +605,7 @@ class Supervisor:
             self.verdict = ("stopped", first.code)
             self.warnings.append(why)
             self.console.say(why)
-        if first and first.stopped_by == "engine" and not self.verdict and self.engine_left:
+        if not self.verdict and self._ended_with_the_engine():
             self.verdict, self.failure = ("failed", 1), self.engine_left
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
         failure = self.failure

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
-from distrib.bandwidth.pieces import FIRST_PIECE_BYTES, LONGEST_SECONDS, WORTHWHILE, worth_trying
+from distrib.bandwidth.pieces import LONGEST_SECONDS, WORTHWHILE, worth_trying
 from distrib.training.gradients.contest import Contest
 
 wires = st.builds(
@@ -101,7 +101,7 @@ def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike(
     best, coarse, plain = worth_trying(sizes, ready, slow)
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
     assert soon > (1 - WORTHWHILE) * late  # no reason for the model to prefer one
-    assert max(lengths(best)) <= FIRST_PIECE_BYTES < max(lengths(coarse)) <= LONGEST_SECONDS / slow.seconds_per_byte
+    assert max(lengths(best)) <= LONGEST_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
     fast = Wire(overhead_seconds=2e-5, seconds_per_byte=1e-10)
     assert worth_trying(sizes, ready, fast) == [plain]
 

@@ -502,6 +502,20 @@ def test_somebody_dies(make_cluster, tmp_path, victim):
 
 
 @pytest.mark.cluster
+def test_an_engine_that_takes_the_ranks_along_is_to_blame(make_cluster, tmp_path):
+    cluster = make_cluster(2)
+    job = started(cluster, tmp_path)
+    for pid, command in cluster.processes("n1").items():
+        if "/prterun" in command.partition(" -H")[0]:
+            os.kill(pid, signal.SIGKILL)
+    _, err = job.communicate(timeout=200)
+    failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
+    assert (job.returncode, failure["rank"]) == (1, None), err
+    assert "mpirun was killed by SIGKILL while its ranks were running" in err
+    assert cluster.left_over(within_seconds=10) == {}
+
+
+@pytest.mark.cluster
 def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(make_cluster, launch):
     cluster = make_cluster(2, slots=2)
     script = SCRIPTS / "asynchronous.py"

@@ -69,7 +69,7 @@ def worth_trying(
 
     Only the last of these where the wire is idle for half of the step, and the first promises no more than `WORTHWHILE`.
     """
-    best = buckets.cut(sizes_bytes, ready_seconds, wire, largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes))
+    best = buckets.cut(sizes_bytes, ready_seconds, wire, largest_bytes=_largest_bytes(wire))
     plain = buckets.in_buckets(sizes_bytes)
     through = buckets.finish_seconds(plain, sizes_bytes, ready_seconds, wire)
     idle = sum(sizes_bytes) * wire.seconds_per_byte < through / 2
@@ -77,11 +77,14 @@ def worth_trying(
         return [plain]
     busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
     # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
-    largest = min(
-        buckets.plain_bytes(sum(sizes_bytes)), max(FIRST_PIECE_BYTES, int(LONGEST_SECONDS / wire.seconds_per_byte))
-    )
+    largest = max(buckets.plain_bytes(sum(sizes_bytes)), _largest_bytes(wire))
     coarse = buckets.cut(sizes_bytes, ready_seconds, busy, largest_bytes=largest)
     return [best, coarse, plain]
+
+
+def _largest_bytes(wire: buckets.Wire) -> int:
+    """So large that its overhead does not count, unless that keeps the wire too long."""
+    return max(FIRST_PIECE_BYTES, min(wire.large_enough_bytes, int(LONGEST_SECONDS / wire.seconds_per_byte)))
 
 
 def of_distrib(
@@ -105,7 +108,7 @@ def of_distrib(
         [int(part.size_bytes) for part in parts],
         [part.ready_seconds for part in parts],
         wire,
-        largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes),
+        largest_bytes=_largest_bytes(wire),
     )
     return tuple(_joined(parts, ends))
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from distrib_launch import network
-from distrib_launch.order import Order
+from distrib_launch.control import Assignment
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
 
 
-def orders(
+def assignments(
     plan: LaunchPlan,
     ranks: Sequence[RankState],
     *,
     host_timeout_seconds: float,
     grace_seconds: float,
     keep_value: bool,
-) -> Iterator[tuple[RankState, Order]]:
-    """Every rank with its order. Each must have said hello."""
+) -> Iterator[tuple[RankState, Assignment]]:
+    """Every rank with its own. Each must have said hello."""
     hosts = {host.name: host for host in plan.hosts}
 
     def address(state: RankState) -> str:
@@ -36,7 +36,7 @@ def orders(
             environment["DISTRIB_ADDRESS"] = address(state)
         yield (
             state,
-            Order(
+            Assignment(
                 command=list(plan.script_on(host, state.plan.role)),
                 directory=plan.directory,
                 environment=environment,
