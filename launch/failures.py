@@ -122,6 +122,8 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
             message += " (and SIGABRT while Python was ending)"
     elif not message and first.signal:
         message = f"killed by {signal_name(first.signal)}"
+        if first.stopped_by == "engine":
+            message += " from outside: somebody, or the batch system, ended the engine or the process around the rank"
         if aborted and MISMATCH.search(words):
             message += (
                 " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "

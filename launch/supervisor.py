@@ -572,7 +572,7 @@ class Supervisor:
             log=str(engine.log),
         )
         if self.plan.mode == "async":
-            self.warnings.append(self.engine_left.message)
+            self._warn(f"{self.engine_left.message}; mode async needs it no more")
         else:
             self.verdict, self.failure = ("failed", 1), self.engine_left
             self._stop(self.grace_seconds)
