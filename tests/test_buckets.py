@@ -98,10 +98,10 @@ def test_what_is_tried_covers_every_byte_and_ends_with_ddps_own_buckets(stream, 
 def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike():
     sizes, ready = [5 << 18] * 80, [0.2 * i / 80 for i in range(1, 81)]
     slow = Wire(overhead_seconds=2e-5, seconds_per_byte=45e-9)
-    best, coarse, plain = worth_trying(sizes, ready, slow)
+    best, coarse, short, plain = worth_trying(sizes, ready, slow)
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
     assert soon > (1 - WORTHWHILE) * late  # no reason for the model to prefer one
-    assert max(lengths(best)) <= LONGEST_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
+    assert max(lengths(short)) <= LONGEST_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
     fast = Wire(overhead_seconds=2e-5, seconds_per_byte=1e-10)
     assert worth_trying(sizes, ready, fast) == [plain]
 

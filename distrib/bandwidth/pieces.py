@@ -20,8 +20,8 @@ BUSY_FACTOR = 10
 WORTHWHILE = 0.02
 """How much sooner the last piece must be through, or it is left to DDP's buckets, where the wire waits for the ranks."""
 LONGEST_SECONDS = 0.06
-"""How long a piece may cross the wire: two of a lane are under way, and each waits for the other direction. With DDP's buckets 4 to
-6 % of a wire of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks)."""
+"""How long a piece may cross the wire in one of the cuts that are tried: two of a lane are under way, and each waits for the other
+direction. With DDP's buckets 4 to 6 % of a wire of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks)."""
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,11 +65,11 @@ def left_to_ddp(total_bytes: float, strategy: Strategy, *, alone: bool) -> bool:
 def worth_trying(
     sizes_bytes: Sequence[int], ready_seconds: Sequence[float], wire: buckets.Wire
 ) -> list[tuple[int, ...]]:
-    """Where pieces may end, for the clock to decide: as the wire alone would have it, with fewer pieces, and as DDP does.
-
-    Only the last of these where the wire is idle for half of the step, and the first promises no more than `WORTHWHILE`.
-    """
-    best = buckets.cut(sizes_bytes, ready_seconds, wire, largest_bytes=_largest_bytes(wire))
+    """Where pieces may end, for the clock to decide: as the wire alone would have it, with few pieces, with none that is long on its
+    way, and as DDP does. Only the last of these where the wire is idle for half of the step, and the first promises no more than `WORTHWHILE`.
+    """  # fmt: skip
+    large_enough = max(FIRST_PIECE_BYTES, wire.large_enough_bytes)
+    best = buckets.cut(sizes_bytes, ready_seconds, wire, largest_bytes=large_enough)
     plain = buckets.in_buckets(sizes_bytes)
     through = buckets.finish_seconds(plain, sizes_bytes, ready_seconds, wire)
     idle = sum(sizes_bytes) * wire.seconds_per_byte < through / 2
@@ -77,14 +77,11 @@ def worth_trying(
         return [plain]
     busy = msgspec.structs.replace(wire, overhead_seconds=BUSY_FACTOR * wire.overhead_seconds)
     # None so large that its copies out of the shared memory, which the last pieces wait for, come all at the end.
-    largest = max(buckets.plain_bytes(sum(sizes_bytes)), _largest_bytes(wire))
+    largest = max(buckets.plain_bytes(sum(sizes_bytes)), large_enough)
     coarse = buckets.cut(sizes_bytes, ready_seconds, busy, largest_bytes=largest)
-    return [best, coarse, plain]
-
-
-def _largest_bytes(wire: buckets.Wire) -> int:
-    """So large that its overhead does not count, unless that keeps the wire too long."""
-    return max(FIRST_PIECE_BYTES, min(wire.large_enough_bytes, int(LONGEST_SECONDS / wire.seconds_per_byte)))
+    longest = max(FIRST_PIECE_BYTES, int(LONGEST_SECONDS / wire.seconds_per_byte))
+    short = buckets.cut(sizes_bytes, ready_seconds, busy, largest_bytes=min(largest, longest))
+    return [best, coarse, short, plain]
 
 
 def of_distrib(
@@ -108,7 +105,7 @@ def of_distrib(
         [int(part.size_bytes) for part in parts],
         [part.ready_seconds for part in parts],
         wire,
-        largest_bytes=_largest_bytes(wire),
+        largest_bytes=max(FIRST_PIECE_BYTES, wire.large_enough_bytes),
     )
     return tuple(_joined(parts, ends))
 
