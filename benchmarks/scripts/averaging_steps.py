@@ -26,7 +26,7 @@ import distrib
 from distrib.strategy import Strategy, parse_gradients
 from distrib.training.synchronous import synchronous
 
-WARM_STEPS = 25
+WARM_STEPS = 31
 """By which distrib has found out how to cut the gradients."""
 
 
