@@ -232,11 +232,13 @@ def _launch(
     from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
     from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
-    results.make_run_dir(run_dir)
+    replaced = results.make_run_dir(run_dir)
     said = plan.notes
     for note in said:
         console.say(f"note: {note}")
-    if os.geteuid() == 0:
+    if replaced:
+        console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
+    if os.geteuid() == 0 and not _in_container():
         console.say("note: running as root; on a shared cluster a user of your own is safer")
     again = argparse.Namespace(**{**vars(options), "run_dir": plan.run_dir})
     job = plan.job
@@ -297,3 +299,9 @@ def _launch(
     if result.status != "succeeded" or options.verbose:
         console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
     return result
+
+
+def _in_container() -> bool:
+    """Where being root is the common way, of no more power than the container has."""
+    marks = Path("/.dockerenv"), Path("/run/.containerenv")
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)

@@ -134,9 +134,13 @@ def held(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make_run_dir(path: Path) -> None:
-    """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed."""
+def make_run_dir(path: Path) -> bool:
+    """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed.
+
+    Returns whether there was such a run.
+    """
     try:
+        earlier = (path / "result.json").exists()
         (path / "ranks").mkdir(parents=True, exist_ok=True)
         for old in (
             path / "result.json",
@@ -150,6 +154,7 @@ def make_run_dir(path: Path) -> None:
             old.unlink(missing_ok=True)
     except OSError as error:
         raise _unmade(path, error) from None
+    return earlier
 
 
 def _unmade(path: Path, error: OSError) -> ConfigError:

@@ -87,6 +87,16 @@ def test_threads_share_the_cores_when_nobody_set_them(launch, monkeypatch):
     assert done.stdout.count(f'"OMP_NUM_THREADS": "{share}"') == 2, done
 
 
+def test_a_run_that_takes_the_place_of_an_earlier_one_says_so(launch):
+    run = launch("-np", "2", JOB)
+    assert run.code == 0 and "earlier run" not in run.err, run
+    command = [str(LAUNCH), "-np", "1", "--run-dir", str(run.run_dir), str(JOB)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done
+    assert f"note: {run.run_dir} held the logs and results of an earlier run: they are gone" in done.stderr
+    assert not (run.run_dir / "ranks/1.out").exists()
+
+
 def test_arguments_and_directory_arrive_unchanged(launch, tmp_path):
     folder = tmp_path / "a folder, $HOME 'quoted' – ü"
     folder.mkdir()

@@ -41,7 +41,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
     ("strategy", "ranks", "lessons"),
     [
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
-        pytest.param({}, 3, "targets averaged normalized ported unfrozen frozen sparse", id="sync, other models"),
+        pytest.param({}, 3, "itself targets averaged normalized ported unfrozen frozen sparse", id="sync, other models"),
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
         pytest.param(
@@ -49,7 +49,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
             marks=horovod,
         ),
         pytest.param({**AVERAGE, "inner_steps": 4}, 2,
-                     "wrapped several scaled nan streamed targets averaged ported unfrozen", id="local"),
+                     "wrapped itself several scaled nan streamed targets averaged ported unfrozen", id="local"),
         pytest.param({"mode": "local", "inner_steps": 3}, 2, "outer unfrozen momentum", id="diloco"),
         pytest.param(
             {"mode": "local", "inner_steps": 8, "gradients": {"format": "bf16"},
@@ -90,6 +90,14 @@ def test_ranks_that_come_to_different_batches_are_named(lesson, says, tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY='{"accumulate": 3}')
     assert result.returncode != 0
     assert re.search(says, result.stderr), result.stderr
+
+
+def test_ranks_that_train_apart_are_named(tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "apart", DISTRIB_STRATEGY="{}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("warning: after 10 steps 3.weight is another on rank 1 than on rank 0") == 1, (
+        result.stderr
+    )
 
 
 def test_outer_momentum_in_other_fragments(tmp_path):

@@ -261,3 +261,21 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
     assert 0.8 * min(waits[1:]) / 5 < seen["exposed_seconds"] < 1.2 * max(waits) / 5
     assert seen["step_seconds"] == pytest.approx(seen["compute_seconds"] + seen["exposed_seconds"])
     assert seen["compute_seconds"] < 0.03
+
+
+def test_steps_in_which_ways_are_tried_are_not_measured(monkeypatch, tmp_path):
+    """Else the job would be told that it is slower than foretold, by steps that took what was tried."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    told: list[dict[str, float]] = []
+    tried, steps = WARMUP_STEPS + 10, 0
+    meter = Meter(torch.device("cpu"), told.append, steady=lambda: steps >= tried)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    meter.watch(model)
+    meter.watch(optimizer)
+    for step in range(tried + WINDOW_STEPS + 1):
+        steps = step
+        model(torch.ones(1, 2)).sum().backward()
+        time.sleep(0.01 if step < tried else 0.0)
+        optimizer.step()
+    assert len(told) == 1 and told[0]["step_seconds"] < 0.01

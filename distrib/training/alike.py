@@ -37,7 +37,7 @@ def check_same_values(models: Sequence[nn.Module]) -> None:
 
     What is compared is a sum of the values' bits, which no order of adding changes: 8 bytes for each parameter.
     """
-    named = [one for model in models for one in _common(model)]
+    named = [one for model in models for one in common(model)]
     if not named:
         return
     sums: list[list[int]] = [[] for _ in range(dist.get_world_size())]
@@ -52,8 +52,8 @@ def check_same_values(models: Sequence[nn.Module]) -> None:
                 )
 
 
-def _common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The parameters of a prepared model that all ranks must have alike."""
+def common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a prepared model that all ranks must have alike, and their names."""
     inner = model
     if isinstance(model, DistributedDataParallel):
         if model.process_group.size() < dist.get_world_size():  # the script's own

@@ -45,6 +45,11 @@ class Backend:
         """How long this rank has waited for others so far; None where it waits between backward and the optimizer alone."""
         return None
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether steps go as they will go on; not while ways to exchange are tried."""
+        return True
+
     @functools.cached_property
     def counting_group(self) -> dist.ProcessGroup:
         """Where counts go: what ranks that have parted tell each other must not meet gradients. Every rank, the first time."""
@@ -182,6 +187,10 @@ class Synchronous(Together):
         )
         self._await(model)
         return super().model(model, find_unused_parameters=find_unused_parameters)
+
+    @property
+    def is_steady(self) -> bool:
+        return all(hook.is_steady for hook in map(hook_of, self._models) if hook)
 
     def adopt(self, model: DistributedDataParallel) -> None:
         self._await(model)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
 from distrib.training.synchronous import unwrapped
+from distrib.training.wrapped import Wrapped
 
 _FORMAT = 1
 
@@ -135,7 +136,7 @@ def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str
 _COMPILED = "_orig_mod."
 """What torch.compile puts before the names in a module that it compiled inside another one."""
 _WRAPPED = "module."
-"""What DistributedDataParallel does, as in the copy that torch's AveragedModel makes of a prepared model."""
+"""What DistributedDataParallel does, which a script has put around a model itself."""
 
 
 def _state(thing: Any) -> Any:
@@ -156,7 +157,11 @@ def _load(thing: Any, state: Any) -> None:
 
 def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
     """What is called otherwise without `prepare` and torch.compile, and how."""
-    wrappers = [f"{name}." for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+    wrappers = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) and not isinstance(module, Wrapped)
+    ]
     names = {}
     for name in state:
         plain = name

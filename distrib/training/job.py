@@ -26,6 +26,7 @@ from distrib.training.alike import check_alike, check_same_values, differ, gathe
 from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.drift import Drift
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten
 from distrib.training.meter import Meter
@@ -130,6 +131,7 @@ class Job:
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
+        self._drift = Drift(world, lambda: self._models) if backend.together and world.size > 1 else None
         self._loaders = 0
         self._read: dict[int, bool] = {}
         """Those of them of which this rank took a batch: whether it read them to their end."""
@@ -140,7 +142,9 @@ class Job:
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
-            self._meter = Meter(device, self._status.measured, lambda: backend.waited_seconds)
+            self._meter = Meter(
+                device, self._status.measured, lambda: backend.waited_seconds, lambda: backend.is_steady
+            )
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
 
@@ -199,7 +203,8 @@ class Job:
         """Makes models, optimizers and loaders those of the job, and returns them in the order given.
 
         - a module: on `device`, with rank 0's parameters. In mode sync its gradients are averaged over the ranks, and it is
-          wrapped in DistributedDataParallel where there are others; `unwrap` gives the module itself. Which parameters
+          wrapped in DistributedDataParallel where there are others, which has its attributes and the names of its
+          `state_dict`; `unwrap` gives the module itself. Which parameters
           learn is settled here: to freeze or unfreeze some later, prepare the module itself again. Layers of torch's
           SyncBatchNorm work on CPUs, too.
         - an optimizer: the same object, the steps of which are now the job's.
@@ -322,6 +327,8 @@ class Job:
             self._forgotten.no_loader(self._loaders)
         if step:
             self._status.step(step)
+        if self._drift:
+            self._drift.after(sum(steps.taken for steps in self._steps))
 
     def _next_batch(self, own: int, every: int) -> tuple[int, int]:
         before = self._samples.own, self._samples.all
@@ -569,6 +576,8 @@ class Job:
                 self._forgotten.tell_what_was_read(self._read, self._loaders)
                 self.barrier()
                 self._forgotten.hear_what_was_read()
+                if self._drift:
+                    self._drift.hear()
             self._backend.close()
         except BaseException:
             self._abandon()

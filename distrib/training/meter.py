@@ -32,7 +32,8 @@ PAUSE_SECONDS = 10.0
 class Meter:
     """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians.
 
-    `waited` tells how long the rank has waited so far, where that is not between backward and optimizer; else None.
+    `waited` tells how long the rank has waited so far, where that is not between backward and optimizer; else None. No window
+    opens before `steady` says that steps go as they will go on.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Meter:
         device: torch.device,
         report: Callable[[dict[str, Any]], None],
         waited: Callable[[], float | None] = lambda: None,
+        steady: Callable[[], bool] = lambda: True,
     ) -> None:
         self._clock = Clock(device)
         self._report = report
         self._waited = waited
+        self._steady = steady
         self._waits: list[float] = []  # as counted by the backend, at the end of each step of a window
         self._since: tuple[int, float] | None = None  # steps and waiting when it was looked at first
         self._models: list[nn.Module] = []
@@ -97,7 +100,7 @@ class Meter:
     def _step_ends(self) -> None:
         self._steps += 1
         if not self._is_open:
-            if self._steps >= self._until and time.monotonic() >= self._open_at:
+            if self._steps >= self._until and time.monotonic() >= self._open_at and self._steady():
                 self._open()
             return
         end = self._clock.mark()

@@ -20,6 +20,7 @@ from distrib.training.flat import broadcast
 from distrib.training.gradients import sparse
 from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
 from distrib.training.gradients.neighbours import this_host
+from distrib.training.wrapped import Wrapped
 
 MIB = 1 << 20
 
@@ -66,7 +67,7 @@ def synchronous(
     if left_to_ddp(size, strategy, alone=_each_on_a_host_of_its_own()):
         return _plain(model, find_unused_parameters, plain_bytes(size))
     averaging = Averaging(learning, strategy)
-    wrapped = DistributedDataParallel(
+    wrapped = Wrapped(
         model,
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=_cap_mib(learning, strategy),
@@ -95,7 +96,7 @@ def _note(text: str) -> None:
 def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | None) -> DistributedDataParallel:
     """DDP itself. With one rank per host it needs but the right buckets, and costs busy processors less than a hook."""
     cap = bucket_bytes / MIB if bucket_bytes else None
-    return DistributedDataParallel(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
+    return Wrapped(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
 
 
 def _each_on_a_host_of_its_own() -> bool:
@@ -118,7 +119,7 @@ def _on_gpu(
     model: nn.Module, device: torch.device, strategy: Strategy, find_unused_parameters: bool
 ) -> DistributedDataParallel:
     cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
-    wrapped = DistributedDataParallel(
+    wrapped = Wrapped(
         model,
         device_ids=[device.index],
         find_unused_parameters=find_unused_parameters,

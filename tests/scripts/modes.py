@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import os
 import sys
 import time
@@ -763,6 +764,72 @@ def ported(job: distrib.Job) -> None:
     if job.is_main:  # its buffers would be waited for
         with torch.no_grad():
             model(torch.ones(4, 6))
+
+
+class Net(nn.Module):
+    """What scripts ask of a model beside calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = make_model()
+        self.scale, self.dim, self.logger = 2.0, 6, "its own"
+
+    @property
+    def device(self) -> str:
+        return "its own"
+
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.layers(inputs)  # type: ignore[no-any-return]
+
+
+def itself(job: distrib.Job) -> None:
+    """What `prepare` gives back has the model's attributes, names and files: a script written for one GPU finds them."""
+    plain = Net()
+    names, size = list(plain.state_dict()), plain.size()
+    model = job.prepare(plain)
+    assert list(model.state_dict()) == names and model.size() == size and model.layers is plain.layers
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'layer'"):
+        _ = model.layer
+    inputs = torch.ones(4, 6)
+    before = model(inputs)
+    model.scale = 4.0
+    assert plain.scale == 4.0 and torch.equal(model(inputs), 2 * before)
+    pair = nn.ModuleDict({"one": model})
+    kept = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
+    for target, state in (
+        (model, kept),
+        (model, {f"module.{name}": value for name, value in kept.items()}),  # as DistributedDataParallel writes it
+        (pair, {f"one.{name}": value for name, value in kept.items()}),
+        (pair, {f"one.module.{name}": value for name, value in kept.items()}),
+    ):
+        with torch.no_grad():
+            plain.layers[0].weight.zero_()  # type: ignore[operator,union-attr]
+        target.load_state_dict(state)
+        assert plain.layers[0].weight.unique().item() == 3  # type: ignore[operator,union-attr]
+    assert list(pair.state_dict()) == [f"one.{name}" for name in names]
+    with pytest.raises(RuntimeError, match=r"loading state_dict for Net:\s+Missing key.*layers\.0\.weight"):
+        model.load_state_dict({})
+    sequence = job.prepare(make_model())
+    assert type(sequence[3]) is nn.Linear
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    whole = torch.load(file, weights_only=False)
+    assert type(whole) is Net and torch.equal(parameters_of(whole), parameters_of(plain))
+
+
+def apart(job: distrib.Job) -> None:
+    """What one rank changes by itself, after training has begun, is told of."""
+    model = make_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, job.rank, 5)
+    if job.rank == 1:
+        with torch.no_grad():
+            job.unwrap(model)[3].weight += 0.01  # type: ignore[index,operator]
+    train(model, optimizer, job.rank, 6)
 
 
 def averaged(job: distrib.Job) -> None:

@@ -34,6 +34,11 @@ class Hook:
     def __init__(self) -> None:
         self.units = Units()
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether steps go as they will go on."""
+        return True
+
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls when a bucket is full, in the order of the buckets."""
         raise NotImplementedError
@@ -76,6 +81,10 @@ class Averaging(Hook):
         self._begun = 0.0
         self._rearranged = False
         weakref.finalize(self, self._engine.stop)
+
+    @property
+    def is_steady(self) -> bool:
+        return self._contest is None
 
     @property
     def hierarchical(self) -> bool:

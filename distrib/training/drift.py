@@ -1,0 +1,115 @@
+"""Whether the ranks still train one model: looked at now and then, without any of them waiting for another."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from distrib.training.alike import common
+from distrib.training.world import World
+
+_AFTER_STEPS = frozenset({10, 100, 1000})
+_MUCH = 1e-3
+"""How far two ranks' values may be from each other, as a share of their size. Processors and GPUs of different kinds round
+differently, by 1e-7 a step; gradients that nobody averages part ranks by about the learning rate."""
+_SMALL = 1e-3
+"""The size that values have at least, in this comparison: what is next to zero may be so on each rank by itself."""
+_WHY = (
+    "the ranks train apart. What model(...) computes is averaged, where model is what job.prepare returned; what its methods "
+    "or parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
+    "is not called on all ranks alike"
+)
+
+
+class Drift:
+    """Tells of parameters that ranks should have alike, and do not: of those of `models()`.
+
+    Ranks write sums of theirs into the store that they met in, and rank 0 reads those when all are there. An exchange would hang
+    where the ranks have come to different numbers of steps, which is one way to train apart.
+    """
+
+    def __init__(self, world: World, models: Callable[[], Sequence[nn.Module]]) -> None:
+        self._world, self._models = world, models
+        self._steps = 0
+        self._asked: dict[int, list[_Digest]] = {}
+        """By the number of steps, what rank 0 had then, until it has been compared with what all others have written."""
+        self._told = False
+
+    def after(self, steps: int) -> None:
+        """The job's optimizers have taken so many steps, all together."""
+        begun, self._steps = self._steps, steps
+        if steps != begun and steps in _AFTER_STEPS and not self._told:
+            own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
+            if self._world.rank:
+                self._write(steps, own)
+            else:
+                self._asked[steps] = own
+        self.hear()
+
+    def _write(self, steps: int, own: Sequence[_Digest]) -> None:
+        key, numbers = _key(steps, self._world.rank), [number for digest in own for number in (digest.sum, digest.norm)]
+        with contextlib.suppress(RuntimeError, ValueError):  # rank 0 is gone, which others tell
+            store = _get_default_store()
+            store.set(key, " ".join(map(str, numbers)))
+            store.check([key])  # is answered when the store has it, as set() is not
+
+    def hear(self) -> None:
+        """Rank 0 compares with what the others have written meanwhile."""
+        ranks = range(1, self._world.size)
+        for steps, own in [*self._asked.items()]:
+            keys = [_key(steps, rank) for rank in ranks]
+            with contextlib.suppress(RuntimeError, ValueError):
+                store = _get_default_store()
+                if not store.check(keys):
+                    continue
+                del self._asked[steps]
+                for rank, key in zip(ranks, keys, strict=True):
+                    self._compare(steps, own, rank, [float(word) for word in store.get(key).split()])
+
+    def _compare(self, steps: int, own: Sequence[_Digest], rank: int, numbers: Sequence[float]) -> None:
+        for digest, sum_, norm in zip(own, numbers[::2], numbers[1::2], strict=False):
+            if not self._told and digest.is_far_from(sum_, norm):
+                self._told = True
+                what = f"after {steps} steps {digest.name} is another on rank {rank} than on rank 0"
+                print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
+
+
+def _key(steps: int, rank: int) -> str:
+    return f"distrib/drift/{steps}/{rank}"
+
+
+class _Digest(NamedTuple):
+    """Two numbers of a parameter's values, which are others where the values are."""
+
+    name: str
+    size: int
+    much: float
+    sum: float
+    norm: float
+
+    @classmethod
+    def of(cls, name: str, values: torch.Tensor) -> _Digest:
+        """Both are nan for what torch cannot add up."""
+        values = values.detach()
+        much = max(_MUCH, 10 * torch.finfo(values.dtype).eps) if values.is_floating_point() else _MUCH
+        try:
+            if values.is_complex():
+                values = torch.view_as_real(values)
+            sum_ = values.sum(dtype=torch.float64).item()
+            norm = torch.linalg.vector_norm(values, dtype=torch.float64).item()
+        except (RuntimeError, NotImplementedError, TypeError):
+            sum_ = norm = math.nan
+        return cls(name, values.numel(), much, sum_, norm)
+
+    def is_far_from(self, sum_: float, norm: float) -> bool:
+        if not (math.isfinite(self.sum) and math.isfinite(sum_)):
+            return math.isfinite(self.sum) != math.isfinite(sum_)
+        scale = max(self.norm, norm, _SMALL * math.sqrt(self.size))
+        return abs(self.sum - sum_) > self.much * scale or abs(self.norm - norm) > self.much * scale
