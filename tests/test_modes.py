@@ -41,7 +41,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
     ("strategy", "ranks", "lessons"),
     [
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
-        pytest.param({}, 3, "itself targets averaged normalized ported unfrozen frozen sparse", id="sync, other models"),
+        pytest.param({}, 3, "itself compiled targets averaged normalized ported unfrozen frozen sparse", id="sync, other models"),
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
         pytest.param(
@@ -49,7 +49,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
             marks=horovod,
         ),
         pytest.param({**AVERAGE, "inner_steps": 4}, 2,
-                     "wrapped itself several scaled nan streamed targets averaged ported unfrozen", id="local"),
+                     "wrapped itself compiled several scaled nan streamed targets averaged ported unfrozen", id="local"),
         pytest.param({"mode": "local", "inner_steps": 3}, 2, "outer unfrozen momentum", id="diloco"),
         pytest.param(
             {"mode": "local", "inner_steps": 8, "gradients": {"format": "bf16"},

@@ -10,6 +10,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distrib.bandwidth.buckets import plain_bytes
+
 _INSIDE = "module."
 """What DistributedDataParallel puts before the names of what is in it."""
 
@@ -26,6 +28,9 @@ class Wrapped(DistributedDataParallel):
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
+        size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+        # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
         self._made = True
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:

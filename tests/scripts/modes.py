@@ -809,8 +809,6 @@ def itself(job: distrib.Job) -> None:
     assert list(pair.state_dict()) == [f"one.{name}" for name in names]
     with pytest.raises(RuntimeError, match=r"loading state_dict for Net:\s+Missing key.*layers\.0\.weight"):
         model.load_state_dict({})
-    compiled = torch.compile(model, backend="eager")
-    assert torch.equal(compiled(inputs), model(inputs))
     sequence = job.prepare(make_model())
     assert type(sequence[3]) is nn.Linear
     file = io.BytesIO()
@@ -818,6 +816,20 @@ def itself(job: distrib.Job) -> None:
     file.seek(0)
     whole = torch.load(file, weights_only=False)
     assert type(whole) is Net and torch.equal(parameters_of(whole), parameters_of(plain))
+
+
+def compiled(job: distrib.Job) -> None:
+    """A model is compiled before it is prepared, or after."""
+    for before in (True, False):
+        torch.manual_seed(5)
+        plain = nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 300))  # large enough for buckets of our size
+        model = torch.compile(plain, backend="eager") if before else plain
+        model, optimizer = job.prepare(model, torch.optim.SGD(plain.parameters(), lr=0.1))
+        if not before:
+            model = torch.compile(model, backend="eager")
+        train(model, optimizer, job.rank, 6)
+        job.settle()
+        assert_alike(plain)
 
 
 def apart(job: distrib.Job) -> None:
