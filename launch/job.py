@@ -85,7 +85,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
 
     `without` names hosts left out, `job` is the name of the job where it has one already.
     """
-    from distrib_launch import choose, engines, results, sync, training
+    from distrib_launch import alone, choose, engines, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
 
@@ -135,10 +135,15 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
     here = this_machine(environment)
     plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
+    notes = []
     if topology and hosts and (note := _not_described(topology, hosts)):
+        notes.append(note)
+    if plan.world_size > 1 and not options.module and alone.trains_alone(script):
+        notes.append(alone.NOTE.format(script=options.script, copies=plan.world_size))
+    if notes:
         import msgspec
 
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, note))
+        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
     if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
