@@ -92,6 +92,13 @@ def test_ranks_that_come_to_different_batches_are_named(lesson, says, tmp_path):
     assert re.search(says, result.stderr), result.stderr
 
 
+def test_what_the_wrapper_hides_of_a_model_is_told_of(tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "itself", DISTRIB_STRATEGY="{}")
+    assert result.returncode == 0, result.stdout + result.stderr
+    told = "note: dim, logger of what job.prepare made of a Net is DistributedDataParallel's"
+    assert result.stderr.count(told) == result.stderr.count("made of a") == 1, result.stderr
+
+
 def test_ranks_that_train_apart_are_named(tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "apart", DISTRIB_STRATEGY="{}")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -67,12 +67,22 @@ def synchronous(
     if left_to_ddp(size, strategy, alone=_each_on_a_host_of_its_own()):
         return _plain(model, find_unused_parameters, plain_bytes(size))
     averaging = Averaging(learning, strategy)
-    wrapped = Wrapped(
+    wrapped = _wrapped(
         model,
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=_cap_mib(learning, strategy),
     )
     attach(wrapped, averaging)
+    return wrapped
+
+
+def _wrapped(model: nn.Module, **options: Any) -> Wrapped:
+    wrapped = Wrapped(model, **options)
+    if hidden := wrapped.hidden:
+        _note(
+            f"{', '.join(hidden)} of what job.prepare made of a {type(model).__name__} is DistributedDataParallel's; the model's own "
+            f"is job.unwrap(model).{hidden[0]}"
+        )
     return wrapped
 
 
@@ -96,7 +106,7 @@ def _note(text: str) -> None:
 def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | None) -> DistributedDataParallel:
     """DDP itself. With one rank per host it needs but the right buckets, and costs busy processors less than a hook."""
     cap = bucket_bytes / MIB if bucket_bytes else None
-    return Wrapped(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
+    return _wrapped(model, find_unused_parameters=find_unused_parameters, bucket_cap_mb=cap)
 
 
 def _each_on_a_host_of_its_own() -> bool:
@@ -119,7 +129,7 @@ def _on_gpu(
     model: nn.Module, device: torch.device, strategy: Strategy, find_unused_parameters: bool
 ) -> DistributedDataParallel:
     cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
-    wrapped = Wrapped(
+    wrapped = _wrapped(
         model,
         device_ids=[device.index],
         find_unused_parameters=find_unused_parameters,

@@ -33,6 +33,12 @@ class Wrapped(DistributedDataParallel):
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
         self._made = True
 
+    @property
+    def hidden(self) -> list[str]:
+        """What the model has, too, under names that are DistributedDataParallel's here."""
+        own = {*vars(self), *self._modules} - {*vars(nn.Module()), "device"}  # which is the same
+        return sorted(name for name in own if not name.startswith("_") and hasattr(self.module, name))
+
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
 
