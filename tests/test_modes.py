@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import re
 from itertools import pairwise
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.backend import backend_for
-from distrib.training.balance import new_speeds
+from distrib.training.balance import MEASURED, Measured, Proportion, new_speeds
 from distrib.training.samples import Mean, Samples
 from distrib.training.shards import proportional, share
 from distrib.training.world import World
@@ -95,7 +96,7 @@ def test_ranks_that_come_to_different_batches_are_named(lesson, says, tmp_path):
 def test_what_the_wrapper_hides_of_a_model_is_told_of(tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "itself", DISTRIB_STRATEGY="{}")
     assert result.returncode == 0, result.stdout + result.stderr
-    told = "note: dim, logger of what job.prepare made of a Net is DistributedDataParallel's"
+    told = "note: dim, gather, logger of what job.prepare made of a Net is DistributedDataParallel's"
     assert result.stderr.count(told) == result.stderr.count("made of a") == 1, result.stderr
 
 
@@ -216,14 +217,40 @@ def test_shares_in_proportion(samples, speeds):
     assert [x for part in parts for x in part] == list(range(5, 5 + samples))
     if samples >= ranks:
         sizes = proportional(samples, speeds)
-        assert min(sizes) >= 1 and sizes == [len(part) for part in parts]
+        assert min(sizes) >= (2 if samples >= 2 * ranks else 1) and sizes == [len(part) for part in parts]
         order = sorted(range(ranks), key=lambda rank: speeds[rank])
         assert all(sizes[a] <= sizes[b] + 1 for a, b in pairwise(order))
 
 
+def took(seconds: float, varies: float = 0.01, samples: float = 8.0) -> Measured:
+    return Measured(seconds * (1 - varies), seconds, seconds * (1 + varies), samples)
+
+
 def test_shares_change_when_times_differ():
-    even = ((8.0, 0.10), (8.0, 0.102))
-    assert new_speeds(even, ()) == ()
-    assert new_speeds(((8.0, 0.1), (8.0, 0.2)), ()) == (80.0, 40.0)
-    assert new_speeds(((8.0, 0.1), (0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
+    assert new_speeds((took(0.1), took(0.102)), ()) == ()
+    assert new_speeds((took(0.1), took(0.2)), ()) == (80.0, 40.0)
+    assert new_speeds((took(0.1, varies=0.5), took(0.2, varies=0.5)), ()) == ()
+    assert new_speeds((took(0.1), Measured(0.0, 0.0, 0.0, 0.0)), (3.0, 1.0)) == (3.0, 1.0)
     assert proportional(16, (80.0, 40.0)) == [11, 5]
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(0.01, 0.0), (0.01, 1e-4), (0.0, 1e-3)])
+@pytest.mark.parametrize("slow", [1.0, 2.0])
+def test_shares_follow_the_speed_and_not_the_noise(fixed, each, slow):
+    """Two ranks whose steps take a fixed time and one for each sample, and vary by a tenth: alike, or one half as fast."""
+    quarter = MEASURED // 4
+    for seed in range(60):
+        noise, proportion, speeds = random.Random(seed), Proportion(), (1.0, 1.0)
+        for _ in range(50):
+            sizes = proportional(32, speeds)
+            paces = [fixed + each * size * factor for size, factor in zip(sizes, (1.0, slow), strict=True)]
+            taken = [sorted(pace * noise.lognormvariate(0, 0.1) for _ in range(MEASURED)) for pace in paces]
+            measured = [
+                Measured(times[quarter], times[MEASURED // 2], times[-1 - quarter], size)
+                for times, size in zip(taken, sizes, strict=True)
+            ]
+            speeds = proportion.after(measured) or (1.0, 1.0)
+        if slow == 1.0 or not each:
+            assert 0.35 < sizes[0] / 32 < 0.65, seed
+        elif not fixed:
+            assert 0.6 < sizes[0] / 32 < 0.75, seed

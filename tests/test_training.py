@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import count, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    RandomSampler,
     Sampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -160,6 +161,20 @@ def test_batches_are_those_of_one_process_with_the_whole_batch():
         assert whole == [flat(parts) for parts in zip(*map(read, four), strict=True)]
         epochs.append(whole)
     assert epochs[0] != epochs[1]
+
+
+def test_a_sampler_may_promise_more_than_anybody_reads():
+    """As minGPT does, which stops after so many steps: its epoch has 10^10 samples, drawn with replacement."""
+    loaders = []
+    for rank in range(2):
+        source = RandomSampler(range(1000), replacement=True, num_samples=10**10)
+        loaders.append(sharded(DataLoader(range(1000), 32, sampler=source), rank, 2))
+    assert {len(loader) for loader in loaders} == {10**10 // 64}
+    first = [[batch.tolist() for batch in islice(loader, 200)] for loader in loaders]
+    again = [[batch.tolist() for batch in islice(loader, 200)] for loader in loaders]
+    assert first[0] != first[1] and first != again
+    drawn = [index for batches in first for batch in batches for index in batch]
+    assert len(drawn) == 2 * 200 * 32 and len(set(drawn)) == 1000
 
 
 def test_a_small_last_batch_is_levelled_with_the_one_before():

@@ -10,19 +10,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 SKIPPED = 2
 """First batches of an epoch, or after a change, that are not measured: caches and compilers warm up in them."""
-MEASURED = 5
+MEASURED = 9
 """Batches of which the median counts."""
 REPEATED = 50
 """Batches between two measurements, once shares have settled."""
 NEGLIGIBLE = 0.05
 """Differences in time below this share change nothing: a step's length varies as much."""
+PATIENCE = 10
+"""Measurements that change nothing, after a change that did not help by half of what was hoped for: time is not that of samples there."""
 
 
 class Balance:
@@ -38,6 +40,7 @@ class Balance:
         self.ahead = 0
         """Batches that are drawn before they are needed, by a loader's worker processes."""
         self._gather, self._parameters = gather, parameters
+        self._proportion = Proportion()
         self._new: tuple[float, ...] = ()
         self._old: tuple[float, ...] = ()
         self._since = 0
@@ -70,12 +73,11 @@ class Balance:
             self._decide(step)
 
     def _decide(self, step: int) -> None:
-        mine = (
-            [float(median(s for s, _ in self._taken)), median(t for _, t in self._taken)] if self._taken else [0.0, 0.0]
-        )
+        numbers = [*_quartiles([seconds for _, seconds in self._taken]), *_quartiles([own for own, _ in self._taken])]
+        measured = [Measured(low, middle, high, samples) for low, middle, high, _, samples, _ in self._gather(numbers)]
         self._rest()
         self._next = step + 1 + REPEATED
-        decided = new_speeds(self._gather(mine), self._new)
+        decided = self._proportion.after(measured)
         if decided != self._new:
             self._old, self._new = self._new, decided
             self._since = step + 1 + self.ahead
@@ -93,15 +95,59 @@ class Balance:
         self._handles, self._clock, self._taken = [], None, []
 
 
-def new_speeds(measured: Sequence[Sequence[float]], present: tuple[float, ...]) -> tuple[float, ...]:
-    """The speeds, in samples per second, of ranks that took so many samples in so many seconds each.
+class Proportion:
+    """The speeds by which a batch is shared out; none as long as all ranks seem alike."""
 
-    `present` where somebody measured nothing, or all took about as long.
+    def __init__(self) -> None:
+        self._present: tuple[float, ...] = ()
+        self._tried: tuple[tuple[float, ...], float] | None = None
+        """Of a change that has not been judged: the speeds before it, and the seconds that the slowest rank must come down to."""
+        self._patience = 0
+
+    def after(self, measured: Sequence[Measured]) -> tuple[float, ...]:
+        """Those from now on. Where the latest change was of no use, the ones before it."""
+        if min(measured).low <= 0:
+            return self._present
+        slowest = max(one.low for one in measured)
+        tried, self._tried = self._tried, None
+        if tried and slowest > tried[1]:
+            self._present, self._patience = tried[0], PATIENCE
+        elif self._patience:
+            self._patience -= 1
+        elif (decided := new_speeds(measured, self._present)) != self._present:
+            hoped = sum(one.samples for one in measured) / sum(one.samples / one.low for one in measured)
+            self._tried = self._present, (slowest + hoped) / 2
+            self._present = decided
+        return self._present
+
+
+class Measured(NamedTuple):
+    """What a rank took for a batch: quartiles and median, zeros where nothing was measured."""
+
+    low: float
+    seconds: float
+    high: float
+    samples: float
+
+
+def _quartiles(numbers: Sequence[float]) -> tuple[float, float, float]:
+    if not numbers:
+        return 0.0, 0.0, 0.0
+    ordered = sorted(numbers)
+    quarter = len(ordered) // 4
+    return float(ordered[quarter]), float(median(ordered)), float(ordered[-1 - quarter])
+
+
+def new_speeds(measured: Sequence[Measured], present: tuple[float, ...]) -> tuple[float, ...]:
+    """The speeds of the ranks, in samples per second.
+
+    `present` where somebody measured nothing, or all took about as long: within a share, or within what each varies by itself.
     """
-    times = [seconds for _, seconds in measured]
-    if min(times) <= 0 or max(times) - min(times) <= NEGLIGIBLE * max(times):
+    fastest, slowest = (pick(measured, key=lambda one: one.seconds) for pick in (min, max))
+    negligible = slowest.seconds - fastest.seconds <= NEGLIGIBLE * slowest.seconds
+    if fastest.seconds <= 0 or negligible or slowest.low <= fastest.high:
         return present
-    return tuple(samples / seconds for samples, seconds in measured)
+    return tuple(one.samples / one.seconds for one in measured)
 
 
 class _Clock:

@@ -18,18 +18,32 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.utils.data import Sampler, SequentialSampler
+from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from distrib.errors import TrainingError
 
 
-def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool, wrap: bool) -> list[int]:
+class Edges(Sequence[int]):
+    """Numbers that are not kept: a sampler may promise ten thousand million samples, which nobody waits for."""
+
+    def __init__(self, regular: range, last: tuple[int, ...] = ()) -> None:
+        self._regular, self._last = regular, last
+
+    def __len__(self) -> int:
+        return len(self._regular) + len(self._last)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        return self._regular[index] if index < len(self._regular) else self._last[index - len(self._regular)]
+
+
+def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool, wrap: bool) -> Edges:
     """Where the global batches of `samples` samples begin, and last of all where they end.
 
     The end is beyond `samples` where the last batch begins again with the first samples (`wrap`).
@@ -43,15 +57,15 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
             hint="use fewer ranks" + (", smaller batches or no drop_last" if drop_last else " or more data"),
         )
     if drop_last:
-        return list(range(0, samples + 1, whole))
-    edges = [*range(0, samples, whole), samples]
-    rest = edges[-1] - edges[-2]
-    if rest < min(2 * ranks, whole) and len(edges) > 2:
+        return Edges(range(0, samples + 1, whole))
+    begins = range(0, samples, whole)
+    rest = samples - begins[-1]
+    if rest < min(2 * ranks, whole) and len(begins) > 1:
         if whole + rest >= 2 * ranks:
-            edges[-2] = samples - (whole + rest) // 2
-        elif wrap:
-            edges[-1] = edges[-2] + ranks
-    return edges
+            return Edges(begins[:-1], (samples - (whole + rest) // 2, samples))
+        if wrap:
+            return Edges(begins, (begins[-1] + ranks,))
+    return Edges(begins, (samples,))
 
 
 def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] = ()) -> range:
@@ -69,17 +83,21 @@ def share(start: int, stop: int, rank: int, ranks: int, speeds: Sequence[float] 
 
 
 def proportional(samples: int, speeds: Sequence[float]) -> list[int]:
-    """`samples` in parts of at least one, as near to the proportion of `speeds` as whole numbers are (largest remainders)."""
-    spare = samples - len(speeds)
+    """`samples` in parts as near to the proportion of `speeds` as whole numbers are (largest remainders).
+
+    Each has two at least, which batch normalization needs, or one where there are too few for that.
+    """
+    least = 2 if samples >= 2 * len(speeds) else 1
+    spare = samples - least * len(speeds)
     whole = sum(speeds)
-    wishes = [max(samples * speed / whole - 1, 0.0) for speed in speeds]
+    wishes = [max(samples * speed / whole - least, 0.0) for speed in speeds]
     scale = spare / sum(wishes) if any(wishes) else 0.0
     exact = [wish * scale for wish in wishes]
     sizes = [int(wish) for wish in exact]
     order = sorted(range(len(speeds)), key=lambda rank: (sizes[rank] - exact[rank], rank))
     for rank in order[: spare - sum(sizes)]:
         sizes[rank] += 1
-    return [size + 1 for size in sizes]
+    return [size + least for size in sizes]
 
 
 class ShardSampler(Sampler[Any]):
@@ -114,12 +132,15 @@ class ShardSampler(Sampler[Any]):
         self._speeds = speeds
 
     def __len__(self) -> int:
-        return sum(1 for start, stop in self._steps(len(self.source)) if share(start, stop, self.rank, self.ranks))
+        edges = self._edges(len(self.source))
+        in_last = share(edges[-2], edges[-1], self.rank, self.ranks)  # all are in the others
+        return len(edges) - 1 if in_last else len(edges) - 2
 
     @property
     def uneven(self) -> bool:
         """Whether some ranks get a batch less than others."""
-        return any(stop - start < self.ranks for start, stop in self._steps(len(self.source)))
+        edges = self._edges(len(self.source))
+        return bool(edges[-1] - edges[-2] < self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
         self.sizes: deque[tuple[int, int]] = deque()
@@ -127,7 +148,7 @@ class ShardSampler(Sampler[Any]):
 
     def _drawn(self, sizes: deque[tuple[int, int]], epoch: int) -> Iterator[Any]:
         order = self._order(epoch)
-        for step, (start, stop) in enumerate(self._steps(len(order))):
+        for step, (start, stop) in enumerate(pairwise(self._edges(len(order)))):
             speeds = self._speeds(step) if self.batch_size is not None else ()
             part = share(start, stop, self.rank, self.ranks, speeds)
             if not part:
@@ -141,18 +162,40 @@ class ShardSampler(Sampler[Any]):
                 sizes.append((len(items), stop - start))
                 yield items
 
-    def _steps(self, samples: int) -> Iterable[tuple[int, int]]:
-        edges = global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
-        return pairwise(edges)
+    def _edges(self, samples: int) -> Edges:
+        return global_batches(samples, self.ranks, self.batch_size or 1, drop_last=self.drop_last, wrap=self._wrap())
 
     def _order(self, epoch: int) -> Sequence[Any]:
         if isinstance(self.source, SequentialSampler):
             return range(len(self.source))
+        if type(self.source) is RandomSampler and self.source.replacement:
+            return _Drawn(len(self.source), len(self.source.data_source), self.seed + epoch)
         for sampler in (self.source, getattr(self.source, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with _seeded(self.seed + epoch, self.source):
             return list(self.source)
+
+
+class _Drawn(Sequence[int]):
+    """`draws` numbers below `below`, each drawn by itself: in blocks, of which the latest is kept."""
+
+    def __init__(self, draws: int, below: int, seed: int) -> None:
+        self._draws, self._below, self._seed = draws, below, seed
+        self._number, self._block = -1, [0]
+
+    def __len__(self) -> int:
+        return self._draws
+
+    def __getitem__(self, index: Any) -> Any:
+        number, place = divmod(range(self._draws)[index], _BLOCK)
+        if number != self._number:
+            generator = torch.Generator().manual_seed(hash((self._seed, number)) % 2**63)
+            self._number, self._block = number, torch.randint(self._below, (_BLOCK,), generator=generator).tolist()
+        return self._block[place]
+
+
+_BLOCK = 4096
 
 
 def _samples(item: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,30 +14,40 @@ from distrib.bandwidth.buckets import plain_bytes
 
 _INSIDE = "module."
 """What DistributedDataParallel puts before the names of what is in it."""
+_LATER = (
+    *("_authoritative_rank", "_join_config", "_lazy_init_ran", "_mp_stream", "_static_graph_delay_allreduce_enqueued"),
+    *("_submodule_to_event", "buffer_hook", "device_mesh"),
+)
+"""What DistributedDataParallel sets later than it is made."""
+_THE_SAME = "device", "no_sync"
+"""What a model may have of the same meaning."""
 
 
 class Wrapped(DistributedDataParallel):
     """A model whose gradients torch averages, and which else is for a script what it was before.
 
-    - `model.config`, `model.generate(...)`, `model[0]`, `model.dropout = 0.1` are the model's own. What
-      DistributedDataParallel has itself (`device`, `dim`, `module`, `train`) is its own.
+    - `model.config`, `model.generate(...)`, `model[0]`, `model.dropout = 0.1`, `model.extra = nn.Linear(2, 2)` are of the model
+      itself. Names that DistributedDataParallel had before are its own: `hidden` has those that the model has, too.
     - `state_dict` has the names of before, so that what is trained on many GPUs is read on one; `load_state_dict` takes them,
       and those of DistributedDataParallel.
     - A file of `torch.save(model)` holds the model alone: to read it needs no ranks.
     """
+
+    _own: frozenset[str] | None = None
+    """Once torch has set it up, the names of what it has: what is set or read by other names is the model's."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
-        self._made = True
+        self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
 
     @property
     def hidden(self) -> list[str]:
         """What the model has, too, under names that are DistributedDataParallel's here."""
-        own = {*vars(self), *self._modules} - {*vars(nn.Module()), "device"}  # which is the same
-        return sorted(name for name in own if not name.startswith("_") and hasattr(self.module, name))
+        names = (self._own or frozenset()) - {*dir(nn.Module()), *_THE_SAME}
+        return sorted(name for name in names if not name.startswith("_") and hasattr(self.module, name))
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
@@ -62,37 +72,57 @@ class Wrapped(DistributedDataParallel):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("_") or not self._is_made:
+            if self._own is None or name in self._own:
                 raise
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or not self._is_made or self._is_own(name) or not hasattr(self.module, name):
+        if self._own is None or name in self._own:
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if self._own is None or name in self._own:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+
+    def register_buffer(self, *arguments: Any, **options: Any) -> None:
+        self.module.register_buffer(*arguments, **options)
+
+    def register_parameter(self, *arguments: Any, **options: Any) -> None:
+        self.module.register_parameter(*arguments, **options)
+
+    def add_module(self, *arguments: Any, **options: Any) -> None:
+        self.module.add_module(*arguments, **options)
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Wrapped:
-        """One more whose gradients are averaged: a copy may be trained, too."""
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)
+
+    def __contains__(self, thing: Any) -> bool:
+        return thing in self.module
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def __bool__(self) -> bool:
+        return True  # also where the model has no length
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """One more whose gradients are averaged, as a copy may be trained, too; of what does not learn, the model alone."""
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            plain: nn.Module = copy.deepcopy(self.module, memo)
+            return plain
         state = self.__getstate__()  # type: ignore[no-untyped-call]
-        del state["_made"]
+        own = state.pop("_own")
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
-        twin._made = True
+        twin._own = own
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
-
-    @property
-    def _is_made(self) -> bool:
-        """Whether torch has set it up: before, what is set is DistributedDataParallel's, whatever the model has of that name."""
-        return "_made" in self.__dict__
-
-    def _is_own(self, name: str) -> bool:
-        return any(name in own for own in (self.__dict__, self._parameters, self._buffers, self._modules)) or hasattr(
-            type(self), name
-        )

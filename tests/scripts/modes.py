@@ -774,6 +774,10 @@ class Net(nn.Module):
         super().__init__()
         self.layers = make_model()
         self.scale, self.dim, self.logger = 2.0, 6, "its own"
+        self._shift = 0.0
+
+    def gather(self) -> str:
+        return "its own"
 
     @property
     def device(self) -> str:
@@ -783,7 +787,8 @@ class Net(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.layers(inputs)  # type: ignore[no-any-return]
+        shift = self._shift + getattr(self, "noise", 0.0) + getattr(self, "_more", 0.0)
+        return self.scale * self.layers(inputs) + shift  # type: ignore[no-any-return]
 
 
 def itself(job: distrib.Job) -> None:
@@ -798,6 +803,14 @@ def itself(job: distrib.Job) -> None:
     before = model(inputs)
     model.scale = 4.0
     assert plain.scale == 4.0 and torch.equal(model(inputs), 2 * before)
+    model._shift, model.noise, model._more = 1.0, 2.0, 3.0
+    torch.testing.assert_close(model(inputs), 2 * before + 6.0)
+    del model.noise
+    torch.testing.assert_close(model(inputs), 2 * before + 4.0)
+    model.register_buffer("seen", torch.ones(1))
+    model.extra = nn.Linear(1, 1)
+    names = list(plain.state_dict())
+    assert {"seen", "extra.weight"} < {*names} == {*model.state_dict()}
     pair = nn.ModuleDict({"one": model})
     kept = {name: torch.full_like(value, 3) for name, value in model.state_dict().items()}
     prefixes = ("", "module.") if STRATEGY.mode == "sync" else ("",)  # as DistributedDataParallel writes it, too
@@ -810,7 +823,14 @@ def itself(job: distrib.Job) -> None:
     with pytest.raises(RuntimeError, match=r"loading state_dict for Net:\s+Missing key.*layers\.0\.weight"):
         model.load_state_dict({})
     sequence = job.prepare(make_model())
-    assert type(sequence[3]) is nn.Linear
+    assert type(sequence[3]) is nn.Linear and len(sequence) == len(list(sequence)) == 4 and model
+    choice = job.prepare(nn.ModuleDict({"one": nn.Linear(1, 1)}))
+    assert "one" in choice and list(choice) == ["one"]
+    with pytest.raises(TypeError, match="'Net' object is not iterable"):
+        iter(model)
+    copied = copy.deepcopy(model)
+    again = copy.deepcopy(copied.requires_grad_(False))  # as YOLOv5 saves the mean of a model's past
+    assert torch.equal(again.half().extra.weight, plain.extra.weight.half())
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
