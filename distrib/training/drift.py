@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distrib.training.alike import common
 from distrib.training.world import World
 
-_AFTER_STEPS = frozenset({10, 100, 1000})
+_AFTER_STEPS = frozenset({10, 100, 1_000, 10_000})
 _MUCH = 1e-3
 """How far two ranks' values may be from each other, as a share of their size. Processors and GPUs of different kinds round
 differently, by 1e-7 a step; gradients that nobody averages part ranks by about the learning rate."""
@@ -80,8 +80,30 @@ class Drift:
                 what = f"after {steps} steps {digest.name} is another on rank {rank} than on rank 0"
                 print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
 
+    def leave(self) -> None:
+        """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = _get_default_store()
+            store.set(_key("all", self._world.rank), str(self._steps))
+            store.check([_key("all", self._world.rank)])
 
-def _key(steps: int, rank: int) -> str:
+    def hear_of_steps(self) -> None:
+        """Rank 0 tells of ranks that have taken more steps than others."""
+        self.hear()
+        if self._world.rank or self._told:
+            return
+        with contextlib.suppress(RuntimeError, ValueError):
+            store = _get_default_store()
+            keys = [_key("all", rank) for rank in range(self._world.size)]
+            if store.check(keys):
+                taken = [int(store.get(key)) for key in keys]
+                most, least = (taken.index(pick(taken)) for pick in (max, min))
+                if taken[most] != taken[least]:
+                    what = f"rank {most} has taken {taken[most]} steps, rank {least} {taken[least]}"
+                    print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
+
+
+def _key(steps: int | str, rank: int) -> str:
     return f"distrib/drift/{steps}/{rank}"
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.bandwidth.workload import Workload, write_workload
@@ -218,6 +219,12 @@ class Job:
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
+        for thing in things:
+            if isinstance(thing, nn.Module) and any(map(is_lazy, thing.parameters())):
+                raise TrainingError(
+                    f"{type(thing).__name__} has lazy layers, whose parameters are not there yet",
+                    hint="let it compute one batch before job.prepare",
+                )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
         if sync_batchnorm and self._backend.strategy.balance:
@@ -574,10 +581,12 @@ class Job:
                 self._tell_staleness(self._elastic.staleness())
             else:
                 self._forgotten.tell_what_was_read(self._read, self._loaders)
+                if self._drift:
+                    self._drift.leave()
                 self.barrier()
                 self._forgotten.hear_what_was_read()
                 if self._drift:
-                    self._drift.hear()
+                    self._drift.hear_of_steps()
             self._backend.close()
         except BaseException:
             self._abandon()

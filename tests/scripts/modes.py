@@ -215,6 +215,7 @@ def mistakes(job: distrib.Job) -> None:
         lambda: job.prepare(DataLoader(make_data(9 if job.rank == 1 else 8), 2)),
     )
     job.prepare(nn.ReLU())
+    raises("Sequential has lazy layers", lambda: job.prepare(nn.Sequential(nn.LazyLinear(2))))
 
     left, right = nn.Linear(2, 2), nn.Linear(2, 2)
     job.prepare(left)
@@ -861,6 +862,17 @@ def apart(job: distrib.Job) -> None:
         with torch.no_grad():
             job.unwrap(model)[3].weight += 0.01  # type: ignore[index,operator]
     train(model, optimizer, job.rank, 6)
+
+
+def unequal(job: distrib.Job) -> None:
+    """Rank 1 leaves out steps."""
+    plain = nn.Sequential(nn.Linear(6, 3))
+    model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.ones(4, 6)).sum().backward()
+        if job.rank == 0 or step < 5:
+            optimizer.step()
 
 
 def averaged(job: distrib.Job) -> None:
