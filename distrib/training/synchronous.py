@@ -20,7 +20,7 @@ from distrib.training.flat import broadcast
 from distrib.training.gradients import sparse
 from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
 from distrib.training.gradients.neighbours import this_host
-from distrib.training.wrapped import Wrapped
+from distrib.training.wrapped import Wrapped, hidden
 
 MIB = 1 << 20
 
@@ -78,10 +78,10 @@ def synchronous(
 
 def _wrapped(model: nn.Module, **options: Any) -> Wrapped:
     wrapped = Wrapped(model, **options)
-    if hidden := wrapped.hidden:
+    if names := hidden(wrapped):
         _note(
-            f"{', '.join(hidden)} of what job.prepare made of a {type(model).__name__} is DistributedDataParallel's; the model's own "
-            f"is job.unwrap(model).{hidden[0]}"
+            f"{', '.join(names)} of what job.prepare made of a {type(model).__name__} is DistributedDataParallel's; the model's own "
+            f"is job.unwrap(model).{names[0]}"
         )
     return wrapped
 

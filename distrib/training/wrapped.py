@@ -27,7 +27,7 @@ class Wrapped(DistributedDataParallel):
     """A model whose gradients torch averages, and which else is for a script what it was before.
 
     - `model.config`, `model.generate(...)`, `model[0]`, `model.dropout = 0.1`, `model.extra = nn.Linear(2, 2)` are of the model
-      itself. Names that DistributedDataParallel had before are its own: `hidden` has those that the model has, too.
+      itself. Names that DistributedDataParallel had before are its own; see `hidden`.
     - `state_dict` has the names of before, so that what is trained on many GPUs is read on one; `load_state_dict` takes them,
       and those of DistributedDataParallel.
     - A file of `torch.save(model)` holds the model alone: to read it needs no ranks.
@@ -42,12 +42,6 @@ class Wrapped(DistributedDataParallel):
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
         self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
-
-    @property
-    def hidden(self) -> list[str]:
-        """What the model has, too, under names that are DistributedDataParallel's here."""
-        names = (self._own or frozenset()) - {*dir(nn.Module()), *_THE_SAME}
-        return sorted(name for name in names if not name.startswith("_") and hasattr(self.module, name))
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
@@ -126,3 +120,9 @@ class Wrapped(DistributedDataParallel):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
+
+
+def hidden(model: Wrapped) -> list[str]:
+    """What the module in `model` has, too, under names that are DistributedDataParallel's there."""
+    names = (model._own or frozenset()) - {*dir(nn.Module()), *_THE_SAME}
+    return sorted(name for name in names if not name.startswith("_") and hasattr(model.module, name))
