@@ -308,7 +308,7 @@ def clock(e: Evidence) -> Iterator[Check]:
     for host, offset in e.clock_offsets.items():
         if abs(offset) > CLOCK_SECONDS:
             yield warning(
-                host, "clock", f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this one",
+                host, "clock", f"its clock is at least {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this one",
                 "run chrony or systemd-timesyncd there; logs and file times mislead",
             )  # fmt: skip
 

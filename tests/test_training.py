@@ -778,7 +778,7 @@ def test_an_optimizer_that_was_not_prepared_is_told_of(tmp_path, strategy, prepa
     assert code or result.stderr.count("job.prepare") == 1, result.stderr
 
 
-@pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7), ("quit", 7)])
+@pytest.mark.parametrize("how, code", [("raise", 1), ("exit", 7), ("imported", 7), ("quit", 7)])
 @pytest.mark.parametrize("variables", [{}, {"LESSON_WITHOUT_WITH": "1"}], ids=["with", "without"])
 def test_a_rank_that_fails_leaves_at_once(how, code, variables):
     begin = time.monotonic()

@@ -35,7 +35,7 @@ def plan(tmp_path):
     return replace(job.make_plan(options), outlook=outlook)
 
 
-def hear(plan, step=0.1, compute=0.09, links=None, computes=()):
+def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
     """One look at every rank; returns what was said, and what is kept."""
     said: list[str] = []
     watch = Watch(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in range(1, 6)}.get)
@@ -51,6 +51,7 @@ def hear(plan, step=0.1, compute=0.09, links=None, computes=()):
                 "compute_seconds": mine,
                 "exposed_seconds": step - mine,
                 "sent_bytes_per_second": own,
+                "sent_bytes_per_step": {f"10.0.0.{b[1]}": size for (a, b), size in (sizes or {}).items() if a == host},
             },
         )
     return said, watch.measured
@@ -81,6 +82,20 @@ def test_the_wire_that_holds_a_job_is_named(plan):
     assert len(said) == 2 and said[0].startswith("the wire holds this job at 30% of its speed (90% was foretold): ")
     assert "of 300 ms a step, 210 ms are waiting for gradients; link n1-n2 carries 1.1 GB/s" in said[0]
     assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
+
+
+def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
+    """As where many ranks share few processors, and a step sends a few bytes."""
+    said, seen = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 1.1e7))
+    assert seen.wire_seconds == pytest.approx(0.01)
+    assert said[0].startswith(
+        "waiting for each other holds this job at 30% of its speed (90% was foretold): of 300 ms a step, "
+    )
+    assert "210 ms are waiting for gradients; the wires need 10 ms for them: look for ranks that are late" in said[0]
+    said, seen = hear(plan, step=0.3, sizes=dict.fromkeys(RING, 440.0))
+    assert "the wires need 352 us for them" in said[0], said
+    said, _ = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 2.2e8))
+    assert said[0].startswith("the wire holds this job at 30%")
 
 
 def test_what_the_wire_has_not_cost_is_told_of_too(plan):

@@ -22,7 +22,7 @@ class ExitWatch:
 
     `failed` is True after an uncaught exception or a `sys.exit`, `exit` or `quit` with anything but success: then the others
     must not be waited for. They have to be seen as they happen; an `atexit` function is not told the exit code.
-    Whoever raises SystemExit is not seen: Python tells nobody.
+    Whoever raises SystemExit is not seen: Python tells nobody. Nor is a `sys.exit` that another module than the script has imported by its name.
     """
 
     def __init__(self, leave: Callable[[bool], None]) -> None:
@@ -35,6 +35,9 @@ class ExitWatch:
         self._quitters = {name: getattr(builtins, name) for name in ("exit", "quit") if hasattr(builtins, name)}
         for name in self._quitters:
             setattr(builtins, name, self._own_exit)
+        script = vars(sys.modules["__main__"])
+        self._imported = [name for name, value in script.items() if value is self._exit]
+        script.update(dict.fromkeys(self._imported, self._own_exit))
         atexit.register(self._at_exit)
 
     def end(self) -> None:
@@ -44,6 +47,7 @@ class ExitWatch:
             sys.excepthook = self._hook
         if sys.exit == self._own_exit:
             sys.exit = self._exit
+        vars(sys.modules["__main__"]).update(dict.fromkeys(self._imported, self._exit))
         for name, quitter in self._quitters.items():
             if getattr(builtins, name, None) == self._own_exit:
                 setattr(builtins, name, quitter)

@@ -135,12 +135,16 @@ class Meter:
             step = statistics.median(a - b for a, b in zip(steps, waits, strict=True)) + wait
         computes = [a - b for a, b in zip(steps, waits, strict=True)]
         self._marks.clear()
+        sent = wires.sent()
         self._report(
             {
                 "steps": len(steps),
                 "step_seconds": step,
                 "exposed_seconds": wait,
                 "compute_seconds": max(0.0, usual(computes, in_bursts=in_bursts)),
-                "sent_bytes_per_second": wires.rates(self._sent, wires.sent()),
+                "sent_bytes_per_second": wires.rates(self._sent, sent),
+                "sent_bytes_per_step": {
+                    address: size / len(steps) for address, size in wires.sizes(self._sent, sent).items()
+                },
             }
         )

@@ -71,7 +71,7 @@ class StatusPipe:
         try:
             self._write({"measured": values})
         except TrainingError:  # a rank that talks to hundreds of hosts
-            self._write({"measured": {**values, "sent_bytes_per_second": {}}})
+            self._write({"measured": {**values, "sent_bytes_per_second": {}, "sent_bytes_per_step": {}}})
 
     def _say_step(self) -> None:
         self._said = self._step

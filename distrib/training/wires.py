@@ -52,6 +52,11 @@ def sent() -> dict[str, Sent]:
     return found
 
 
+def sizes(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, int]:
+    """Bytes that went to each host between two looks."""
+    return {address: now.size_bytes - before.get(address, Sent()).size_bytes for address, now in after.items()}
+
+
 def rates(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, float]:
     """Bytes per second to each host between two looks, of those that much was sent to."""
     found = {}

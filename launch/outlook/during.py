@@ -16,6 +16,9 @@ from distrib_launch.plan import LaunchPlan
 SLOWER = 0.15
 """By how much a step may take longer than foretold before something is said to be wrong."""
 
+SLOWEST = 1.25e6
+"""Bytes per second of a link of which nobody knows better: 10 Mb/s."""
+
 TOLD = 0.02
 """What of a step is lost otherwise is told of from here on."""
 
@@ -37,6 +40,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     compute_seconds: float
     exposed_seconds: float
     sent_bytes_per_second: dict[str, float] = {}
+    sent_bytes_per_step: dict[str, float] = {}
 
 
 class Watch:
@@ -101,13 +105,8 @@ class Watch:
         alone = (
             outlook.foretold.compute_seconds if outlook else statistics.median(t.compute_seconds for t in told.values())
         )
-        sent: dict[tuple[str, str], float] = {}
-        for rank, each in told.items():
-            source = self._plan.ranks[rank].host
-            for address, rate in each.sent_bytes_per_second.items():
-                target = self._host_of(address)
-                if target is not None and target != source:
-                    sent[source, target] = sent.get((source, target), 0.0) + rate
+        sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in told.items()})
+        sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in told.items()})
         return Measured(
             steps=max(each.steps for each in told.values()),
             step_seconds=step,
@@ -119,7 +118,28 @@ class Watch:
                 LinkSeen(source=a, target=b, bytes_per_second=rate, expected_bytes_per_second=self._expect(a, b)[0])
                 for (a, b), rate in sorted(sent.items())
             ),
+            wire_seconds=self._wire_seconds(sizes, sent),
         )
+
+    def _between_hosts(self, told: Mapping[int, Mapping[str, float]]) -> dict[tuple[str, str], float]:
+        """What ranks tell of other hosts' addresses, added up for each pair of hosts."""
+        found: dict[tuple[str, str], float] = {}
+        for rank, by_address in told.items():
+            source = self._plan.ranks[rank].host
+            for address, value in by_address.items():
+                target = self._host_of(address)
+                if target is not None and target != source:
+                    found[source, target] = found.get((source, target), 0.0) + value
+        return found
+
+    def _wire_seconds(
+        self, sizes: Mapping[tuple[str, str], float], rates: Mapping[tuple[str, str], float]
+    ) -> float | None:
+        seconds: dict[str, float] = {}
+        for (source, target), size in sizes.items():
+            rate = rates.get((source, target)) or self._expect(source, target)[0] or SLOWEST
+            seconds[source] = seconds.get(source, 0.0) + size / rate
+        return max(seconds.values(), default=None)
 
     # -- judging ----------------------------------------------------------------------------------------------------
 
@@ -135,10 +155,18 @@ class Watch:
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
             computing = f"rank {seen.slowest_rank} computing for longer than {'was foretold' if outlook else 'most'}"
             more = f" and {words.time(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
+            by_wire = seen.wire_seconds is None or seen.wire_seconds > seen.exposed_seconds / 2
+            who = "the wire holds" if by_wire else "waiting for each other holds"
+            what = (
+                self._narrowest(seen)
+                if by_wire
+                else f"; the wires need {words.time(seen.wire_seconds or 0.0)} for them: look for ranks that are late, for processors that "
+                "too many ranks share, and, where gradients are small, at the wires' latency"
+            )
             self._warn(
                 "wire",
-                f"the wire holds this job at {seen.efficiency:.0%} of its speed{foretold}: of {words.time(seen.step_seconds)} a step, "
-                f"{words.time(seen.exposed_seconds)} are waiting for gradients{more}{self._narrowest(seen)}",
+                f"{who} this job at {seen.efficiency:.0%} of its speed{foretold}: of {words.time(seen.step_seconds)} a step, "
+                f"{words.time(seen.exposed_seconds)} are waiting for gradients{more}{what}",
             )
         if outlook is None:
             return
@@ -216,7 +244,13 @@ def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
 
 def checked(told: _Told) -> _Told:
     """`told` itself. Raises ValueError for times and rates that cannot be."""
-    times = (told.step_seconds, told.compute_seconds, told.exposed_seconds, *told.sent_bytes_per_second.values())
+    times = (
+        told.step_seconds,
+        told.compute_seconds,
+        told.exposed_seconds,
+        *told.sent_bytes_per_second.values(),
+        *told.sent_bytes_per_step.values(),
+    )
     if not all(math.isfinite(value) and value >= 0 for value in times) or not told.step_seconds or told.steps < 1:
         raise ValueError(f"a step of {told.step_seconds} s cannot be")
     return told

@@ -33,6 +33,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     `exposed_seconds` is what a step takes beyond computing. `efficiency`: the step of one rank alone, as profiled, or else
     computing alone, against the step. `against_foretold`: how much longer the step was than foretold, as a part of that.
+    `wire_seconds`: what the links of the busiest host need for what it sends in a step, by the rates that they have; None where
+    nobody counted.
     """
 
     steps: int
@@ -43,3 +45,4 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     slowest_rank: int
     links: tuple[LinkSeen, ...] = ()
     against_foretold: float | None = None
+    wire_seconds: float | None = None

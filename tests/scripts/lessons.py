@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from sys import exit as leave
 
 import torch
 from torch import nn
@@ -89,6 +90,8 @@ def fails(job: distrib.Job) -> None:
             raise ValueError("this rank fails")
         if sys.argv[2] == "exit":
             sys.exit(7)
+        if sys.argv[2] == "imported":
+            leave(7)
         if sys.argv[2] == "quit":
             quit(7)
     try:
