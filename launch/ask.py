@@ -85,7 +85,7 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
     if said := read_answer(told.out, Told):
         return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
     if told.code is None:
-        return Answer(problem=error(target.name, "ssh", f"no answer within {SSH_SECONDS:.0f} s", _is_it_up(target)))
+        return Answer(problem=error(target.name, "ssh", f"no answer within {SSH_SECONDS:.0f} s", _hangs(target)))
     return Answer(problem=explain(target, told.code, told.err, told.out), asked=asked, answered=answered)
 
 
@@ -174,6 +174,10 @@ def _explain_ssh(target: Target, err: str) -> Check:
 
 def _is_it_up(target: Target) -> str:
     return f"is {target.name} up, and does a firewall let ssh through? try: {_try_it(target, '-V')}"
+
+
+def _hangs(target: Target) -> str:
+    return f"{_is_it_up(target)}; where ssh gets in, it is that Python, or the file system that it is on, that hangs"
 
 
 def _try_it(target: Target, argument: str) -> str:

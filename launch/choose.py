@@ -166,7 +166,7 @@ def _choose_slots(
         what = "GPU" if gpus and gpus.count else "slot"
         raise ConfigError(
             f"{option} names {what} {indices[-1]} of {host.name}, which has {count} {what}(s)",
-            hint=f"there are {_numbers(range(count))}",
+            hint=f"there are {_numbers(range(count))}" if count > 1 else f"there is {what} 0 alone",
         )
     if including:
         return Choice(host=host, slots=len(indices), indices=indices)

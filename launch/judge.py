@@ -17,6 +17,7 @@ from distrib.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 64 * MIB
+NO_DISK_BYTES = MIB
 SMALL_DISK_BYTES = GIB
 CLOCK_SECONDS = 0.5
 HIDDEN_BYTES = 256 * MIB
@@ -106,9 +107,12 @@ def distrib(e: Evidence) -> Iterator[Check]:
     for host, facts in e.inventories.items():
         if not facts.has_launcher:
             del versions[host]
-            at = f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install distrib=={e.here.packages['distrib']}"
-            yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", f"install distrib there too; {at}")
-    yield from _differing(e, "distrib", "distrib", versions, e.here.packages["distrib"], _pip(e, "distrib"))
+            fix = f"install distrib {e.here.packages['distrib']} there too, as here, or name a Python that has it: python=/PATH in the hostfile"
+            yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", fix)
+    yield from _differing(
+        e, "distrib", "distrib", versions, e.here.packages["distrib"],
+        lambda host, common: f"install distrib {common} on {host}, from where the others have it",
+    )  # fmt: skip
 
 
 def mpi(e: Evidence) -> Iterator[Check]:
@@ -289,7 +293,8 @@ def machine(e: Evidence) -> Iterator[Check]:
         }
         for place, free in low.items():
             where = {"directory": e.directory, "run_dir": "the run directory", "tmp": "/tmp"}.get(place, place)
-            yield warning(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
+            make = error if place == "tmp" and free < NO_DISK_BYTES else warning  # where engines begin with files
+            yield make(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
 
 
 def limits(e: Evidence) -> Iterator[Check]:
