@@ -227,7 +227,7 @@ def test_a_host_without_distrib_is_named(make_cluster, launch, tmp_path):
     run = launch("-H", "n1:1,n2:1", JOB, cluster=cluster)
     assert run.code == 3, run
     assert "distrib-launch: error: n2: " in run.err
-    assert "install distrib there too" in run.err
+    assert "there too, as here, or name a Python that has it" in run.err
     assert cluster.left_over(within_seconds=6) == {}
 
 
