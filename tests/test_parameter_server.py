@@ -29,6 +29,7 @@ from distrib.strategy import Gradients, Strategy
 from distrib.training import checkpoint
 from distrib.training.job import Job
 from distrib.training.parameter_server.client import Client
+from distrib.training.parameter_server.held import HeldTable
 from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.server import Server
 from distrib.training.parameter_server.snapshots import Snapshots
@@ -90,6 +91,31 @@ class Cluster:
             if isinstance(result, Exception):
                 raise result
         return results
+
+    def lose(self, number: int) -> None:
+        """A server dies: its connections break, and nobody listens any more."""
+        lost = self.servers[number]
+
+        def end() -> None:
+            for peer in list(lost._peers):
+                lost._end(peer)
+            for link in lost._links.values():
+                link._close()
+            lost.loop.forget(lost._listener)
+            lost._listener.close()
+            lost.loop.ended = True
+
+        lost.loop.call(end)
+        self.threads[number].join(10)
+
+    def start_again(self, number: int, monkeypatch: pytest.MonkeyPatch) -> Server:
+        """A server takes the place of one that died, as the launcher starts it."""
+        with monkeypatch.context() as environment:
+            environment.setenv("DISTRIB_STARTED_AGAIN", "1")
+            server = Server(number, self.servers[number].addresses, self.workers, b"key", self.strategy)
+        self.servers[number], self.threads[number] = server, threading.Thread(target=server.run, daemon=True)
+        self.threads[number].start()
+        return server
 
     def stop(self) -> None:
         for backend in self.backends:
@@ -956,23 +982,13 @@ def test_the_dead_have_no_voice_in_who_is_in_charge(make):
     cluster = make(workers=2, replicas=1)
     train, _ = cluster.each(begin)
     train()
-    there, lost = cluster.servers
+    there, _ = cluster.servers
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     there.loop.call(lambda: there.hear_news(theirs))
     assert comes_true(lambda: 1 in there.parts)
 
-    def lose() -> None:
-        for peer in list(lost._peers):
-            lost._end(peer)
-        for link in lost._links.values():
-            link._close()
-        lost.loop.forget(lost._listener)
-        lost._listener.close()
-        lost.loop.ended = True
-
     next(backend for backend in cluster.backends if backend.world.rank == 1).client.close()
-    lost.loop.call(lose)
-    cluster.threads[1].join(10)
+    cluster.lose(1)
     waits = threading.Thread(target=train)
     waits.start()
     waits.join(3)
@@ -982,6 +998,75 @@ def test_the_dead_have_no_voice_in_who_is_in_charge(make):
             ours.send(json.dumps({"worker": 1, "dead": dead}).encode())
         waits.join(60)
     assert not waits.is_alive() and there.parts[1].in_charge
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1)])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
+    """The workers have been told that the table is known, rank 0 is about to give its values, and others wait for them."""
+    monkeypatch.setattr("distrib.training.parameter_server.succession.PARTIAL_SECONDS", 0.5)
+    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 1.0)
+    cluster = make(workers=2, replicas=replicas)
+    give, given, have_values = HeldTable.give, [], threading.Barrier(2)
+
+    def interrupted(table: HeldTable, numbers: Any, *, replace: bool) -> None:
+        numbers = list(numbers)
+        give(table, numbers[:1], replace=replace)
+        for number in lost:
+            cluster.lose(number)
+        for number in lost:
+            cluster.start_again(number, monkeypatch)
+        given.append(table)
+        give(table, numbers, replace=replace)
+
+    monkeypatch.setattr(HeldTable, "give", interrupted)
+
+    def train(backend: Asynchronous) -> list[torch.Tensor]:
+        model = network(seed=backend.world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prepared(backend, model, optimizer)
+        held = [parameter.detach().clone() for parameter in model.parameters()]
+        have_values.wait(30)
+        model(batch(0, backend.world.rank)).sum().backward()
+        optimizer.step()
+        model(batch(1, 0))
+        return held
+
+    values = cluster.each(train)
+    assert len(given) == 1
+    for mine, theirs, first in zip(*values, network(seed=0).parameters(), strict=True):
+        torch.testing.assert_close(mine, first)
+        torch.testing.assert_close(theirs, first)
+
+
+def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_die(make, monkeypatch, capfd):
+    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 1.0)
+    cluster = make(workers=2, replicas=1)
+    both = cluster.each(lambda backend: straight(backend))
+    for model, optimizer in both:
+        step(model, optimizer)
+    for number in (0, 1):
+        cluster.lose(number)
+    for number in (0, 1):
+        cluster.start_again(number, monkeypatch)
+    for model, optimizer in both:
+        step(model, optimizer)
+    said = capfd.readouterr().err
+    assert "takes charge of shard 0, of which no replica is left, from the parameters that workers have" in said
+    assert comes_true(lambda: all(len(server.parts) == 2 for server in cluster.servers))  # with new replicas
+    assert -4 <= weight(both[0][0]) <= -3  # the first worker's second step may have come to a server of before
+
+
+def test_a_primary_that_was_given_up_hears_of_it_from_who_is_in_charge_now(make):
+    cluster = make(workers=1, replicas=1)
+    [(model, optimizer)] = cluster.each(lambda backend: straight(backend))
+    first, second = cluster.servers
+    assert comes_true(lambda: 0 in second.parts and second.parts[0].members == {0})
+    second.loop.call(lambda: second.parts[0].take_charge(5))
+    first.loop.call(lambda: first._links[0]._close())
+    assert comes_true(lambda: 0 not in first._links or 0 not in first.parts or not first.parts[0].in_charge)
+    step(model, optimizer)
+    assert second.parts[0].in_charge and weight(model) == -1
 
 
 def test_a_worker_that_is_started_again_gives_gradients_and_nothing_else(make, again):
@@ -1218,6 +1303,17 @@ def test_a_server_dies_and_its_replica_has_every_update(tmp_path):
     assert result["status"] == "succeeded", out
     assert "takes charge of shard 0" in out
     assert counts(tmp_path) == [(40, 40), (40, 40)]
+
+
+def test_all_servers_die_at_once_with_their_replicas(tmp_path):
+    job = started(tmp_path, "--servers", "2", "--replicas", "1")
+    for rank in (2, 3):
+        killed(tmp_path, rank)
+    result, out = ended(tmp_path, job)
+    assert result["status"] == "succeeded", out
+    assert "of which no replica is left" in out
+    for low, high in counts(tmp_path):  # what was applied and had not come back is lost
+        assert 20 < low <= high <= 40
 
 
 def test_a_server_without_replica_is_started_again(tmp_path):

@@ -23,6 +23,7 @@ from distrib.bandwidth.asynchronous import LARGEST_CHUNK_BYTES
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.placement import Parameter, cut, item_bytes
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
+from distrib.training.parameter_server.succession import CALL_SECONDS, Ballot, patience_seconds
 from distrib.training.parameter_server.wire import Loop
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
@@ -424,3 +425,31 @@ def test_any_order_of_events():
     run_state_machine_as_test(
         Anything, settings=settings(max_examples=40, stateful_step_count=50, deadline=None, database=None)
     )
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 3.0)), max_size=60), st.sets(st.integers(0, 4)))
+def test_who_takes_charge_has_been_asked_by_more_than_half_all_the_time(asked, dead):
+    ballot, now, calls = Ballot(servers=2), 0.0, []
+    voices = set(range(5)) - dead
+    for worker, pause in asked:
+        now += pause
+        calls.append((now, worker))
+        seconds = ballot.ask(worker, 0, voices, now)
+        again = CALL_SECONDS * 3
+        if seconds is None:
+            assert len({one for at, one in calls if now - at <= again} & voices) * 2 <= len(voices)
+            continue
+        for moment in [at for at, _ in calls if at >= now - seconds]:
+            there = {one for at, one in calls if moment - again <= at <= moment}
+            assert len(there & voices) * 2 > len(voices)
+
+
+def test_who_stops_asking_has_to_begin_anew():
+    ballot = Ballot(servers=2)
+    assert ballot.ask(0, 3, {0}, 10.0) == 0.0 and ballot.ask(0, 2, {0}, 12.0) == 2.0 and ballot.epoch == 3
+    assert ballot.ask(0, 3, {0}, 30.0) == 0.0
+
+
+def test_who_has_more_of_a_shard_comes_first():
+    assert patience_seconds("whole", 3) == 0 < patience_seconds("partial", 1) < patience_seconds("none", 0)
+    assert patience_seconds("none", 0) < patience_seconds("none", 1)

@@ -554,6 +554,13 @@ def test_ranks_agree(lesson, variables, tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python's own fork is safe since 3.12")
+def test_threads_come_to_rest_before_a_rank_forks():
+    """As the workers of its loader; else such a process may wait for ever for a lock of Python's (CPython issue 112275)."""
+    result = run_ranks(2, SCRIPTS / "lessons.py", "forks")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     script = tmp_path / "forgotten.py"
     script.write_text(

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
-from distrib.training import checkpoint, leaving
+from distrib.training import checkpoint, forking, leaving
 from distrib.training.alike import check_alike, check_same_values, differ, gather_numbers
 from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
@@ -81,6 +81,8 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         backend = backend_for(strategy, world, device)
         if not elastic:
             join(world, device, timedelta(seconds=timeout_seconds))
+        if world.size > 1:
+            forking.make_safe()
         _job = Job(world, device, backend)
         if wish := wish_from(os.environ):
             _job._profile_for_launcher(wish)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from sys import exit as leave
@@ -63,6 +64,21 @@ def collectives(job: distrib.Job) -> None:
 
 def _noise(worker: int) -> None:
     torch.rand(1)
+
+
+def forks(job: distrib.Job) -> None:
+    """A thread that is about to go on in Python does so before this process forks, though it has to wait for its turn."""
+    sys.setswitchinterval(60)
+    go, gone = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (go.wait(), gone.set()))
+    thread.start()
+    time.sleep(0.1)
+    go.set()
+    forked = os.fork()
+    if not forked:
+        os._exit(not gone.is_set())
+    assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
+    thread.join()
 
 
 def checkpoints(job: distrib.Job) -> None:

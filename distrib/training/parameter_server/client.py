@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import torch
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.hostgroup import HostGroup
 from distrib.training.parameter_server.sharing import Arena
+from distrib.training.parameter_server.succession import CALL_SECONDS
 from distrib.training.parameter_server.tables import raw
 from distrib.training.parameter_server.wire import (
     APPLIED,
@@ -40,11 +42,14 @@ from distrib.units import format_size
 T = TypeVar("T")
 
 RETRY_SECONDS = 0.2
-CALL_SECONDS = 2.0
-"""How long a server may take to welcome us, before another is tried."""
-
 SUSPEND_SECONDS = 4.0
 """After which a worker that cannot reach a server asks the others not to wait for it."""
+
+KEEP_SECONDS = 30.0
+"""In which a server has given what main has read for all to its replica and its disk."""
+
+WORRY_SECONDS = 15.0
+"""After which main tells of a server that nobody reaches."""
 
 LOST_SECONDS = 120.0
 """After which a worker that cannot reach a server fails: with no replica and nobody to start it again, it will not come back."""
@@ -82,7 +87,7 @@ class _Link:
         self.client, self.shard = client, shard
         self.epoch = 0
         self.connection: Connection | None = None
-        self.welcomed = self.was_welcomed = False
+        self.welcomed = self.was_welcomed = self.was_told_of = False
         self.down_since = time.monotonic()
         self.pushes: dict[tuple[int, int], Push] = {}
         self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
@@ -205,6 +210,7 @@ class _Link:
         self.epoch = said["epoch"]
         self.client.main = max(self.client.main, (said["main"][0], said["main"][1]))
         self.welcomed = self.was_welcomed = True
+        self.was_told_of = False
         if not said["member"]:
             self.client.outside = True
             self.client.astray |= said["round"] > self.client.round
@@ -213,6 +219,10 @@ class _Link:
             if number not in said["tables"]:  # a server that was started again, and has lost everything
                 for frame, payload in about(self.shard):
                     self.connection.send(frame, payload)
+        for number, (_, pieces) in self.client.kept.items():
+            if self.shard == 0 and number not in said["kept"]:
+                for frame, piece in pieces:
+                    self.connection.send(frame, piece)
         if self.client.group:
             self.connection.send(Frame(Kind.GROUP, version=self.client.group.number))
         for table in self.client.arenas:
@@ -266,6 +276,8 @@ class Client:
         """Whether some server does not wait for this worker: it has to join again."""
         self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
         """Of each table, what a server must be told that knows nothing of it."""
+        self.kept: dict[int, tuple[float, list[tuple[Frame, Any]]]] = {}
+        """What this worker has read for all: when the server had it, and in which pieces, until it cannot be lost any more."""
         self.arenas: dict[int, dict[int, Arena]] = {}
         """Memory that servers of this host may see, by table and shard."""
         self.group: HostGroup | None = None
@@ -312,6 +324,10 @@ class Client:
 
         self.loop.call(send)
         return future
+
+    def keep(self, number: int, pieces: list[tuple[Frame, Any]]) -> None:
+        """Gives them again to a server that has lost them, for as long as it may."""
+        self.loop.call(lambda: self.kept.update({number: (time.monotonic(), pieces)}))
 
     def result(self, future: Future[T]) -> T:
         """Wait for an answer. Raises TrainingError when there will be none."""
@@ -476,10 +492,16 @@ class Client:
 
     def _tick(self) -> None:
         now = time.monotonic()
+        self.kept = {number: kept for number, kept in self.kept.items() if now - kept[0] < KEEP_SECONDS}
         for link in self._links:
             link.tick(now)
-            if not link.welcomed and now - link.down_since > LOST_SECONDS:
-                host, port = self.addresses[link.shard]
+            host, port = self.addresses[link.shard]
+            away_seconds = 0.0 if link.welcomed else now - link.down_since
+            if away_seconds > WORRY_SECONDS and not link.was_told_of and self.main[1] == self.rank:
+                link.was_told_of = True
+                print(f"distrib: parameter server {link.shard} at {host}:{port} has not been reached for {away_seconds:.0f} s; "
+                      f"the job fails after {LOST_SECONDS:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
+            if away_seconds > LOST_SECONDS:
                 hint = "see its log; --replicas 1 survives the loss of a server"
                 if self.replicas:
                     hint = "its replica takes charge where more than half of the workers are there to ask it; see the servers' logs"

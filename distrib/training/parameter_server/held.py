@@ -75,6 +75,8 @@ class HeldTable:
         self._doubtful = False  # whether what was pushed before the step may be another gradient than that of the step
         self._settings_sent: list[dict[str, Any]] = list(self.description.options)
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
+        self._first: dict[int, torch.Tensor] = {}  # the values that this worker gives the servers
+        self._has: set[int] = set()  # the chunks of which it has the servers' values
         self._pushed: set[int] = set()
         self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
 
@@ -107,27 +109,30 @@ class HeldTable:
 
     def begin(self) -> None:
         """Tells the servers what the table is, gives them the first values where they have none, and takes theirs."""
+        self.client.tables[self.number] = self._all_we_know
         about = msgspec.json.encode(self.description)
         shards = range(len(self.client.addresses))
         answers = [self.client.ask(shard, Frame(Kind.DESCRIBE, table=self.number), about) for shard in shards]
         wanted = [unpacked(self.client.result(answer)[1])["give"] for answer in answers]
         if any(wanted):
+            self._first = {chunk.number: self._flat(chunk) for chunk in self.chunks}
             self.give(self._all, replace=False)
         self.pull()
-        self.client.tables[self.number] = self._all_we_know
+        self._first = {}
         if self.client.group:
             self.client.group.add(self.number, GroupTable(self.slots, self._arenas[0], self._sizes, self._to_servers))
         elif self._arenas:
             self.client.share(self.number, self._arenas)
 
     def _all_we_know(self, shard: int) -> list[tuple[Frame, Any]]:
-        """The table and the values that this worker had last, for a server that has lost them; its state is new then."""
+        """The table and the values that this worker had last, if any, for a server that has lost them; its state is new then."""
         told: list[tuple[Frame, Any]] = [
             (Frame(Kind.DESCRIBE, table=self.number), msgspec.json.encode(self.description))
         ]
         for chunk, slot in zip(self.chunks, self.slots, strict=True):
-            if slot.shard == shard:
-                value = slot.value.to(getattr(torch, chunk.kind)).clone()
+            value = slot.value if chunk.number in self._has else self._first.get(chunk.number)
+            if slot.shard == shard and value is not None:
+                value = value.to(getattr(torch, chunk.kind)).clone()
                 told.append((Frame(Kind.SET, table=self.number, chunk=slot.chunk), raw(value)))
         return told
 
@@ -157,6 +162,7 @@ class HeldTable:
             slot.fresh, slot.version = False, frame.version
             value = torch.frombuffer(payload, dtype=getattr(torch, chunk.kind))
             slot.value.copy_(value)
+            self._has.add(number)
             self._install(chunk, value)
 
     # -- a step -------------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ class Part:
         """How often the worker that prints and saves was another one, and which it is. Decided for shard 0."""
         self.pool = pool
         self.follower: Connection | None = None
+        self._awaits_follower = False
         self._there: dict[int, Connection] = {}
         self._lives: dict[int, str] = {}
         self._groups: dict[int, int] = {}  # under which number the workers of a host push that push as one
@@ -109,6 +110,7 @@ class Part:
                     "round": self._gathering.newest(),
                     "tables": [table.number for table in self.tables.values() if table.is_set],
                     "main": self.main,
+                    "kept": sorted(self.kept),
                 }
             ),
         )
@@ -434,9 +436,15 @@ class Part:
 
     # -- the replica: this server's side --------------------------------------------------------------------------------
 
+    def await_follower(self) -> None:
+        """Nobody is answered before there is a replica, or it is agreed that there is none."""
+        self._awaits_follower = True
+        for table in self.tables.values():
+            table.shard.replicate(table.shard.index)
+
     def follow(self, follower: Connection | None) -> None:
         """From now on `follower` gets all that this part learns; None: nobody does, and nobody is waited for."""
-        self.follower = follower
+        self.follower, self._awaits_follower = follower, False
         for table in self.tables.values():
             self._begin_replica(table)
         for number in self.kept:
@@ -444,7 +452,7 @@ class Part:
 
     def _begin_replica(self, table: Table) -> None:
         if self.follower is None:
-            self._carry_out(table, table.shard.replicate(None))
+            self._carry_out(table, table.shard.replicate(-1 if self._awaits_follower else None))
             return
         state = table.shard.state()
         about = {"description": msgspec.to_builtins(table.description), "shard": state}

@@ -5,8 +5,10 @@ which it takes charge when that server is gone. One thread; it waits in the kern
 
 **Who is in charge** of a shard is counted in epochs. A replica takes charge when more than half of the members say that they
 cannot reach the primary and it cannot either; those do not count of which the launcher says that they have died. A primary
-whose replica is gone answers nobody until more than half of the members have agreed that it goes on alone, which they do unless they have given it up. Two such majorities have a worker in
-common, which obeys the higher epoch: so at most one server goes on, and it has every update that was acknowledged.
+whose replica is gone answers nobody until more than half of the members have agreed that it goes on alone, which they do unless
+they have given it up. Two such majorities have a worker in common, which obeys the higher epoch: so at most one server goes on,
+and it has every update that was acknowledged. Where primary and replica are both gone, what workers have is what there is
+(`succession`).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, from_environment
 from distrib.training.parameter_server.part import DROP_SECONDS, Part
 from distrib.training.parameter_server.snapshots import Snapshots
+from distrib.training.parameter_server.succession import Ballot, Replica, patience_seconds
 from distrib.training.parameter_server.tables import Pool, raw
 from distrib.training.parameter_server.wire import Connection, Frame, Kind, Loop, WireError, packed, unpacked
 
@@ -42,6 +45,7 @@ class _Peer:
         self.part: Part | None = None
         self.worker: int | None = None
         self.primary = False
+        self.is_refused = False
         self.gradient: torch.Tensor | None = None
         self.connection = Connection(
             sock, server.key, listener=True, room=self.room, receive=self.receive, queued=lambda: server.talk_to(self)
@@ -55,6 +59,8 @@ class _Peer:
         return None
 
     def receive(self, frame: Frame, payload: Any) -> None:
+        if self.is_refused:  # it does not know yet
+            return
         if frame.kind is Kind.HELLO:
             self.server.introduce(self, unpacked(payload))
         elif self.part is None:
@@ -77,7 +83,7 @@ class Server:
         self.loop = Loop()
         self.pool = Pool()
         self.parts: dict[int, Part] = {}
-        self.snapshots: Snapshots | None = None
+        self.snapshots = Snapshots(number)
         again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
         if not again or not strategy.replicas:  # else its replica is in charge by now
             self._take_own_part(again)
@@ -88,7 +94,7 @@ class Server:
         self._dead: set[int] = set()
         """The workers that have died, as the launcher says, and were not started again."""
         self._links: dict[int, _ReplicaLink] = {}
-        self._votes: dict[int, set[int]] = {}  # by shard: who cannot reach its primary
+        self._ballots: dict[int, Ballot] = {}  # by shard: who cannot reach its primary
         self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
         both = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
@@ -103,9 +109,6 @@ class Server:
         own = Part(self.number, self.workers, len(self.addresses), self.strategy, self.pool)
         own.in_charge = True
         self.parts[self.number] = own
-        if self.strategy.replicas:
-            return
-        self.snapshots = Snapshots(self.number)
         if again:
             own.await_again()
             age = self.snapshots.restore(own)
@@ -139,8 +142,7 @@ class Server:
         if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.parts:
             self._replicate(self.parts[self.number])
         self.loop.run()
-        if self.snapshots:
-            self.snapshots.remove()
+        self.snapshots.remove()
 
     def _accept(self, _: int) -> None:
         try:
@@ -200,19 +202,21 @@ class Server:
         part = self.parts.get(shard)
         if "worker" not in hello:  # a primary that looks for a replica
             if part is None or not part.in_charge or epoch > part.epoch:
-                self._give_up(shard)
+                self.give_up(shard)
                 part = self.parts[shard] = Part(shard, 0, len(self.addresses), self.strategy, self.pool)
                 part.epoch = epoch
-                self._votes.pop(shard, None)
+                self._ballots.pop(shard, None)
                 peer.part, peer.primary = part, True
-                return
-            raise WireError("a primary of an earlier epoch")
+            else:
+                peer.is_refused = True
+                peer.connection.send(Frame(Kind.REFUSED, version=part.epoch), packed(""))
+            return
         worker = hello["worker"]
         if part is not None and part.in_charge and epoch > part.epoch:
             say(f"shard {shard}: another server is in charge since epoch {epoch}")
-            self._give_up(shard)
-            part = None
-        counted = part is not None and not part.in_charge and self._vote(part, worker, epoch)
+            self.give_up(shard)
+        counted = self._vote(shard, worker, epoch)
+        part = self.parts.get(shard)
         if part is None or not part.in_charge:
             peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
             return
@@ -222,7 +226,7 @@ class Server:
         self.was_called = True
         part.welcome(worker, hello, peer.connection)
 
-    def _give_up(self, shard: int) -> None:
+    def give_up(self, shard: int) -> None:
         """Another server is in charge of the shard: those who thought that this one was must call again."""
         part = self.parts.pop(shard, None)
         if part:
@@ -230,21 +234,49 @@ class Server:
             for peer in [peer for peer in self._peers if peer.part is part]:
                 self._end(peer)
 
-    def _vote(self, part: Part, worker: int, epoch: int) -> bool:
-        """A worker asks the replica. It takes charge when a majority does and the primary is silent here too.
+    def _vote(self, shard: int, worker: int, epoch: int) -> bool:
+        """A worker asks for a shard: this server takes charge of it where that is its turn.
 
         Whether the worker's voice counts; then it must not agree that the primary goes on alone.
         """
-        if epoch > part.epoch or any(peer.primary and peer.part is part for peer in self._peers):
+        part = self.parts.get(shard)
+        if not self.strategy.replicas or (part and part.in_charge):
             return False
-        votes = self._votes.setdefault(part.shard, set())
-        votes.add(worker)
-        asked = part.members - self._dead
-        if len(votes & asked) * 2 > len(asked) and all(table.is_set for table in part.tables.values()):
+        if part and any(peer.primary and peer.part is part for peer in self._peers):
+            return False
+        if part and not part.members:  # its primary died before it told, or they had all asked not to be waited for
+            part.members = set(range(self.workers))
+        voices = (part.members if part else set(range(self.workers))) - self._dead
+        ballot = self._ballots.setdefault(shard, Ballot(len(self.addresses)))
+        asking_seconds = ballot.ask(worker, epoch, voices, time.monotonic())
+        if part and ballot.epoch > part.epoch:
+            part = None  # of a server that went on without this replica
+        replica: Replica = "none"
+        if part:
+            replica = "whole" if all(table.is_set for table in part.tables.values()) else "partial"
+        distance = (self.number - shard) % len(self.addresses)
+        if asking_seconds is not None and asking_seconds >= patience_seconds(replica, distance):
+            self._take_charge(shard, part, ballot.epoch)
+        return replica != "none"
+
+    def _take_charge(self, shard: int, part: Part | None, epoch: int) -> None:
+        """From a replica of the shard, or from the parameters that workers have."""
+        del self._ballots[shard]
+        if part:
             part.take_charge(part.epoch + 1)
-            say(f"takes charge of shard {part.shard}, whose server is gone, from its replica")
-            self._replicate(part)
-        return True
+            whole = all(table.is_set for table in part.tables.values())
+            source = "its replica" if whole else "what was copied of it, and the parameters that workers have"
+            say(f"takes charge of shard {shard}, whose server is gone, from {source}")
+        else:
+            self.give_up(shard)
+            part = self.parts[shard] = Part(shard, self.workers, len(self.addresses), self.strategy, self.pool)
+            part.take_charge(epoch + 2)  # a replica that was out of reach may have taken charge with the next one
+            if shard == 0:
+                self.snapshots.restore_kept(part)
+            for worker in self._dead:
+                part.give_up(worker)
+            say(f"takes charge of shard {shard}, of which no replica is left, from the parameters that workers have")
+        self._replicate(part)
 
     def _replicate(self, part: Part) -> None:
         """Keeps a replica of a part on the next server that can be one, on another host if there is any."""
@@ -253,8 +285,7 @@ class Server:
         # Where this server has taken charge, the one that was in charge is gone, or started anew.
         others.sort(key=lambda other: (self.addresses[other][0] == host, other == part.shard))
         if others:
-            for table in part.tables.values():
-                table.shard.replicate(table.shard.index)
+            part.await_follower()
             self._links[part.shard] = _ReplicaLink(self, part, others)
 
     def ask_to_go_on_alone(self, part: Part) -> None:
@@ -291,8 +322,9 @@ class Server:
         for part in list(self.parts.values()):
             if part.in_charge:
                 part.tick(now)
-                if self.snapshots and part.shard == self.number:
+                if part.shard == 0:
                     self.snapshots.keep(part, now)
+                if not self.strategy.replicas:
                     self.snapshots.take(part, now)
             for note in part.notes:
                 if part.shard == 0:
@@ -353,6 +385,9 @@ class _ReplicaLink:
     def _hear(self, frame: Frame, payload: Any) -> None:
         if frame.kind is Kind.LOGGED:
             self.part.acknowledge(frame)
+        elif frame.kind is Kind.REFUSED and frame.version > self.part.epoch:
+            say(f"shard {self.part.shard}: another server is in charge since epoch {frame.version}")
+            self.server.give_up(self.part.shard)
 
     def _attend(self, events: int) -> None:
         assert self.connection

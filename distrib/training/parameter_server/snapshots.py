@@ -100,11 +100,7 @@ class Snapshots:
         """Gives `part` what the last snapshot holds, and says how many seconds old it is; None where there is none."""
         if not self.usable:
             return None
-        for file in self.folder.glob("kept-*[0-9]"):
-            number = int(file.name.removeprefix("kept-"))
-            with file.open("rb") as content:
-                part.kept[number] = [content.read(length) for length in msgspec.json.decode(content.readline())]
-            self._kept.add(number)
+        self.restore_kept(part)
         try:
             snapshot = torch.load(self.path, weights_only=True)
         except FileNotFoundError:
@@ -120,6 +116,14 @@ class Snapshots:
             part.tables[table.number] = table
         taken: float = snapshot["time"]
         return max(0.0, time.time() - taken)
+
+    def restore_kept(self, part: Part) -> None:
+        """Gives `part` what the main worker had read for all."""
+        for file in self.folder.glob("kept-*[0-9]") if self.usable else ():
+            number = int(file.name.removeprefix("kept-"))
+            with file.open("rb") as content:
+                part.kept[number] = [content.read(length) for length in msgspec.json.decode(content.readline())]
+            self._kept.add(number)
 
     def remove(self) -> None:
         """The job is over. What is being written has no name any more, and is gone when its writer ends."""

@@ -336,11 +336,15 @@ class Asynchronous(Backend):
     def _keep(self, number: int, content: bytes) -> bool:
         """Has the servers keep this under `number`, in pieces. False where they had another's already, who was main before."""
         whole, count = memoryview(content), -(-len(content) // PIECE_BYTES)
+        pieces = [
+            (Frame(Kind.KEEP, chunk=piece, version=number, weight=count), whole[piece * PIECE_BYTES :][:PIECE_BYTES])
+            for piece in range(count)
+        ]
         while True:  # again from the first piece where the server was lost between two
-            for piece in range(count):
-                frame = Frame(Kind.KEEP, chunk=piece, version=number, weight=count)
-                data = whole[piece * PIECE_BYTES : (piece + 1) * PIECE_BYTES]
+            for frame, data in pieces:
                 if (flags := self.client.result(self.client.ask(0, frame, data))[0].flags) & FINAL:
+                    if flags & APPLIED:
+                        self.client.keep(number, pieces)
                     return bool(flags & APPLIED)
 
     def _fetched(self, number: int) -> Any:
