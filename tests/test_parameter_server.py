@@ -1006,6 +1006,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
     """The workers have been told that the table is known, rank 0 is about to give its values, and others wait for them."""
     monkeypatch.setattr("distrib.training.parameter_server.succession.PARTIAL_SECONDS", 0.5)
     monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 1.0)
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
     cluster = make(workers=2, replicas=replicas)
     give, given, have_values = HeldTable.give, [], threading.Barrier(2)
 
@@ -1017,6 +1018,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
         for number in lost:
             cluster.start_again(number, monkeypatch)
         given.append(table)
+        time.sleep(0.8)  # in which rank 0 cannot reach a server
         give(table, numbers, replace=replace)
 
     monkeypatch.setattr(HeldTable, "give", interrupted)
