@@ -33,8 +33,8 @@ def add_options(check: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
     import msgspec
+    from distrib_launch import network, preflight
     from distrib_launch import plan as planning
-    from distrib_launch import preflight
     from distrib_launch.connections import Connections
     from distrib_launch.console import perhaps_unread
     from distrib_launch.engines import mpirun
@@ -47,6 +47,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"{options.script}: no such script")
     if script and options.hosts is None and FILE_NAME.search(script.name):
         raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
+    if options.interface:
+        network.named(options.interface)
     hosts = read_hosts(options.hosts)
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
     apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}

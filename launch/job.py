@@ -85,7 +85,7 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
 
     `without` names hosts left out, `job` is the name of the job where it has one already.
     """
-    from distrib_launch import alone, choose, engines, results, sync, training
+    from distrib_launch import alone, choose, engines, network, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
 
@@ -97,6 +97,8 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
         if re.fullmatch(r"python[\d.]*", script.name):
             hint = "leave it out: every host starts its own"
         raise ConfigError(f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}", hint=hint)
+    if options.interface:
+        network.named(options.interface)  # refused before anything is planned where it cannot be
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     environment = planning.forwarded(os.environ, options.env)

@@ -376,6 +376,8 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--nproc_per_node=2", "JOB"], "-np N starts N ranks on this machine"),
         (["--nnodes", "2", "JOB"], "-H FILE or -H HOST,HOST names the hosts"),
         (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
+        (["--ssh-command", "nowhere/ssh -v", "JOB"], "--ssh-command nowhere/ssh: there is no such command"),
+        (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: no network"),
         (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
     ],
 )
@@ -456,7 +458,13 @@ def test_arguments_are_passed_on_untouched(words, told):
         ("sshpass -e ssh -F my.conf", ["sshpass", "-e", "ssh"], "my.conf"),
     ],
 )
-def test_ssh_reads_the_users_configuration_beside_ports_and_users_of_hosts(tmp_path, command, words, included):
+def test_ssh_reads_the_users_configuration_beside_ports_and_users_of_hosts(
+    tmp_path, tmp_path_factory, monkeypatch, command, words, included
+):
+    sshpass = tmp_path_factory.mktemp("bin") / "sshpass"
+    sshpass.write_text("#!/bin/sh\n")
+    sshpass.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sshpass.parent), prepend=os.pathsep)
     (tmp_path / "lab.txt").write_text("a slots=1 port=2222\nb slots=1\n")
     plan = msgspec.convert(dry_run(tmp_path, "-H", "lab.txt", "--ssh-command", command), LaunchPlan)
     assert list(plan.ssh[: len(words)]) == words and plan.ssh[len(words)] == "-o"

@@ -168,6 +168,8 @@ def ssh_words(
         raise ConfigError(f"--ssh-command {ssh_command}: {str(error).lower()}") from None
     if not words:
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
+    if ssh_command is not None and not shutil.which(words[0]):
+        raise ConfigError(f"--ssh-command {words[0]}: there is no such command here")
     if "/" in words[0]:  # a path from here
         words[0] = str(Path(words[0]).absolute())
     config = None

@@ -249,7 +249,8 @@ class Part:
             self._fetches.append((worker, frame))
             self._answer_fetches()
         elif frame.kind is Kind.SUSPEND:
-            if self.tables and all(table.is_set for table in self.tables.values()):  # else it may yet give the first values
+            has_begun = self.tables and all(table.is_set for table in self.tables.values())
+            if has_begun:  # else it may yet give the first values
                 self._drop(worker, comes_back=True)
         elif frame.kind is Kind.GROUP:
             self._groups[worker] = frame.version
