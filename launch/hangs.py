@@ -44,7 +44,8 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """The main thread of a rank's script, innermost call first; `problem` says why there is none.
 
-    `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none.
+    `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
+    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D).
     """
 
     rank: int
@@ -52,6 +53,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     frames: tuple[Frame, ...] = ()
     running: bool = False
+    state: str = ""
     problem: str = ""
 
 
@@ -76,6 +78,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         thread_name: str | None
         active: bool
         frames: list[Frame]
+        state: str = ""
 
     try:
         threads = msgspec.json.decode(dump, type=list[Thread])
@@ -85,7 +88,8 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
     if not threads:
         return Stack(rank=rank, host=host, step=step, problem="no Python thread")
     main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
-    return Stack(rank=rank, host=host, step=step, frames=tuple(main.frames), running=main.active)
+    frames = tuple(main.frames)
+    return Stack(rank=rank, host=host, step=step, frames=frames, running=main.active, state=main.state)
 
 
 def place_of(stack: Stack) -> Place:
@@ -95,6 +99,9 @@ def place_of(stack: Stack) -> Place:
     own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
+    if stack.state in ("T", "t"):
+        what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT lets it go on)"
+        return Place(waits=False, what=what, where=where)
     if any(frame.function == "close" and JOB_FILE.search(frame.filename) for frame in stack.frames):
         return AT_END
     if any(SERVER_FILES.search(frame.filename) for frame in stack.frames) and not stack.running:
@@ -114,6 +121,8 @@ def place_of(stack: Stack) -> Place:
         line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
         if call := COLLECTIVE_CALL.search(line):
             return Place(waits=True, what=call[0].rstrip("( "), where=where)
+    if stack.state == "D":
+        return Place(waits=False, what="a wait for a disk or a file system", where=where)
     innermost = stack.frames[0] if stack.frames else None
     what = f"{innermost.name}" if innermost and own != 0 else ""
     return Place(waits=False, what=what or "its own code", where=where)

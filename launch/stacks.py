@@ -46,7 +46,8 @@ class Spies:
 
 
 def with_state(dump: bytes, pid: int) -> bytes:
-    """py-spy's stacks, with what the kernel says of the main thread where py-spy does not know which of the kernel's it is.
+    """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D), and
+    whether it is active where py-spy does not know which of the kernel's threads it is.
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
     """
@@ -56,7 +57,14 @@ def with_state(dump: bytes, pid: int) -> bytes:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
         for thread in threads:
             # A script that has not imported threading has one thread, and no name for it.
-            if thread["thread_name"] in ("MainThread", None) and thread["os_thread_id"] is None:
-                thread["active"] = state == "R"
+            if thread["thread_name"] not in ("MainThread", None):
+                continue
+            told: dict[str, object] = {}
+            if thread["os_thread_id"] is None:
+                told["active"] = state == "R"
+            if state in "TtD":
+                told["state"] = state
+            if told:
+                thread.update(told)
                 dump = json.dumps(threads).encode()
     return dump

@@ -168,6 +168,18 @@ def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
     assert run.seconds < 50
 
 
+def test_a_rank_that_is_stopped_is_told_from_one_that_computes(launch, tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(
+        "import os, signal\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "2", "--hang-timeout", "4s", script, timeout=150)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT" in run.err
+    assert "(stopped.py:5 in <module>); 1 rank waits for it in Barrier" in run.err
+
+
 @pytest.mark.parametrize(("code", "state"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
 def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, state):
     unknown = {"thread_name": "MainThread", "os_thread_id": None, "active": not state, "frames": []}
@@ -488,6 +500,15 @@ def test_the_one_that_is_elsewhere_is_named():
         "no progress for 60 s: rank 3 on n1 is in the data loader (train.py:41 in train); "
         "7 ranks wait for it in the backward pass, for gradients"
     )
+
+
+def test_the_one_that_is_stopped_is_named_wherever_it_is():
+    stacks = [stack(r, IN_ALL_REDUCE) for r in range(3)] + [stack(3, IN_ALL_REDUCE, state="T")]
+    assert "rank 3 on n1 is in a stop by a signal" in hangs.report(stacks, 5)[0]
+    stacks[3] = stack(3, IN_LOADER, state="D")
+    assert "rank 3 on n1 is in the data loader" in hangs.report(stacks, 5)[0]
+    stacks[3] = stack(3, frames(("load", "/home/me/train.py", 3)), state="D")
+    assert "rank 3 on n1 is in a wait for a disk or a file system (train.py:3 in load)" in hangs.report(stacks, 5)[0]
 
 
 def test_ranks_in_different_collectives_wait_for_each_other():
