@@ -15,8 +15,19 @@ import time
 QUIET_SECONDS = 0.01
 """In which a thread that is about to enter Python, or to leave it, has done so."""
 
+TOGETHER_SECONDS = 0.1
+"""Within which forks are those of one loader, which calls no collective between them."""
+
 
 def make_safe() -> None:
     """Lets other threads finish what they are at before this process forks. Once a process."""
+    last = -TOGETHER_SECONDS
+
+    def rest() -> None:
+        nonlocal last
+        if time.monotonic() - last > TOGETHER_SECONDS:
+            time.sleep(QUIET_SECONDS)
+        last = time.monotonic()
+
     if sys.version_info < (3, 12):
-        os.register_at_fork(before=lambda: time.sleep(QUIET_SECONDS))
+        os.register_at_fork(before=rest)
