@@ -55,8 +55,7 @@ class Recovery:
         """A rank failed. Whether the job is to go on."""
         ending = state.ending
         assert ending
-        if state.plan.role == "worker":
-            self._tell_servers(state)
+        self._tell_servers(state)
         may = tolerance.may_start_again(self._plan, ending, state.deaths)
         if may and state.plan.role == "server":
             self.start_again(state)
@@ -92,12 +91,11 @@ class Recovery:
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
         environment = {**state.assignment.environment, "DISTRIB_STARTED_AGAIN": "1"}
         self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment).payload())
-        if state.plan.role == "worker":
-            self._tell_servers(state)
-        else:
-            for worker in self._ranks:
-                if worker.ending and worker.ending.failed and worker.plan.role == "worker":
-                    self._send(state, Kind.NEWS, {"worker": worker.plan.rank, "dead": True})
+        self._tell_servers(state)
+        if state.plan.role == "server":
+            for other in self._ranks:
+                if other.ending and other.ending.failed:
+                    self._send(state, Kind.NEWS, {"rank": other.plan.rank, "dead": True})
 
     @property
     def _again(self) -> set[int]:
@@ -108,11 +106,11 @@ class Recovery:
     def _is_training(self) -> bool:
         return tolerance.is_training(self._plan, self.endings, self._again)
 
-    def _tell_servers(self, worker: RankState) -> None:
-        """Whether it is dead: no server is to wait for its voice."""
+    def _tell_servers(self, state: RankState) -> None:
+        """Whether a rank is dead: no server is to wait for its voice, or for what it may know."""
         for server in self._ranks:
             if server.plan.role == "server" and not server.ending:
-                self._send(server, Kind.NEWS, {"worker": worker.plan.rank, "dead": worker.ending is not None})
+                self._send(server, Kind.NEWS, {"rank": state.plan.rank, "dead": state.ending is not None})
 
     def _say(self, state: RankState, *, again: bool) -> None:
         ending = state.ending

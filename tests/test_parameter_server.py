@@ -995,7 +995,7 @@ def test_the_dead_have_no_voice_in_who_is_in_charge(make):
     assert waits.is_alive() and not there.parts[1].in_charge  # the other may be with the server that is gone
     with ours:
         for dead in (True, False, True):
-            ours.send(json.dumps({"worker": 1, "dead": dead}).encode())
+            ours.send(json.dumps({"rank": 1, "dead": dead}).encode())
         waits.join(60)
     assert not waits.is_alive() and there.parts[1].in_charge
 
@@ -1057,6 +1057,37 @@ def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_d
     assert "takes charge of shard 0, of which no replica is left, from the parameters that workers have" in said
     assert comes_true(lambda: all(len(server.parts) == 2 for server in cluster.servers))  # with new replicas
     assert -4 <= weight(both[0][0]) <= -3  # the first worker's second step may have come to a server of before
+
+
+def test_nobody_begins_anew_what_a_server_may_have_that_is_only_out_of_reach(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 0.5)
+    monkeypatch.setattr("distrib.training.parameter_server.server.DROP_SECONDS", 1.0)
+    cluster = make(servers=3, workers=1, replicas=1)
+
+    def begin(backend: Asynchronous) -> Callable[[], None]:
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prepared(backend, model, optimizer)
+        return lambda: (model(batch(0, 0)).sum().backward(), optimizer.step(), model(batch(0, 0)))[1]
+
+    [train] = cluster.each(begin)
+    train()
+    left = cluster.servers[2]
+    assert comes_true(lambda: 1 in left.parts)  # the replica of shard 1; that of shard 0 is on server 1
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    left.loop.call(lambda: left.hear_news(theirs))
+    for number in (0, 1):
+        cluster.lose(number)
+    waits = threading.Thread(target=train)
+    waits.start()
+    assert comes_true(lambda: left.parts[1].in_charge)
+    waits.join(3)
+    assert waits.is_alive() and 0 not in left.parts
+    with ours:
+        for rank in (1, 2):  # after the worker, the servers
+            ours.send(json.dumps({"rank": rank, "dead": True}).encode())
+        waits.join(60)
+    assert not waits.is_alive() and left.parts[0].in_charge
 
 
 def test_a_primary_that_was_given_up_hears_of_it_from_who_is_in_charge_now(make):

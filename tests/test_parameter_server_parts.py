@@ -434,8 +434,9 @@ def test_who_takes_charge_has_been_asked_by_more_than_half_all_the_time(asked, d
     for worker, pause in asked:
         now += pause
         calls.append((now, worker))
-        seconds = ballot.ask(worker, 0, voices, now)
-        again = CALL_SECONDS * 3
+        seconds = ballot.ask(worker, 0, {worker}, voices, now)
+        again = CALL_SECONDS * (1 + 2)
+        assert ballot.silent == {one for at, one in calls if now - at <= again}
         if seconds is None:
             assert len({one for at, one in calls if now - at <= again} & voices) * 2 <= len(voices)
             continue
@@ -446,8 +447,8 @@ def test_who_takes_charge_has_been_asked_by_more_than_half_all_the_time(asked, d
 
 def test_who_stops_asking_has_to_begin_anew():
     ballot = Ballot(servers=2)
-    assert ballot.ask(0, 3, {0}, 10.0) == 0.0 and ballot.ask(0, 2, {0}, 12.0) == 2.0 and ballot.epoch == 3
-    assert ballot.ask(0, 3, {0}, 30.0) == 0.0
+    assert ballot.ask(0, 3, set(), {0}, 10.0) == 0.0 and ballot.ask(0, 2, set(), {0}, 12.0) == 2.0 and ballot.epoch == 3
+    assert ballot.ask(0, 3, set(), {0}, 30.0) == 0.0
 
 
 def test_who_has_more_of_a_shard_comes_first():

@@ -98,6 +98,8 @@ class _Link:
         self._tries = 0
         self._called = 0.0
         self._voted: set[int] = set()
+        self._silent = set(range(len(client.addresses)))  # who has not answered since the one in charge is gone
+        self._place = shard
 
     # -- the connection -----------------------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class _Link:
         places = (
             [(self.shard + n) % len(addresses) for n in range(len(addresses))] if self.client.replicas else [self.shard]
         )
-        place = places[self._tries % len(places)]
+        place = self._place = places[self._tries % len(places)]
         host, port = addresses[place]
         sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         sock.setblocking(False)
@@ -117,7 +119,7 @@ class _Link:
             self._voted.add(self.epoch + 1)
         hello = {
             "worker": self.client.rank, "life": self.client.life, "again": self.client.again,
-            "shard": self.shard, "epoch": self.epoch, "main": self.client.main,
+            "shard": self.shard, "epoch": self.epoch, "main": self.client.main, "silent": sorted(self._silent - {place}),
         }  # fmt: skip
         self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2)
         self.client.loop.watch(sock, self._attend, writing=True)
@@ -129,6 +131,7 @@ class _Link:
         self._sock.close()
         if self.welcomed:
             self.down_since = time.monotonic()
+            self._silent = set(range(len(self.client.addresses)))
             self._tries = 0
         else:
             self._tries += 1
@@ -194,6 +197,7 @@ class _Link:
             self.client.main = max(self.client.main, (frame.version, frame.step))
         elif frame.kind is Kind.REFUSED:
             why = unpacked(payload)
+            self._silent.discard(self._place)
             if why:
                 self.client.fail(TrainingError(why))
             elif frame.flags:

@@ -92,7 +92,7 @@ class Server:
         self._peers: set[_Peer] = set()
         self._talkative: set[_Peer] = set()
         self._dead: set[int] = set()
-        """The workers that have died, as the launcher says, and were not started again."""
+        """The ranks that have died, as the launcher says, and were not started again."""
         self._links: dict[int, _ReplicaLink] = {}
         self._ballots: dict[int, Ballot] = {}  # by shard: who cannot reach its primary
         self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
@@ -116,21 +116,21 @@ class Server:
             say(f"was started again; its shard comes from {source}, without a replica (--replicas 1 loses nothing)")
 
     def hear_news(self, sock: socket.socket) -> None:
-        """Listens to what the launcher knows of workers, one piece of JSON at a time."""
+        """Listens to what the launcher knows of ranks, one piece of JSON at a time."""
 
         def read(_: int) -> None:
             news = sock.recv(4096)
             if not news:  # whoever told is gone, and this process soon, too
                 self.loop.forget(sock)
                 return
-            worker, is_dead = unpacked(news)["worker"], unpacked(news)["dead"]
+            rank, is_dead = unpacked(news)["rank"], unpacked(news)["dead"]
             if not is_dead:
-                self._dead.discard(worker)
+                self._dead.discard(rank)
                 return
-            self._dead.add(worker)
+            self._dead.add(rank)
             for part in self.parts.values():
-                if part.in_charge:
-                    part.give_up(worker)
+                if part.in_charge and rank < self.workers:
+                    part.give_up(rank)
             self.flush()
 
         self.loop.watch(sock, read)
@@ -215,7 +215,7 @@ class Server:
         if part is not None and part.in_charge and epoch > part.epoch:
             say(f"shard {shard}: another server is in charge since epoch {epoch}")
             self.give_up(shard)
-        counted = self._vote(shard, worker, epoch)
+        counted = self._vote(shard, worker, epoch, set(hello["silent"]))
         part = self.parts.get(shard)
         if part is None or not part.in_charge:
             peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
@@ -234,8 +234,8 @@ class Server:
             for peer in [peer for peer in self._peers if peer.part is part]:
                 self._end(peer)
 
-    def _vote(self, shard: int, worker: int, epoch: int) -> bool:
-        """A worker asks for a shard: this server takes charge of it where that is its turn.
+    def _vote(self, shard: int, worker: int, epoch: int, silent: set[int]) -> bool:
+        """A worker asks for a shard, and does not reach the servers `silent`: this one takes charge where that is its turn.
 
         Whether the worker's voice counts; then it must not agree that the primary goes on alone.
         """
@@ -244,27 +244,38 @@ class Server:
             return False
         if part and any(peer.primary and peer.part is part for peer in self._peers):
             return False
-        if part and not part.members:  # its primary died before it told, or they had all asked not to be waited for
-            part.members = set(range(self.workers))
-        voices = (part.members if part else set(range(self.workers))) - self._dead
+        voices = self._voices(part)
         ballot = self._ballots.setdefault(shard, Ballot(len(self.addresses)))
-        asking_seconds = ballot.ask(worker, epoch, voices, time.monotonic())
+        asking_seconds = ballot.ask(worker, epoch, silent, voices, time.monotonic())
         if part and ballot.epoch > part.epoch:
             part = None  # of a server that went on without this replica
         replica: Replica = "none"
         if part:
-            replica = "whole" if all(table.is_set for table in part.tables.values()) else "partial"
-        distance = (self.number - shard) % len(self.addresses)
-        if asking_seconds is not None and asking_seconds >= patience_seconds(replica, distance):
+            is_whole = part.tables and all(table.is_set for table in part.tables.values())
+            replica = "whole" if is_whole else "partial"
+        dead = {rank - self.workers for rank in self._dead} - {self.number}
+        servers = len(self.addresses)
+        place = [at for at in ((shard + n) % servers for n in range(servers)) if at not in dead].index(self.number)
+        may = replica != "none" or ballot.silent <= dead | {self.number}
+        if may and asking_seconds is not None and asking_seconds >= patience_seconds(replica, place):
             self._take_charge(shard, part, ballot.epoch)
         return replica != "none"
+
+    def _voices(self, part: Part | None) -> set[int]:
+        """The workers of whom more than half decide about a part.
+
+        All of them where none is a member: the part is not known here, or each has asked not to be waited for, as it cannot reach
+        another server.
+        """
+        return ((part.members if part else set()) or set(range(self.workers))) - self._dead
 
     def _take_charge(self, shard: int, part: Part | None, epoch: int) -> None:
         """From a replica of the shard, or from the parameters that workers have."""
         del self._ballots[shard]
         if part:
+            part.members = part.members or set(range(self.workers))
             part.take_charge(part.epoch + 1)
-            whole = all(table.is_set for table in part.tables.values())
+            whole = part.tables and all(table.is_set for table in part.tables.values())
             source = "its replica" if whole else "what was copied of it, and the parameters that workers have"
             say(f"takes charge of shard {shard}, whose server is gone, from {source}")
         else:
@@ -273,7 +284,7 @@ class Server:
             part.take_charge(epoch + 2)  # a replica that was out of reach may have taken charge with the next one
             if shard == 0:
                 self.snapshots.restore_kept(part)
-            for worker in self._dead:
+            for worker in self._dead & set(range(self.workers)):
                 part.give_up(worker)
             say(f"takes charge of shard {shard}, of which no replica is left, from the parameters that workers have")
         self._replicate(part)
@@ -305,7 +316,8 @@ class Server:
         if agreed is None or worker is None or epoch != part.epoch + 1:
             return
         agreed.add(worker)
-        if len(agreed & part.members) * 2 > len(part.members):
+        voices = self._voices(part)
+        if len(agreed & voices) * 2 > len(voices):
             del self._agreed[part.shard]
             part.epoch = epoch
             part.follow(None)

@@ -6,8 +6,9 @@ they must have asked depends on what the server has of the shard:
 
 - a whole replica: not at all, nothing is lost;
 - a part of one, as its server died while it was copied: `PARTIAL_SECONDS`, in which the server may come back;
-- nothing, as whoever had it died at once with its replica: `ANEW_SECONDS`, twice as long on the next server and so on, in which
-  one that has more of it is found. It begins with the parameters that workers have.
+- nothing, as whoever had it died at once with its replica: `ANEW_SECONDS`, twice as long on the next server that lives and so on,
+  in which one that has more of it is found. It begins with the parameters that workers have; not before every server that
+  any of them cannot reach is known to be dead, for that one may be in charge, with workers that reach it.
 """
 
 from __future__ import annotations
@@ -32,24 +33,33 @@ class Ballot:
         """The last that any of them knows of."""
         self._again_seconds = CALL_SECONDS * (1 + servers)  # within which each asks again, if it still looks for one
         self._asked: dict[int, float] = {}
+        self._silent: dict[int, Set[int]] = {}
         self._since: float | None = None
 
-    def ask(self, worker: int, epoch: int, voices: Set[int], now: float) -> float | None:
-        """A worker asks at `now`, in seconds. For how long more than half of `voices` have been asking; None: they do not."""
+    def ask(self, worker: int, epoch: int, silent: Set[int], voices: Set[int], now: float) -> float | None:
+        """A worker asks at `now`, in seconds, and has not heard from the servers `silent`.
+
+        For how long more than half of `voices` have been asking; None: they do not.
+        """
         if now - max(self._asked.values(), default=now) > self._again_seconds:
             self._since = None
         self.epoch = max(self.epoch, epoch)
-        self._asked[worker] = now
-        asking = {one for one, at in self._asked.items() if now - at <= self._again_seconds}
-        if len(asking & voices) * 2 <= len(voices):
+        self._asked[worker], self._silent[worker] = now, silent
+        self._asked = {one: at for one, at in self._asked.items() if now - at <= self._again_seconds}
+        if len(self._asked.keys() & voices) * 2 <= len(voices):
             self._since = None
             return None
         self._since = now if self._since is None else self._since
         return now - self._since
 
+    @property
+    def silent(self) -> set[int]:
+        """The servers that some of those who ask cannot reach."""
+        return set().union(*(self._silent[worker] for worker in self._asked))
 
-def patience_seconds(replica: Replica, distance: int) -> float:
-    """For how long workers must have asked a server that is `distance` places behind the shard's own."""
+
+def patience_seconds(replica: Replica, place: int) -> float:
+    """For how long workers must have asked the server that comes at `place`, from 0, among those that may know the shard."""
     if replica == "none":
-        return ANEW_SECONDS * (1 + distance)
+        return ANEW_SECONDS * (1 + place)
     return PARTIAL_SECONDS if replica == "partial" else 0.0
