@@ -25,24 +25,34 @@ class Knocking:
     def __init__(self, address: str, port: int, now: float) -> None:
         self._target = (address, port)
         self._begun = now
+        self._knocks = 0
         self._sockets: list[socket.socket] = []
 
     def answered(self, now: float) -> bool | None:
         """True once the host has answered, False when it did not in time, None while that is open."""
-        if len(self._sockets) < KNOCKS and now - self._begun >= len(self._sockets) * KNOCK_INTERVAL_SECONDS:
+        if self._knocks < KNOCKS and now - self._begun >= self._knocks * KNOCK_INTERVAL_SECONDS:
+            self._knocks += 1
             sock = socket.socket(socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET)
             sock.setblocking(False)
-            self._sockets.append(sock)
-            if sock.connect_ex(self._target) in (0, errno.ECONNREFUSED):
+            if self._is_answer(sock, sock.connect_ex(self._target)):
                 return True
         poll = select.poll()
         for sock in self._sockets:
             poll.register(sock, select.POLLOUT)
         for descriptor, _ in poll.poll(0):
             sock = next(s for s in self._sockets if s.fileno() == descriptor)
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in (0, errno.ECONNREFUSED):
+            self._sockets.remove(sock)
+            if self._is_answer(sock, sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                 return True
         return False if now - self._begun > ANSWER_SECONDS else None
+
+    def _is_answer(self, sock: socket.socket, number: int) -> bool:
+        """Whether the host said this; keeps a socket that waits. A way that the kernel knows to lead nowhere is no answer."""
+        if number == errno.EINPROGRESS:
+            self._sockets.append(sock)
+            return False
+        sock.close()
+        return number in (0, errno.ECONNREFUSED)
 
     def stop(self) -> None:
         for sock in self._sockets:

@@ -49,6 +49,13 @@ def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(m
     assert wait_for(liveness, 0.5) == []
 
 
+def test_a_host_to_which_the_kernel_knows_no_way_any_more_does_not_live():
+    """As on a network without a router, some seconds after the host was lost: each attempt fails at once."""
+    liveness = Liveness(0.1)
+    liveness.watch("gone", "255.255.255.255", None)  # which no connection can be made to
+    assert wait_for(liveness, 10) == ["gone"]
+
+
 class Deaf:
     def register(self, *_: object) -> None: ...
 
