@@ -326,13 +326,14 @@ class Supervisor:
             self._flush(state)
         why = "its connection closed"
         if not channel.closed:  # as it may be since it introduced itself
-            self.liveness.heard(state.plan.host)
             try:
                 for kind, payload in channel.receive():
                     self._hear(state, kind, payload)
-            except (OSError, ProtocolError, ValueError) as error:
+            except (OSError, ProtocolError, ValueError) as error:  # the kernel here has given it up, perhaps
                 why = str(error)
                 channel.closed = True
+            else:
+                self.liveness.heard(state.plan.host)
         if channel.closed:
             self._hang_up(state, why)
 
