@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import select
@@ -11,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice, pairwise
 from pathlib import Path
 
@@ -191,6 +192,76 @@ def test_epochs_go_on_by_themselves_and_can_be_set_and_saved():
     again = sharded(DataLoader(range(50), 5, shuffle=True), 1, 2)
     again.load_state_dict(loader.state_dict())
     assert read(again) == second
+
+
+class Script:
+    """A loader of two ranks as one of them reads it, and the steps that both take."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        training = DataLoader(range(40), 5, shuffle=True)
+        self.loader = ShardedLoader(
+            training,
+            rank=0,
+            ranks=2,
+            device=torch.device("cpu"),
+            seed=5,
+            training=lambda: True,
+            steps=lambda: self.steps,
+        )
+
+    def epoch(self, *between: Callable[[], object]) -> list[list[int]]:
+        """Trains on all of it; after each step one of `between`, or nothing, comes to pass on this rank alone."""
+        learnt = []
+        for number, batch in enumerate(self.loader):
+            learnt.append(batch.tolist())
+            self.steps += 1
+            between[number % len(between)]() if between else None
+        return learnt
+
+    def peek(self) -> None:
+        next(iter(self.loader))
+
+    def peek_and_keep(self) -> None:
+        self.kept = iter(self.loader)
+        next(self.kept)
+
+    def evaluate(self) -> None:
+        sum(len(batch) for batch in self.loader)
+
+
+LOOKS = st.lists(st.sampled_from([Script.peek, Script.evaluate]), max_size=3)
+
+
+@given(st.lists(st.tuples(LOOKS, LOOKS), min_size=1, max_size=4), st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_what_one_rank_reads_by_itself_does_not_change_what_it_trains_on(epochs, keeps):
+    plain, curious = Script(), Script()
+    if keeps:
+        curious.peek_and_keep()
+    for before, between in epochs:
+        for look in before:
+            look(curious)
+        assert curious.epoch(*(functools.partial(look, curious) for look in between)) == plain.epoch()
+        saved = curious.loader.state_dict()
+        assert saved == plain.loader.state_dict()
+        curious.loader.load_state_dict(saved)
+
+
+def test_batches_that_are_taken_from_iterators_of_their_own_are_others_once_a_step_was_taken(capfd):
+    script, taken = Script(), []
+    for _ in range(4):
+        taken.append(next(iter(script.loader)).tolist())
+        script.steps += 1
+    assert len({tuple(batch) for batch in taken}) == 4
+    for first, second in zip(script.loader, script.loader, strict=True):
+        assert first.tolist() != second.tolist()
+        script.steps += 1
+    assert script.loader.state_dict() == {"epoch": 6} and not capfd.readouterr().err
+    for _ in range(8):
+        assert next(iter(script.loader)).tolist() == next(iter(script.loader)).tolist()
+        script.steps += 1
+    assert capfd.readouterr().err.count("is begun again and again with no step between") == 1
 
 
 def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):
@@ -631,6 +702,36 @@ def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):
         told = result.stderr.count("rank 0 alone read a DataLoader to its end that was given to job.prepare")
         assert (result.returncode, told) == (0, times), result.stderr
     assert "3 samples" in result.stdout
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_rank_that_looks_into_the_training_loader_trains_on_its_share_all_the_same(mode, tmp_path):
+    script = tmp_path / "curious.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "from torch.utils.data import DataLoader\n"
+        "with distrib.init() as job:\n"
+        "    model = torch.nn.Linear(1, 1)\n"
+        "    loader = DataLoader(torch.arange(64.0).view(64, 1), 8, shuffle=True)\n"
+        "    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-6), loader)\n"
+        "    if job.is_main:\n"
+        "        first = next(iter(loader))\n"
+        "    for epoch in range(3):\n"
+        "        read = torch.zeros(64)\n"
+        "        for batch in loader:\n"
+        "            read[batch.long().view(-1)] += 1\n"
+        "            optimizer.zero_grad()\n"
+        "            model(batch).sum().backward()\n"
+        "            optimizer.step()\n"
+        "        print('once', int((job.all_reduce(read, 'sum') == 1).sum()))\n"
+        "        if job.is_main:\n"
+        "            with torch.no_grad():\n"
+        "                sum(model(batch).sum() for batch in loader)\n"
+    )
+    result = run_ranks(2, script, DISTRIB_STRATEGY=json.dumps({"mode": mode}))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("once 64\n") == 6
+    assert result.stderr.count("rank 0 alone read a DataLoader to its end that was given to job.prepare") == 1
 
 
 def test_one_rank_needs_nobody_to_start_it_and_none_to_end(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from distrib.errors import TrainingError
 from distrib.training.alike import digest_of
 from distrib.training.balance import Balance
+from distrib.training.epochs import Epochs, Pass
 from distrib.training.shards import ShardSampler
 
 _COPIED = (
@@ -33,6 +35,9 @@ _COPIED = (
     "in_order",  # torch 2.6
 )
 
+REPEATED = 3
+"""After how many passes that begin with the same batches, of which nothing was learnt, this is told."""
+
 
 def _ignore(own: int, every: int) -> None:
     return None
@@ -41,7 +46,11 @@ def _ignore(own: int, every: int) -> None:
 def _nothing() -> None: ...
 
 
-def _unread(ended: bool) -> None: ...
+def _unread(evaluated: bool | None) -> None: ...
+
+
+def _unknown() -> int | None:
+    return None
 
 
 def _no_parameters() -> list[torch.Tensor]:
@@ -60,9 +69,9 @@ class ShardedLoader(Iterable[Any]):
     one corner, batches of a single sample, where training repeats some samples and evaluation may have one batch
     less on some ranks). Where shares differ, at the end or as `balance` wants it, each sample still counts the same.
 
-    Each iteration is a new epoch: a shuffled loader has a new order, the same on every rank, that follows from the
-    initial seed of rank 0's generator of it, or else of rank 0's torch, and the epoch. Worker processes are seeded
-    from it and the rank, so that random augmentation differs between ranks.
+    Each iteration is a new epoch if a step was taken in the one before (`distrib.training.epochs`): a shuffled loader has a new
+    order, the same on every rank, that follows from the initial seed of rank 0's generator of it, or else of rank 0's torch, and
+    the epoch. Worker processes are seeded from it and the rank, so that random augmentation differs between ranks.
 
     Other kinds of loaders:
     - Another sampler is read on every rank, and its indices are shared out. It must yield the same on every rank.
@@ -90,15 +99,17 @@ class ShardedLoader(Iterable[Any]):
         samples: Callable[[int, int], tuple[int, int] | None] = _ignore,
         parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
-        read: Callable[[bool], None] = _unread,
+        read: Callable[[bool | None], None] = _unread,
+        steps: Callable[[], int | None] = _unknown,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before; `ended` is called at the end of the epoch. `read` hears of the first batch, False, and of the end,
-        True, of any epoch. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
+        it was told before; `ended` is called at the end of the epoch. `read` hears None of the first batch of any epoch, False of
+        one in which nothing is learnt, True of that one's end. `steps` says how many steps the job has taken, None while it
+        knows of no optimizer. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
         take the same number of steps in it, says which share of how many this rank reads then, where ranks may come and go.
         """
         self._view = view
@@ -108,7 +119,7 @@ class ShardedLoader(Iterable[Any]):
         self._training, self._parameters = training, parameters
         self._samples, self._ended, self._balance = samples, ended, balance
         self._was_read = read
-        self._epoch = 0
+        self._epochs = Epochs(steps)
         self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
@@ -174,7 +185,8 @@ class ShardedLoader(Iterable[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, self._epoch = self._epoch, self._epoch + 1
+        passed = self._epochs.begin()
+        epoch = passed.number
         rank, ranks = self._view(epoch, self._evenly()) if self._view else (self._rank, self._ranks)
         if self._shard is not None:
             self._shard.epoch, self._shard.rank, self._shard.ranks = epoch, rank, ranks
@@ -189,7 +201,7 @@ class ShardedLoader(Iterable[Any]):
             if watch.trains and ranks > 1 and not self._view and not self.first_batch:
                 batches = self._noting_the_first(batches)
             batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
-        here = self._read(batches, self._shard.sizes if self._shard else deque(), watch)
+        here = passed.of(self._read(batches, self._shard.sizes if self._shard else deque(), watch, passed))
         return self.meter(here) if self.meter else here
 
     def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -198,8 +210,11 @@ class ShardedLoader(Iterable[Any]):
             return chain((batch,), batches)  # and keeps none of them
         return batches
 
-    def _read(self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch) -> Iterator[Any]:
+    def _read(
+        self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch, passed: Pass
+    ) -> Iterator[Any]:
         before: tuple[int, int] | None = None
+        evaluated: bool | None = None
         try:
             with watch:
                 for step in count():
@@ -209,15 +224,19 @@ class ShardedLoader(Iterable[Any]):
                     try:
                         batch = moved(next(batches), self._device)
                     except StopIteration:
+                        evaluated = True
                         break
                     if step == 0:
-                        self._was_read(False)
+                        self._was_read(None if watch.trains else False)
+                        evaluated = False
                     own, every = sizes.popleft() if sizes else (1, self._ranks)
                     if watch.may_train:
                         watch.handed_out()
                         latest = self._samples(own, every)
                         before = before or latest
+                    passed.hand_out()
                     yield batch
+                    passed.look()
                     if watch.surprised():
                         self._check_even()
                     if balance:
@@ -226,7 +245,17 @@ class ShardedLoader(Iterable[Any]):
             # An evaluation may come between a batch of another loader and its gradients.
             if before and not watch.trains:
                 self._samples(*before)
-        self._was_read(True)
+            passed.end(whole=bool(evaluated))
+            if self._epochs.repeated == REPEATED and watch.trains:
+                self._epochs.repeated += 1
+                print(
+                    "distrib: note: a DataLoader given to job.prepare is begun again and again with no step between: each time "
+                    "with the same batches, as other ranks may not have begun it; take different ones from one iterator",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if evaluated is not None and not (passed.has_learnt if self._epochs.steps() is not None else watch.trains):
+                self._was_read(evaluated)
         if watch.trains:
             self._samples(1, self._ranks)
             self._ended()
@@ -240,11 +269,11 @@ class ShardedLoader(Iterable[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration epoch number `epoch`, counted from 0; the ones after it count on from there."""
-        self._epoch = epoch
+        self._epochs.next = epoch
 
     def state_dict(self) -> dict[str, int]:
         """The number of the next epoch, for `job.save`."""
-        return {"epoch": self._epoch}
+        return {"epoch": self._epochs.next}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes on with the epoch that `state_dict` gave."""

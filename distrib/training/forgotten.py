@@ -67,8 +67,8 @@ class Forgotten:
             f"give it the same order on every rank. If only augmentation differs, all is well"
         )
 
-    def tell_what_was_read(self, read: Mapping[int, bool], loaders: int) -> None:
-        """The job ends. Of this rank's `loaders` it took a batch of those in `read`, and read to its end where that says so.
+    def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:
+        """The job ends. Of this rank's `loaders` it took batches without a step of those in `read`, and to its end where that says so.
 
         To be called before the last barrier, and `hear_what_was_read` after it. It is no exchange of its own: ranks of which
         one has had another exchange more would then wait for each other, where they find each other gone.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import os
 import sys
@@ -136,8 +137,8 @@ class Job:
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._drift = Drift(world, lambda: self._models) if backend.together and world.size > 1 else None
         self._loaders = 0
-        self._read: dict[int, bool] = {}
-        """Those of them of which this rank took a batch: whether it read them to their end."""
+        self._read: dict[int, bool | None] = {}
+        """Those of them of which this rank took a batch: whether it read them to their end without a step, None if never without."""
         self._begun = False
         """Whether a first step was taken."""
         self._streams: list[ShardedLoader] = []
@@ -313,13 +314,20 @@ class Job:
             samples=self._next_batch,
             parameters=lambda: [p for model in self._models for p in model.parameters() if p.requires_grad],
             ended=self._settle,
-            read=lambda ended: self._read.update({number: ended or self._read.get(number, False)}),
+            read=functools.partial(self._was_read, number),
+            steps=lambda: sum(steps.calls for steps in self._steps) if self._steps else None,
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
         if not self._begun and isinstance(loader.dataset, IterableDataset):
             self._streams.append(sharded)
         return sharded
+
+    def _was_read(self, number: int, evaluated: bool | None) -> None:
+        if evaluated is None:
+            self._read.setdefault(number, None)
+        else:
+            self._read[number] = evaluated or bool(self._read.get(number))
 
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""

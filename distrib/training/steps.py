@@ -49,7 +49,8 @@ class Steps:
         self._models: list[nn.Module] = []
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
-        self._counted = 0  # batches, in all groups
+        self.calls = 0
+        """Batches after which a step was asked for, also such as are accumulated."""
         self._counts: list[torch.Tensor] = []  # of all ranks, once the work is done
         self._comparing: dist.Work | None = None
         self._own: Callable[..., Any] = optimizer.step
@@ -151,7 +152,7 @@ class Steps:
         `by_closure`: `update` itself computes the gradients, and sees to what must be seen to between them and the step.
         """
         result = None
-        self._counted += 1
+        self.calls += 1
         last = self.mean.last
         if last:
             self._judge()
@@ -221,7 +222,7 @@ class Steps:
     def _compare(self) -> None:
         """Tells the others how many batches this rank has come to."""
         if self._compares:
-            own = torch.tensor([self.mean.passes, self._counted])
+            own = torch.tensor([self.mean.passes, self.calls])
             self._counts = [torch.empty_like(own) for _ in range(self._backend.world.size)]
             self._comparing = dist.all_gather(self._counts, own, group=self._backend.counting_group, async_op=True)
 
