@@ -108,8 +108,10 @@ def test_ranks_that_train_apart_are_named(tmp_path):
     )
 
 
-def test_ranks_that_take_other_numbers_of_steps_are_named(tmp_path):
-    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "unequal", DISTRIB_STRATEGY="{}")
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_ranks_that_take_other_numbers_of_steps_are_named(mode, tmp_path):
+    strategy = json.dumps({"mode": mode})
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "unequal", DISTRIB_STRATEGY=strategy)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stderr.count("warning: rank 0 has taken 8 steps, rank 1 5: the ranks train apart") == 1, result.stderr
 

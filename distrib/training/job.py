@@ -7,7 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -135,7 +135,7 @@ class Job:
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
-        self._drift = Drift(world, lambda: self._models) if backend.together and world.size > 1 else None
+        self._drift = Drift(world, self._alike) if not self._elastic and world.size > 1 else None
         self._loaders = 0
         self._read: dict[int, bool | None] = {}
         """Those of them of which this rank took a batch: whether it read them to their end without a step, None if never without."""
@@ -322,6 +322,10 @@ class Job:
         if not self._begun and isinstance(loader.dataset, IterableDataset):
             self._streams.append(sharded)
         return sharded
+
+    def _alike(self) -> Sequence[nn.Module]:
+        """The models that have the same parameters on all ranks after every step."""
+        return self._models if self._backend.together else ()
 
     def _was_read(self, number: int, evaluated: bool | None) -> None:
         if evaluated is None:

@@ -16,8 +16,8 @@ from distrib_launch.plan import LaunchPlan
 SLOWER = 0.15
 """By how much a step may take longer than foretold before something is said to be wrong."""
 
-SLOWEST = 1.25e6
-"""Bytes per second of a link of which nobody knows better: 10 Mb/s."""
+UNKNOWN = 1.25e8
+"""Bytes per second of a link of which nobody knows better, as too little went over it to measure: 1 Gb/s, the slowest that is usual."""
 
 TOLD = 0.02
 """What of a step is lost otherwise is told of from here on."""
@@ -137,7 +137,7 @@ class Watch:
     ) -> float | None:
         seconds: dict[str, float] = {}
         for (source, target), size in sizes.items():
-            rate = rates.get((source, target)) or self._expect(source, target)[0] or SLOWEST
+            rate = rates.get((source, target)) or self._expect(source, target)[0] or UNKNOWN
             seconds[source] = seconds.get(source, 0.0) + size / rate
         return max(seconds.values(), default=None)
 

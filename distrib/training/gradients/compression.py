@@ -52,6 +52,8 @@ class Way(Protocol):
     """Whether a piece must be a whole bucket of DDP, of which the way is told the `Origin`."""
     keeps_errors: bool = False
     """Whether what is left out of a piece comes with the same piece of the next step."""
+    exact_steps: int = 0
+    """How many steps it begins with that leave nothing out."""
 
     def sum(
         self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None
@@ -244,6 +246,11 @@ class PowerSgd:
         )
         self._dust: dict[int, torch.Tensor] = {}
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it leaves nothing out yet."""
+        return bool(self.state.iter < EXACT_STEPS)
+
     def average(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """The mean of the gradients of a bucket of DDP, or of what looks like one, over the group."""
         index = bucket.index()
@@ -277,6 +284,7 @@ class LowRank(Way):
     """
 
     stages, window, whole = 1, 1, True
+    exact_steps = EXACT_STEPS
 
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -84,7 +84,7 @@ class Averaging(Hook):
 
     @property
     def is_steady(self) -> bool:
-        return self._contest is None
+        return self._contest is None and self._steps >= self._way.exact_steps
 
     @property
     def hierarchical(self) -> bool:
@@ -263,6 +263,10 @@ class GpuLowRank(Hook):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self._hook = PowerSgd(rank, dist.group.WORLD)
+
+    @property
+    def is_steady(self) -> bool:
+        return not self._hook.is_exact
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0 and (growth := self.units.growth()) is not None:
