@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,11 +27,42 @@ def admit(
     prepare: Callable[[LaunchPlan, Sequence[HostPlan]], None],
     connections: Connections,
 ) -> tuple[LaunchPlan, list[str]]:
-    """Check the plan's hosts; returns the plan to run, network cards chosen, and warnings for the result.
+    """Prepare and check the plan's hosts; returns the plan to run, network cards chosen, and warnings for the result.
 
-    With `--drop-bad-hosts`, `replan` makes a plan without the hosts it is given, and the rest is judged again by what
-    it has said already; `prepare` makes ready for asking hosts that were idle before. Raises PreflightError when the job may not start.
+    `prepare` makes hosts of a plan ready to be asked. With `--drop-bad-hosts` or `--min-hosts`, `replan` makes a plan without
+    the hosts it is given, and the rest is judged again by what it has said already. Raises PreflightError when the job may not start.
     """
+    dropped: dict[str, str] = {}
+
+    def leave_out(plan: LaunchPlan, bad: Mapping[str, str], refusal: PreflightError) -> LaunchPlan:
+        """A plan without these too, or the refusal where there is none."""
+        if not bad or not (options.drop_bad_hosts or options.min_hosts):
+            raise refusal
+        dropped.update(bad)
+        told = "\n".join(dropped.values())
+        if {host.name for host in plan.hosts} <= dropped.keys():
+            raise refusal
+        try:
+            rest = replan(dropped)
+        except ConfigError as problem:
+            raise PreflightError(f"{told}\nwithout {', '.join(dropped)}: {problem.what}", hint=problem.hint) from None
+        if len(rest.hosts) < (options.min_hosts or 1):
+            raise PreflightError(f"{told}\nwithout {', '.join(dropped)} there are {len(rest.hosts)} host(s)",
+                                 hint=f"--min-hosts {options.min_hosts} asks for more")  # fmt: skip
+        return rest
+
+    ready: set[str] = set()
+
+    def prepared(plan: LaunchPlan) -> LaunchPlan:
+        while fresh := [host for host in plan.hosts if host.name not in ready]:
+            ready.update(host.name for host in fresh)
+            try:
+                prepare(plan, fresh)
+            except PreflightError as refusal:
+                plan = leave_out(plan, refusal.hosts, refusal)
+        return plan
+
+    plan = prepared(plan)
     if options.no_check or plan.engine != "mpirun":
         if options.interface:
             why = "--no-check asks no host what it has" if options.no_check else f"{plan.engine} hosts are not asked"
@@ -39,10 +70,9 @@ def admit(
                 f"--interface {options.interface}: {why}",
                 hint="set the libraries' own variables, such as -x GLOO_SOCKET_IFNAME=NAME -x NCCL_SOCKET_IFNAME==NAME",
             )
-        return plan, []
+        return plan, _told(dropped, [], plan, console)
     question = preflight.question_of(plan)
     answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections)
-    dropped: dict[str, str] = {}
     while True:
         report, answers = preflight.settle(
             plan,
@@ -55,19 +85,10 @@ def admit(
         write_json(Path(plan.run_dir) / REPORT, report)
         if report.fit:
             break
-        if not options.drop_bad_hosts:
-            raise report.refusal()
-        dropped |= {host: next(str(c) for c in report.errors if c.host == host) for host in report.bad_hosts}
-        if len(report.bad_hosts) == len(report.hosts):
-            raise report.refusal()
-        try:
-            plan = replan(dropped)
-        except ConfigError as problem:
-            told = "\n".join(dropped.values())
-            raise PreflightError(f"{told}\nwithout {', '.join(dropped)}: {problem.what}", hint=problem.hint) from None
+        bad = {host: next(str(c) for c in report.errors if c.host == host) for host in report.bad_hosts}
+        plan = prepared(leave_out(plan, bad, report.refusal()))
         if unknown := {host.name for host in plan.hosts} - set(answers.by_host):  # -np had left them idle
             more = [host for host in plan.hosts if host.name in unknown]
-            prepare(plan, more)
             late = preflight.ask(more, question, plan.ssh, plan.script[0], plan.command[0], connections)
             answers = msgspec.structs.replace(
                 answers,
@@ -76,9 +97,15 @@ def admit(
                 interpreters={**answers.interpreters, **late.interpreters},
             )
     connections.stop_listening()
-    warnings = [f"left out: {why}" for why in dropped.values()] + [str(check) for check in report.warnings]
+    warnings = _told(dropped, [str(check) for check in report.warnings], plan, console)
+    return preflight.with_network(plan, report, answers, os.environ), warnings
+
+
+def _told(dropped: Mapping[str, str], more: Sequence[str], plan: LaunchPlan, console: Console) -> list[str]:
+    """The warnings, which are said: of hosts that were left out, and `more`."""
     if dropped:
-        console.say(f"warning: {len(dropped)} host(s) left out (--drop-bad-hosts); {plan.world_size} rank(s) remain")
+        console.say(f"warning: {len(dropped)} host(s) left out; {plan.world_size} rank(s) remain")
+    warnings = [f"left out: {why}" for why in dropped.values()] + list(more)
     for warning in warnings:
         console.say(f"warning: {warning}")
-    return preflight.with_network(plan, report, answers, os.environ), warnings
+    return warnings

@@ -47,7 +47,7 @@ def parser() -> Parser:
     )
     where = p.add_argument_group("where to run")
     where.add_argument("-H", "--hosts", action=Once, metavar="FILE|LIST", help="a hostfile, or hosts such as a:2,b:2")
-    where.add_argument("-n", "-np", "--np", dest="ranks", type=_positive, metavar="N",
+    where.add_argument("-n", "-np", "--np", dest="ranks", type=_ranks, metavar="N",
                        help="number of ranks (default: every slot)")  # fmt: skip
     where.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
                        "the hostfile with its stem)")  # fmt: skip
@@ -75,6 +75,10 @@ def parser() -> Parser:
                      "reported a step for this long, saying who waits for whom (default: say it after 10m, go on)")  # fmt: skip
     how.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="take a host for lost that was silent for "
                      "this long and then does not answer (default: 1.8s; 30s in mode async, where it may come back)")  # fmt: skip
+    how.add_argument("--max-restarts", type=_times, default=0, metavar="N", help="start the job again when it fails, up "
+                     "to N times, on the hosts that are fit then; job.restore gives it its last checkpoint (default: 0)")  # fmt: skip
+    how.add_argument("--min-hosts", type=_hosts, metavar="M", help="start, and start again, without hosts that are "
+                     "not fit, as long as there are M (default: all; a lost one is waited for for 10m)")  # fmt: skip
     how.add_argument("--grace", type=_seconds, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL when the "
                      "job is stopped (default: 5s)")  # fmt: skip
     how.add_argument(
@@ -112,9 +116,21 @@ class _Command(argparse.Action):
         namespace.script, *namespace.arguments = values[1:] if values[0] == "--" else values
 
 
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of ranks; give 1 or more")
+def _ranks(text: str) -> int:
+    return _number(text, "ranks", least=1)
+
+
+def _hosts(text: str) -> int:
+    return _number(text, "hosts", least=1)
+
+
+def _times(text: str) -> int:
+    return _number(text, "restarts", least=0)
+
+
+def _number(text: str, what: str, *, least: int) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}; give {least} or more")
     return int(text)
 
 

@@ -130,8 +130,9 @@ class Console:
         self._thread.start()
 
     def place(self, hosts: list[str]) -> None:
-        """The ranks will run elsewhere than was thought, on these hosts."""
+        """The ranks run elsewhere than was thought, or than before: on these hosts."""
         self._hosts = hosts
+        self._tags.clear()
 
     def rank_output(self, rank: int, descriptor: int, data: bytes) -> None:
         """Show a piece of a rank's output (`descriptor` 1 or 2) as tagged whole lines."""

@@ -7,7 +7,8 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -15,7 +16,7 @@ from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
-    from distrib_launch.plan import Here, HostPlan, LaunchPlan, Options
+    from distrib_launch.plan import Here, LaunchPlan, Options
     from distrib_launch.results import Result
 
     from distrib.cluster.hostfile import HostList
@@ -80,10 +81,12 @@ def this_machine(environment: Mapping[str, str]) -> Here:
     )
 
 
-def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: str | None = None) -> LaunchPlan:
+def make_plan(
+    options: argparse.Namespace, without: Collection[str] = (), before: LaunchPlan | None = None, *, again: bool = False
+) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for.
 
-    `without` names hosts left out, `job` is the name of the job where it has one already.
+    `without` names hosts left out. `before` is a plan that was made before, of the same start of the job or, `again`, of the last one.
     """
     from distrib_launch import alone, choose, engines, network, results, sync, training
     from distrib_launch import plan as planning
@@ -127,12 +130,22 @@ def make_plan(options: argparse.Namespace, without: Collection[str] = (), job: s
             pool=options.pool,
             spread=options.spread,
             without=tuple(without),
+            fewer=options.min_hosts is not None,
         ),
         bind=options.bind,
         grace_seconds=options.grace,
         sync=str(folder) if folder else None,
-        **({"job": job} if job else {}),
+        max_restarts=options.max_restarts,
     )
+    if before:
+        import msgspec
+
+        wanted = msgspec.structs.replace(
+            wanted,
+            run=before.run,
+            restarts=before.restarts + again,
+            job=wanted.job if again else before.job,
+        )
     if engine == "kubernetes":
         wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
     here = this_machine(environment)
@@ -232,68 +245,24 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import admission, failures, report, results
-    from distrib_launch.connections import Connections
-    from distrib_launch.engines import mpirun
-    from distrib_launch.plan import without_secrets
-    from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
-    from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
+    from distrib_launch import report, results
+    from distrib_launch.attempts import Attempts, tell_failure
 
     replaced = results.make_run_dir(run_dir)
-    said = plan.notes
-    for note in said:
+    for note in plan.notes:
         console.say(f"note: {note}")
     if replaced:
         console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
     if os.geteuid() == 0 and not _in_container():
         console.say("note: running as root; on a shared cluster a user of your own is safer")
-    again = argparse.Namespace(**{**vars(options), "run_dir": plan.run_dir})
-    job = plan.job
-
-    def replan(without: Collection[str]) -> LaunchPlan:
-        return make_plan(again, without, job)
-
-    def prepare(plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
-        """What must be before `hosts`, of the plan, can be asked."""
-        mpirun.write_ssh_config(run_dir, plan)
-        if plan.sync:
-            from distrib_launch.sync import sync
-
-            console.say(str(sync(Path(plan.sync), [host.name for host in hosts], plan.ssh, leave_out=[run_dir])))
-
-    prepare(plan, plan.hosts)
-    with Connections(mpirun.sockets(plan)) as connections:
-        plan, warnings = admission.admit(plan, options, console, replan, prepare, connections)
-        for note in plan.notes:
-            if note not in said:
-                console.say(f"note: {note}")
-        console.place([rank.host for rank in plan.ranks])
-        results.write_json(run_dir / "plan.json", without_secrets(plan))
-        supervisor = Supervisor(
-            plan,
-            console,
-            timeout_seconds=options.timeout,
-            hang_timeout_seconds=options.hang_timeout,
-            host_timeout_seconds=options.host_timeout
-            or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
-            grace_seconds=options.grace,
-            script_input=script_input,
-            input_ranks=input_ranks,
-            keep_value=bool(script_input or options.profile),
-        )
-        supervisor.warnings += warnings
-        if plan.outlook and plan.outlook.warning:
-            supervisor.warnings.append(plan.outlook.warning)
-            console.say(f"warning: {plan.outlook.warning}")
-        result = supervisor.run()
+    ended = Attempts(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
+    plan, result = ended.plan, ended.result
     try:
         results.write_json(run_dir / "result.json", result)
-        report.write(plan, result, run_dir, supervisor.started)
+        report.write(plan, result, run_dir, time.time() - result.seconds)
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
-    if result.first_failure:
-        told = failures.report(result.first_failure, supervisor.recovery.first_endings, started=supervisor.started)
-        console.say(f"error: {told}")
+    tell_failure(ended, console)
     if result.foretold and result.measured:
         seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds
         console.say(

@@ -53,6 +53,8 @@ SET_BY_LAUNCHER = frozenset(
         "MASTER_ADDR",
         "MASTER_PORT",
         "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS",
     ]
 )
 
@@ -80,6 +82,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     """Between SIGTERM and SIGKILL."""
     job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
     """The job's name; a plan made again for fewer hosts keeps it, for connections are open in its name."""
+    run: str | None = None
+    """The name of the job's first start, where it is started again."""
+    restarts: int = 0
+    """How often it was started again before."""
+    max_restarts: int = 0
 
 
 class Here(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,9 +139,14 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, wholly decided. `command` is what the engine runs on this machine."""
+    """A job, wholly decided. `command` is what the engine runs on this machine.
+
+    `job` is this start's name, `run` that of the first one: a job that failed is started again under another.
+    """
 
     job: str
+    run: str
+    restarts: int
     world_size: int
     engine: str
     command: tuple[str, ...]
@@ -238,6 +250,8 @@ def plan_hosts(
     else:
         notes += _notes_on_slots(choices, known, more)
     total = sum(choice.slots for choice in choices)
+    if wanted is not None and wishes.without and wishes.fewer:
+        wanted = min(wanted, total)
     if wanted is not None and wanted > total:
         raise ConfigError(
             f"{wanted} ranks asked for with -np, but {host_list.source} has {total} slot(s) on {len(choices)} host(s)"
@@ -348,13 +362,15 @@ def make_plan(
     else:
         notes += _notes_on_roles(host_list, hosts)
     world_size = sum(host.workers for host in hosts)
-    job = options.job
+    job, run = options.job, options.run or options.job
     common = {
         **options.environment,
         "WORLD_SIZE": str(world_size),
         "ROLE_WORLD_SIZE": str(world_size),
         "GROUP_WORLD_SIZE": str(len(hosts)),
-        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_RESTART_COUNT": str(options.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "DISTRIB_JOB": job,
         "DISTRIB_MODE": options.strategy.mode,
         strategies.ENVIRONMENT: strategies.to_environment(options.strategy),
@@ -398,6 +414,8 @@ def make_plan(
     ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)
     plan = LaunchPlan(
         job=job,
+        run=run,
+        restarts=options.restarts,
         world_size=world_size,
         engine=options.engine,
         command=(),

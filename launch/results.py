@@ -19,6 +19,9 @@ from distrib.errors import ConfigError
 
 Status = Literal["succeeded", "failed", "stopped"]
 
+ATTEMPT = "attempt"
+"""Begins the name of the folder of a start that failed and was followed by another."""
+
 
 class RankResult(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended; `exit_code` None: nobody ever told. `signal` is the number it died of, if of one.
@@ -55,8 +58,18 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     log: str
 
 
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """A start of the job that failed and was followed by another; `folder`, in the run directory, has its files."""
+
+    world_size: int
+    hosts: tuple[str, ...]
+    seconds: float
+    first_failure: Failure | None
+    folder: str
+
+
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished run, as `result.json` holds it."""
+    """A finished run, as `result.json` holds it. All but `seconds`, `restarts` and `warnings` is of its last start."""
 
     status: Status
     exit_code: int
@@ -64,10 +77,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     seconds: float
     restarts: int
-    """How often a rank was started again (mode async)."""
+    """How often the job was started again (`--max-restarts`), and its ranks by themselves (mode async)."""
     ranks: tuple[RankResult, ...]
     first_failure: Failure | None
     warnings: tuple[str, ...]
+    attempts: tuple[Attempt, ...] = ()
+    """The starts before the last one."""
     foretold: Prediction | None = None
     """What the bandwidth model said before the start, where the workload was known."""
     measured: Measured | None = None
@@ -142,19 +157,51 @@ def make_run_dir(path: Path) -> bool:
     try:
         earlier = (path / "result.json").exists()
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for old in (
-            path / "result.json",
-            path / "report.html",
-            path / "metrics.jsonl",
-            path / "engine.first.log",
-            *(path / "ranks").glob("*.out"),
-            *(path / "ranks").glob("*.err"),
-            *(path / "ranks").glob("*.value"),
-        ):
+        for old in (path / "result.json", path / "report.html", path / "metrics.jsonl", *_of_a_start(path)):
             old.unlink(missing_ok=True)
+        for folder in path.glob(f"{ATTEMPT}[0-9]*"):
+            for old in (folder / "result.json", *_of_a_start(folder)):
+                old.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # somebody else's things are there, too
+                (folder / "ranks").rmdir()
+                folder.rmdir()
     except OSError as error:
         raise _unmade(path, error) from None
     return earlier
+
+
+def _of_a_start(path: Path) -> Iterator[Path]:
+    """What each start of a job leaves in its folder."""
+    for name in ("plan.json", "engine.log", "engine.first.log"):
+        yield path / name
+    for kind in ("out", "err", "value"):
+        yield from (path / "ranks").glob(f"*.{kind}")
+
+
+def clear(path: Path) -> None:
+    """Remove what a start has left in the run directory `path`. Raises OSError."""
+    for old in _of_a_start(path):
+        old.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, number: int, result: Result) -> Attempt:
+    """Move what start `number` left in the run directory `path` to a folder of its own there, and `result` with it. Raises OSError."""
+    folder = path / f"{ATTEMPT}{number}"
+    (folder / "ranks").mkdir(parents=True, exist_ok=True)
+    for old in _of_a_start(path):
+        with contextlib.suppress(FileNotFoundError):
+            old.rename(folder / old.relative_to(path))
+    failure = result.first_failure
+    if failure and Path(failure.log).is_relative_to(path):
+        failure = msgspec.structs.replace(failure, log=str(folder / Path(failure.log).relative_to(path)))
+    write_json(folder / "result.json", msgspec.structs.replace(result, first_failure=failure))
+    return Attempt(
+        world_size=result.world_size,
+        hosts=result.hosts,
+        seconds=result.seconds,
+        first_failure=failure,
+        folder=folder.name,
+    )
 
 
 def _unmade(path: Path, error: OSError) -> ConfigError:

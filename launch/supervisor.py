@@ -57,6 +57,7 @@ class Supervisor:
         console: Console,
         *,
         timeout_seconds: float | None = None,
+        spent_seconds: float = 0.0,
         hang_timeout_seconds: float | None = None,
         host_timeout_seconds: float = HOST_SILENCE_SECONDS,
         grace_seconds: float = STOP_GRACE_SECONDS,
@@ -70,6 +71,7 @@ class Supervisor:
         self.hosts = {host.name: host for host in plan.hosts}
         self.runtime = engines.get(plan.engine)
         self.timeout_seconds = timeout_seconds
+        self.spent_seconds = spent_seconds  # of it, by the job's starts before
         self.hang_timeout_seconds = hang_timeout_seconds
         self.grace_seconds = grace_seconds
         self.script_input = script_input
@@ -181,7 +183,8 @@ class Supervisor:
                         self._engine_lost(engine, engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(engine, f"not every rank has called back within {START_SECONDS:.0f} s")
-            if self.timeout_seconds and now - begun > self.timeout_seconds and self.verdict is None:
+            spent_seconds = now - begun + self.spent_seconds
+            if self.timeout_seconds and spent_seconds > self.timeout_seconds and self.verdict is None:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
                 self.verdict = ("stopped", 124)
                 self._stop(self.grace_seconds)

@@ -79,8 +79,10 @@ def sync(folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: S
 
     with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
         told = list(pool.map(bring, others))
-    if problems := [str(answer) for answer in told if isinstance(answer, _Refused)]:
-        raise PreflightError("\n".join(problems))
+    if problems := {
+        host: str(answer) for host, answer in zip(others, told, strict=True) if isinstance(answer, _Refused)
+    }:
+        raise PreflightError("\n".join(problems.values()), hosts=problems)
     counts = [answer for answer in told if isinstance(answer, tuple)]
     return Synced(
         directory=str(folder),
