@@ -159,9 +159,20 @@ def make_plan(
         import msgspec
 
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
+    if options.min_hosts and not before and engine != "kubernetes":
+        _check_min_hosts(options, plan)
     if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
+
+
+def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:
+    least = f"--min-hosts {options.min_hosts}"
+    if options.min_hosts > len(plan.hosts):
+        raise ConfigError(f"{least}: the job has {len(plan.hosts)} host(s)", hint="ask for fewer, or give more hosts")
+    if options.no_check or plan.engine != "mpirun":
+        why = "--no-check asks no host" if options.no_check else f"hosts are not asked with {plan.engine}"
+        raise ConfigError(f"{least}: {why} whether it is fit", hint=f"leave out {least.split()[0]}")
 
 
 def _with_outlook(

@@ -37,6 +37,7 @@ def write(plan: LaunchPlan, result: Result, run_dir: Path, started: float) -> No
         f"{_amount(len(result.hosts), 'host')}, engine {escape(plan.engine)}, mode {escape(plan.mode)}</p>",
         f'<p><strong class="{result.status}">{result.status}</strong> after {result.seconds:.1f} s, exit code {result.exit_code}</p>',
         *_failure(result),
+        *_attempts(result),
         *(f'<p class="warning">{escape(warning)}</p>' for warning in result.warnings),
         *_speed(plan, result),
         *_metrics(run_dir / "metrics.jsonl"),
@@ -67,6 +68,18 @@ def _failure(result: Result) -> list[str]:
     who = f"rank {failure.rank} on {failure.host}" if failure.rank is not None else failure.host
     parts = ["<h2>First failure</h2>", f"<p>{escape(who)}: {escape(failure.message)}</p>"]
     return parts + ([f"<pre>{escape(failure.traceback)}</pre>"] if failure.traceback else [])
+
+
+def _attempts(result: Result) -> list[str]:
+    """The starts before the last one."""
+    rows = []
+    for attempt in result.attempts:
+        failure = attempt.first_failure
+        why = f"{failure.host}: {failure.message.splitlines()[0]}" if failure else ""
+        rows.append(
+            (attempt.folder, str(attempt.world_size), ", ".join(attempt.hosts[:8]), f"{attempt.seconds:.1f} s", why)
+        )
+    return ["<h2>Starts before</h2>", _table(("", "ranks", "hosts", "after", "failed"), rows)] if rows else []
 
 
 def _speed(plan: LaunchPlan, result: Result) -> list[str]:

@@ -17,16 +17,23 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
+from distrib.training.copies import NO_STAMP, Stamp
 from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import Wrapped
 
 _FORMAT = 1
 
 
-def write(path: str | os.PathLike[str], objects: dict[str, Any], backend: dict[str, Any] | None = None) -> None:
+def write(
+    path: str | os.PathLike[str],
+    objects: dict[str, Any],
+    backend: dict[str, Any] | None = None,
+    stamp: Stamp = NO_STAMP,
+) -> None:
     """Writes the states of `objects` and the plain values among them to `path`, in place of what is there.
 
-    Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training.
+    Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training, `stamp` tells
+    when in the run it is.
 
     The file is complete at every moment: it is written beside `path`, brought to the disk and then renamed.
     Numbers of numpy are saved as Python's. Raises TrainingError for what `read` could not open safely; then the file is as it was.
@@ -44,7 +51,8 @@ def write(path: str | os.PathLike[str], objects: dict[str, Any], backend: dict[s
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save({"distrib": _FORMAT, "states": states, "values": values, "backend": backend or {}}, file)
+            content = {"distrib": _FORMAT, "stamp": stamp, "states": states, "values": values, "backend": backend or {}}
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)

@@ -7,6 +7,7 @@ import functools
 import multiprocessing
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
-from distrib.training import checkpoint, forking, leaving
+from distrib.training import checkpoint, copies, forking, leaving
 from distrib.training.alike import check_alike, check_same_values, differ, gather_numbers
 from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
@@ -119,6 +120,8 @@ class Job:
     """The number of processes on this host."""
     device: torch.device
     """Where this rank computes."""
+    restarts: int
+    """How often the launcher has started the whole job again (`--max-restarts`)."""
 
     def __init__(self, world: World, device: torch.device, backend: Backend) -> None:
         self.rank, self.world_size = world.rank, world.size
@@ -128,6 +131,9 @@ class Job:
         self._backend = backend
         self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._comm = world.comm
+        self._run = copies.Run.from_environment(os.environ)
+        self.restarts = self._run.restarts
+        self._saves = 0
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
@@ -446,20 +452,24 @@ class Job:
 
     def _from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank."""
+        return self._elastic.from_main(work) if self._elastic else self._from_one(work, 0)
+
+    def _from_one(self, work: Callable[[], T], source: int) -> T:
+        """The same of rank `source`; in mode async of the main rank, whichever that is."""
         if self._elastic:
             return self._elastic.from_main(work)
         if self.world_size == 1:
             return work()
         answer: list[Any] = [None, None]
         problem: Exception | None = None
-        if self.is_main:
+        if self.rank == source:
             try:
                 answer = [work(), None]
             except (OSError, DistribError) as error:
                 problem, answer = error, [None, str(error)]
-        dist.broadcast_object_list(answer, src=0)
+        dist.broadcast_object_list(answer, src=source)
         if answer[1] is not None:
-            raise problem or TrainingError(f"on rank 0: {answer[1]}")
+            raise problem or TrainingError(f"on rank {source}: {answer[1]}")
         result: T = answer[0]
         return result
 
@@ -470,7 +480,8 @@ class Job:
 
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
 
-        The main rank writes, and `path` never holds half a file; the other ranks go on at once. Models are
+        The main rank writes, and `path` never holds half a file; the other ranks go on at once. In a job that may be started
+        again (`--max-restarts`) each host keeps a copy where it has files of its own. Models are
         saved without their wrapper, so that any number of ranks can restore them. Raises TrainingError for values
         that could not be opened without running code (see torch.load, weights_only), and where the last step's gradients were
         nan or infinite, unless `prepare` was told to look away.
@@ -478,8 +489,14 @@ class Job:
         self._check_open()
         for steps in self._steps:
             steps.look(alone=True)
-        if self.is_main:
-            checkpoint.write(path, objects, self._backend.state_dict())
+        self._saves += 1
+        if self.is_main or self._keeps_copies(path):
+            try:
+                checkpoint.write(path, objects, self._backend.state_dict(), self._run.stamp(self._saves))
+            except OSError as error:
+                if self.is_main:
+                    raise
+                warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=2)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Gives each object the state that `save` wrote under its name, and returns the plain values.
@@ -488,21 +505,37 @@ class Job:
 
         Values passed in are what is returned where the file does not hold them, or where there is no file: then
         nothing is restored, and a note says so. Rank 0 reads the file and hands it to the others, which need not see the
-        file system; so every rank must call it. Tensors among the values come on `device`.
+        file system; so every rank must call it. Where the job was started again, the rank does that has the newest. Tensors among the values come on `device`.
         Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
-        data = self._from_main(lambda: checkpoint.content(path))
+        source = self._newest(path) if self.restarts else 0
+        data = self._from_one(lambda: checkpoint.content(path), source)
+        place = Path(path).absolute()
         if data is None:
             if self.rank == 0:
-                print(
-                    f"distrib: note: no file {Path(path).absolute()}: nothing is restored", file=sys.stderr, flush=True
-                )
+                how = "warning: the job was started again, but there is" if self.restarts else "note:"
+                print(f"distrib: {how} no file {place}: nothing is restored", file=sys.stderr, flush=True)
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
+        if source and self.rank == source:
+            print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
         values, state = checkpoint.read(data, objects, source=os.fspath(path))
         self._backend.load_state_dict(moved(state, self.device))
         restored: dict[str, Any] = moved(values, self.device)
         return restored
+
+    def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
+        """Whether this rank writes a copy of checkpoints for its host."""
+        one_of_its_host = self.local_rank == 0 and self.local_world_size < self.world_size
+        return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not copies.is_shared(path)
+
+    def _newest(self, path: str | os.PathLike[str]) -> int:
+        """The rank that sees the newest checkpoint. Every rank."""
+        if self._elastic or self.world_size == 1:
+            return 0
+        stamps: list[copies.Stamp | None] = [None] * self.world_size
+        dist.all_gather_object(stamps, copies.stamp_of(path))
+        return copies.newest(stamps, self._run)
 
     def log(self, /, **metrics: Any) -> None:
         """Tells the launcher what this rank measured: numbers, strings, or lists and dicts of them.

@@ -1,0 +1,309 @@
+"""A job that failed is started again: `--max-restarts`, `--min-hosts`, and the checkpoints that it goes on from."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from distrib_launch import cli, job
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrib.errors import ConfigError
+from distrib.training import checkpoint, copies
+from tests.conftest import LAUNCH, SCRIPTS
+from tests.test_launch_cluster import wait_for_line
+
+TRAINING = SCRIPTS / "restarts.py"
+
+
+def test_a_job_that_failed_goes_on_from_its_checkpoint(launch, tmp_path):
+    whole = launch("-np", "2", TRAINING, "5", cwd=_folder(tmp_path / "whole"))
+    assert whole.code == 0, whole
+    run = launch(
+        "-np", "2", "--max-restarts", "3", TRAINING, "5", "0:1:1:boom", "1:0:3:bang", cwd=_folder(tmp_path / "a")
+    )
+    assert run.code == 0, run
+    assert "start 1 of 2 ranks from epoch 2" in run.out and "start 2 of 2 ranks from epoch 4" in run.out
+    assert _parameters(run.out) == _parameters(whole.out)
+    result = run.result
+    assert (result["status"], result["restarts"], result["first_failure"]) == ("succeeded", 2, None)
+    assert [attempt["first_failure"]["message"] for attempt in result["attempts"]] == [
+        "RuntimeError: boom",
+        "RuntimeError: bang",
+    ]
+    assert result["seconds"] > sum(attempt["seconds"] for attempt in result["attempts"])
+    for number, attempt in enumerate(result["attempts"]):
+        assert "RuntimeError" in Path(attempt["first_failure"]["log"]).read_text()
+        folder = run.run_dir / f"attempt{number}"
+        assert folder == run.run_dir / attempt["folder"]
+        assert f"start {number} of 2 ranks" in (folder / "ranks/0.out").read_text()
+        assert json.loads((folder / "result.json").read_text())["status"] == "failed"
+    assert "start 2" in (run.run_dir / "ranks/0.out").read_text()
+    assert "RuntimeError: boom" in (run.run_dir / "report.html").read_text()
+
+
+def test_the_last_failure_is_the_jobs(launch, tmp_path):
+    run = launch(
+        "-np", "2", "--max-restarts", "1", TRAINING, "3", "0:0:0:boom", "1:1:1:bang", cwd=_folder(tmp_path / "a")
+    )
+    assert run.code == 1, run
+    assert run.result["first_failure"]["message"] == "RuntimeError: bang"
+    assert run.result["restarts"] == 1
+    assert Path(run.result["first_failure"]["log"]).parent == run.run_dir / "ranks"
+
+
+def test_a_mistake_in_the_script_is_not_made_again_and_again(launch, tmp_path):
+    script = tmp_path / "mistake.py"
+    script.write_text("import os\nprint('begun')\nos.environ['NOT_THERE']\n")
+    run = launch("-np", "2", "--max-restarts", "9", script)
+    assert run.code == 1, run
+    assert run.result["restarts"] == 1
+    assert "it failed twice at once with the same error" in run.err
+    assert run.result["first_failure"]["message"] == "KeyError: 'NOT_THERE'"
+
+
+def test_the_time_limit_is_that_of_all_starts(launch, tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text("import os, time\ntime.sleep(3)\nraise RuntimeError(os.environ['TORCHELASTIC_RESTART_COUNT'])\n")
+    run = launch("--max-restarts", "9", "--timeout", "8", script)
+    assert (run.code, run.result["status"]) == (124, "stopped"), run
+    assert 1 <= run.result["restarts"] <= 2
+    assert run.seconds < 30
+
+
+def test_who_interrupts_the_job_ends_it(tmp_path):
+    command = [
+        LAUNCH,
+        "--run-dir",
+        tmp_path / "run",
+        "--max-restarts",
+        "9",
+        "-np",
+        "2",
+        TRAINING,
+        "3",
+        "0:0:0:boom",
+        "1:0:1:wait",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    wait_for_line(process, "epoch 1 is done")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["restarts"]) == ("stopped", 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["-H", "a,b", "--min-hosts", "3"], "--min-hosts 3: the job has 2 host(s)"),
+        (["-H", "a,b", "--min-hosts", "1", "--no-check"], "--no-check asks no host whether it is fit"),
+        (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "hosts are not asked with srun"),
+        (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this one itself"),
+    ],
+)
+def test_what_cannot_be_is_refused(words, told):
+    with pytest.raises(
+        ConfigError, match="^" + told.replace("(", r"\(").replace(")", r"\)") if told.startswith("--min") else told[:30]
+    ):
+        job.make_plan(cli.parser().parse_args([*words, str(TRAINING)]))
+
+
+def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
+    options = cli.parser().parse_args(
+        ["-H", "a:2,b:2,c:2", "-np", "6", "--min-hosts", "1", "--max-restarts", "4", str(TRAINING)]
+    )
+    first = job.make_plan(options)
+    again = job.make_plan(options, before=first, again=True)
+    rest = job.make_plan(options, ["b"], again)
+    assert first.world_size == again.world_size == 6 and rest.world_size == 4
+    assert first.run == first.job == again.run == rest.run and again.job == rest.job != first.job
+    environment = rest.ranks[0].environment
+    assert environment["TORCHELASTIC_RUN_ID"] == first.job and environment["DISTRIB_JOB"] == rest.job
+    assert (environment["TORCHELASTIC_RESTART_COUNT"], environment["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "4")
+    options.min_hosts = None
+    with pytest.raises(ConfigError, match="6 ranks asked for"):
+        job.make_plan(options, ["b"], again)
+
+
+def test_the_next_run_in_a_folder_clears_the_starts_and_nothing_else(launch, tmp_path):
+    folder = _folder(tmp_path / "a")
+    words = ("--run-dir", tmp_path / "again", "--max-restarts", "1", TRAINING, "2")
+    assert launch(*words, "0:0:0:boom", cwd=folder).code == 0
+    assert (tmp_path / "again/attempt0/ranks/0.out").exists()
+    (_folder(tmp_path / "again/attempt1") / "mine.txt").write_text("kept")
+    (tmp_path / "again/attempt.md").write_text("kept")
+    assert launch(*words, cwd=folder).code == 0
+    assert not (tmp_path / "again/attempt0").exists()
+    assert (tmp_path / "again/attempt1/mine.txt").exists() and (tmp_path / "again/attempt.md").exists()
+
+
+# -- which checkpoint is the newest -----------------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_of_the_run_is_the_one():
+    run = copies.Run(name="r", restarts=2, max_restarts=3)
+    assert copies.newest([None, None], run) == 0
+    assert (
+        copies.newest([None, copies.NO_STAMP, ("other", 9, 9)], run) == 1
+    )  # from before this run: the first that there is
+    assert copies.newest([("other", 9, 9), ("r", 0, 1)], run) == 1
+    assert copies.newest([("r", 0, 9), ("r", 1, 1), ("r", 1, 2), ("r", 1, 2)], run) == 2
+
+
+stamps = st.none() | st.tuples(st.sampled_from(["r", "", "other"]), st.integers(0, 3), st.integers(0, 5))
+
+
+@given(st.lists(stamps, min_size=1, max_size=6))
+def test_no_host_has_a_newer_one(given_stamps):
+    chosen = given_stamps[copies.newest(given_stamps, copies.Run(name="r", restarts=1, max_restarts=3))]
+    own = [stamp[1:] for stamp in given_stamps if stamp and stamp[0] == "r"]
+    if own:
+        assert chosen is not None and chosen[0] == "r" and chosen[1:] == max(own)
+    else:
+        assert (chosen is None) == all(stamp is None for stamp in given_stamps)
+
+
+def test_a_checkpoint_tells_when_it_was_written(tmp_path):
+    assert copies.stamp_of(tmp_path / "none.pt") is None
+    checkpoint.write(tmp_path / "a.pt", {"x": 1}, stamp=("r", 1, 7))
+    assert copies.stamp_of(tmp_path / "a.pt") == ("r", 1, 7)
+    torch.save({"x": 1}, tmp_path / "b.pt")
+    (tmp_path / "c.pt").write_bytes(b"nothing of the kind")
+    assert copies.stamp_of(tmp_path / "b.pt") == copies.stamp_of(tmp_path / "c.pt") == copies.NO_STAMP
+
+
+def test_which_file_systems_hosts_have_in_common(monkeypatch):
+    from types import SimpleNamespace as Part
+
+    parts = {"/": "ext4", "/home": "nfs4", "/home/me/scratch": "xfs", "/data": "fuse.sshfs"}
+    monkeypatch.setattr(
+        copies.psutil, "disk_partitions", lambda all: [Part(mountpoint=m, fstype=f) for m, f in parts.items()]
+    )
+    shared = {
+        path: copies.is_shared(path)
+        for path in ("/x.pt", "/home/me/x.pt", "/home/me/scratch/a/x.pt", "/data/x", "/homeless/x")
+    }
+    assert shared == {
+        "/x.pt": False,
+        "/home/me/x.pt": True,
+        "/home/me/scratch/a/x.pt": False,
+        "/data/x": True,
+        "/homeless/x": False,
+    }
+
+
+# -- hosts that are lost and come back --------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+@pytest.mark.alone
+def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, tmp_path):
+    """Each host has a disk of its own; the main rank's host is lost, and comes back with a checkpoint that is old by then."""
+    cluster = make_cluster(4)
+    work = _folder(tmp_path / "work")
+
+    def mount(host: str) -> None:
+        cluster.run(host, ["mount", "--bind", _folder(tmp_path / f"disk-{host}"), work], check=True)
+
+    for host in ("n2", "n3", "n4"):
+        mount(host)
+    orders = ("0:0:1:wait", "1:1:3:wait")
+    command = [
+        LAUNCH,
+        "-H",
+        "n[2-4]",
+        "--run-dir",
+        tmp_path / "run",
+        "--max-restarts",
+        "2",
+        "--min-hosts",
+        "2",
+        TRAINING,
+        "6",
+        *orders,
+    ]
+    process = cluster.popen("n1", command, env={"OMP_NUM_THREADS": "1"}, cwd=work)
+    wait_for_line(process, "epoch 1 is done")
+    cluster.lose("n2")
+    wait_for_line(process, "start 1 of 2 ranks from epoch 2")
+    wait_for_line(process, "epoch 3 is done")
+    cluster.restore("n2")
+    mount("n2")
+    cluster.lose("n4")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "start 2 of 2 ranks from epoch 4" in out
+    assert "last.pt is this host's: it is the newest" in err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert [attempt["hosts"] for attempt in result["attempts"]] == [["n2", "n3", "n4"], ["n3", "n4"]]
+    assert result["hosts"] == ["n2", "n3"]
+    assert copies.stamp_of(tmp_path / "disk-n2/last.pt") == copies.stamp_of(tmp_path / "disk-n3/last.pt")
+    assert sorted(path.name for path in (tmp_path / "disk-n3").iterdir()) == ["last.pt"]
+    assert cluster.left_over(within_seconds=10) == {}
+
+
+@pytest.mark.cluster
+@pytest.mark.alone
+def test_a_host_that_the_job_needs_is_waited_for(make_cluster, tmp_path):
+    cluster = make_cluster(2)
+    command = [
+        LAUNCH,
+        "-H",
+        cluster.hostfile,
+        "--run-dir",
+        tmp_path / "run",
+        "--max-restarts",
+        "1",
+        TRAINING,
+        "3",
+        "0:0:1:wait",
+    ]
+    process = cluster.popen("n1", command, env={"OMP_NUM_THREADS": "1"}, cwd=tmp_path)
+    wait_for_line(process, "epoch 1 is done")
+    cluster.lose("n2")
+    begun = time.monotonic()
+    while (
+        not (tmp_path / "run/preflight.json").read_text().count("n2 up, and does a firewall")
+        and time.monotonic() - begun < 60
+    ):
+        time.sleep(0.2)
+    cluster.restore("n2")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "asking again for 10 minutes" in err
+    assert "start 1 of 2 ranks from epoch 2" in out
+
+
+@pytest.mark.cluster
+@pytest.mark.alone
+def test_a_host_that_cannot_be_given_the_folder_is_left_out(make_cluster, launch, tmp_path):
+    cluster = make_cluster(3)
+    project = _folder(tmp_path / "project")
+    (project / "where.py").write_text((SCRIPTS / "where.py").read_text())
+    cluster.lose("n2")
+    words = ("-H", cluster.hostfile, "--sync", project, "--min-hosts")
+    run = launch(*words, "2", project / "where.py", cluster=cluster, cwd=project)
+    assert run.code == 0, run
+    assert run.result["hosts"] == ["n1", "n3"]
+    assert "left out: n2: --sync" in run.err
+    few = launch(*words, "3", project / "where.py", cluster=cluster, cwd=project)
+    assert few.code == 3, few
+    assert "without n2 there are 2 host(s); --min-hosts 3 asks for more" in few.err
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def _parameters(out: str) -> str:
+    (line,) = (line for line in out.splitlines() if "parameters" in line)
+    return line.partition("parameters")[2]
