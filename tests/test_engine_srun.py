@@ -117,6 +117,15 @@ class TestInAnAllocation:
         assert (failure["rank"], failure["host"], failure["exit_code"]) == (2, "n2", 7)
         nothing_left(cluster)
 
+    def test_a_step_that_failed_is_followed_by_another(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        words = ("--max-restarts", "1", SCRIPTS / "restarts.py", "3", "0:1:1:boom")
+        code, out = batch(cluster, tmp_path, *words, allocation=[f"--chdir={tmp_path}", "-N2", "--ntasks-per-node=1"])
+        assert code == 0, out
+        assert "start 1 of 2 ranks from epoch 2" in out
+        assert result_in(tmp_path)["restarts"] == 1
+        nothing_left(cluster)
+
     def test_fewer_ranks_than_tasks(self, make_slurm, tmp_path):
         cluster = make_slurm(3)
         code, out = batch(cluster, tmp_path, "-np", "3", WHERE, allocation=["-N3", "--ntasks-per-node=2"])
