@@ -70,7 +70,7 @@ def admit(
                 f"--interface {options.interface}: {why}",
                 hint="set the libraries' own variables, such as -x GLOO_SOCKET_IFNAME=NAME -x NCCL_SOCKET_IFNAME==NAME",
             )
-        return plan, _told(dropped, [], plan, console)
+        return plan, _told(dropped, [], plan, options, console)
     question = preflight.question_of(plan)
     answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections)
     while True:
@@ -97,14 +97,17 @@ def admit(
                 interpreters={**answers.interpreters, **late.interpreters},
             )
     connections.stop_listening()
-    warnings = _told(dropped, [str(check) for check in report.warnings], plan, console)
+    warnings = _told(dropped, [str(check) for check in report.warnings], plan, options, console)
     return preflight.with_network(plan, report, answers, os.environ), warnings
 
 
-def _told(dropped: Mapping[str, str], more: Sequence[str], plan: LaunchPlan, console: Console) -> list[str]:
+def _told(
+    dropped: Mapping[str, str], more: Sequence[str], plan: LaunchPlan, options: argparse.Namespace, console: Console
+) -> list[str]:
     """The warnings, which are said: of hosts that were left out, and `more`."""
     if dropped:
-        console.say(f"warning: {len(dropped)} host(s) left out; {plan.world_size} rank(s) remain")
+        allowed = "--drop-bad-hosts" if options.drop_bad_hosts else f"--min-hosts {options.min_hosts}"
+        console.say(f"warning: {len(dropped)} host(s) left out ({allowed}); {plan.world_size} rank(s) remain")
     warnings = [f"left out: {why}" for why in dropped.values()] + list(more)
     for warning in warnings:
         console.say(f"warning: {warning}")

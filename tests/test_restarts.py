@@ -293,6 +293,7 @@ def test_a_host_that_cannot_be_given_the_folder_is_left_out(make_cluster, launch
     run = launch(*words, "2", project / "where.py", cluster=cluster, cwd=project)
     assert run.code == 0, run
     assert run.result["hosts"] == ["n1", "n3"]
+    assert "1 host(s) left out (--min-hosts 2); 2 rank(s) remain" in run.err
     assert "left out: n2: --sync" in run.err
     few = launch(*words, "3", project / "where.py", cluster=cluster, cwd=project)
     assert few.code == 3, few
