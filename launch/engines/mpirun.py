@@ -80,10 +80,9 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     words += ["--map-by", "slot", "--bind-to", "none"]
     words += ["-np", str(sum(host.ranks for host in hosts))]
     if any(host.name != "localhost" for host in hosts):
-        words += ["--prtemca", "plm_ssh_agent", _agent(plan)]
-        # A program of the user's own, or what our agent needs, may be on this machine alone: it alone calls on the others.
-        if _needs_agent(plan) or "/" in plan.ssh[0]:
-            words += ["--prtemca", "plm_ssh_no_tree_spawn", "1"]
+        # Of more than 64 hosts those beyond would be called by the first: whether they may is asked nowhere, their keys and ssh
+        # configuration may be on this machine alone, and a host that one of them does not reach ends the start without a word.
+        words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     if plan.strategy.mode == "async":
         words += UNAWARE
     for name in PASSED_BY_NAME:
