@@ -72,7 +72,7 @@ def admit(
             )
         return plan, _told(dropped, [], plan, options, console)
     question = preflight.question_of(plan)
-    answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections)
+    answers = preflight.ask(plan.hosts, question, plan.ssh, plan.script[0], plan.command[0], connections, console.say)
     while True:
         report, answers = preflight.settle(
             plan,
@@ -89,7 +89,7 @@ def admit(
         plan = prepared(leave_out(plan, bad, report.refusal()))
         if unknown := {host.name for host in plan.hosts} - set(answers.by_host):  # -np had left them idle
             more = [host for host in plan.hosts if host.name in unknown]
-            late = preflight.ask(more, question, plan.ssh, plan.script[0], plan.command[0], connections)
+            late = preflight.ask(more, question, plan.ssh, plan.script[0], plan.command[0], connections, console.say)
             answers = msgspec.structs.replace(
                 answers,
                 by_host={**answers.by_host, **late.by_host},

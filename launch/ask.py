@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import msgspec
 from distrib_launch.checks import Check, error
-from distrib_launch.connections import LOADER, Connections
+from distrib_launch.connections import LOADER, SIGN, Connections, Patience
 
 from distrib.cluster.inventory import Inventory, Question, Told, own_inventory, program, read_answer
 from distrib.errors import LaunchError
 
 SSH_SECONDS = 20.0
+ANSWER_SECONDS = 90.0
+"""From the call to the answer, where ssh has got in: Python on a cold network file system takes its time."""
+LOGINS_PER_CPU = 16
+"""So many logins at a time take this machine's processors no longer than others take to answer."""
+TELL_SECONDS = 8.0
+"""After which it is told who is still waited for."""
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,13 +56,21 @@ def ask_all(
     own_python: str,
     is_here: Callable[[str], bool],
     connections: Connections,
+    say: Callable[[str], None],
 ) -> dict[str, Answer]:
     """Ask all targets in parallel; answers by host, in their order.
 
-    `is_here` tells of a name not yet known to be this machine whether it is; it may take its time to resolve it.
+    `is_here` tells of a name not yet known to be this machine whether it is; it may take its time to resolve it. `say` hears
+    of those that take long.
     """
+    waiting = {target.name: None for target in targets}
 
     def ask(target: Target) -> Answer:
+        answer = ask_one(target)
+        waiting.pop(target.name, None)
+        return answer
+
+    def ask_one(target: Target) -> Answer:
         if target.is_here or is_here(target.name):  # and needs no daemon of the engine's
             alone = msgspec.structs.replace(target.question, programs=())
             target = msgspec.structs.replace(target, is_here=True, question=alone)
@@ -63,18 +80,39 @@ def ask_all(
             return Answer(inventory=own, port=connections.listen(), asked=now, answered=time.time())
         command = [target.python, "-c", LOADER]
         if not target.is_here:
-            command = [*connections.shared(ssh), target.name, shlex.join(command)]
+            command = [*connections.shared(ssh), target.name, f"echo '{SIGN}'; {shlex.join(command)}"]
         return _ask(target, command, connections)
 
     if all(target.is_here for target in targets):
         return {target.name: ask(target) for target in targets}
-    return dict(zip((t.name for t in targets), connections.all_at_once(ask, targets), strict=True))
+    with _told_of(waiting, say):
+        logins = LOGINS_PER_CPU * len(os.sched_getaffinity(0))
+        return dict(zip((t.name for t in targets), connections.all_at_once(ask, targets, logins), strict=True))
+
+
+@contextlib.contextmanager
+def _told_of(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[None]:
+    """Say, should it take long, which hosts have not answered."""
+
+    def tell() -> None:
+        names = list(waiting)
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        say(f"waiting for the answer of {', '.join(names[:4])}{more}")
+
+    timer = threading.Timer(TELL_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _ask(target: Target, command: Sequence[str], connections: Connections) -> Answer:
     asked = time.time()
     try:
-        told = connections.ask(target.name, command, program(target.question), SSH_SECONDS)
+        patience = Patience(ANSWER_SECONDS if target.is_here else SSH_SECONDS, ANSWER_SECONDS)
+        told = connections.ask(target.name, command, program(target.question), patience)
     except OSError as problem:
         if target.is_here:
             return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
@@ -85,8 +123,10 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
     if said := read_answer(told.out, Told):
         return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
     if told.code is None:
-        return Answer(problem=error(target.name, "ssh", f"no answer within {SSH_SECONDS:.0f} s", _hangs(target)))
-    return Answer(problem=explain(target, told.code, told.err, told.out), asked=asked, answered=answered)
+        return Answer(problem=_silent(target, told.out))
+    return Answer(
+        problem=explain(target, told.code, told.err, told.out.replace(SIGN, "").strip()), asked=asked, answered=answered
+    )
 
 
 # -- what went wrong --------------------------------------------------------------------------------------------------
@@ -176,8 +216,16 @@ def _is_it_up(target: Target) -> str:
     return f"is {target.name} up, and does a firewall let ssh through? try: {_try_it(target, '-V')}"
 
 
-def _hangs(target: Target) -> str:
-    return f"{_is_it_up(target)}; where ssh gets in, it is that Python, or the file system that it is on, that hangs"
+def _silent(target: Target, out: str) -> Check:
+    if target.is_here or SIGN in out:
+        where = "" if target.is_here else "ssh gets in, but "
+        return error(
+            target.name,
+            "python",
+            f"{where}{target.python} has not answered within {ANSWER_SECONDS:.0f} s",
+            f"does a disk or a network file system hang there? try: {_try_it(target, '-V')}",
+        )
+    return error(target.name, "ssh", f"no login within {SSH_SECONDS:.0f} s", _is_it_up(target))
 
 
 def _try_it(target: Target, argument: str) -> str:

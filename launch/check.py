@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)
         with Connections() as connections:
-            answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections)
+            answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections, _say)
             report, _ = preflight.settle(
                 plan, answers, connections, question=question, interface=options.interface, environ=os.environ
             )
@@ -85,6 +85,10 @@ def run(options: argparse.Namespace) -> int:
         else:
             _show(report)
     return 0 if report.fit else 3
+
+
+def _say(text: str) -> None:
+    print(f"distrib-topo: {text}", file=sys.stderr, flush=True)
 
 
 def _show(report: Report) -> None:

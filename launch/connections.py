@@ -27,8 +27,11 @@ from distrib.cluster.inventory import is_whole
 
 LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
 """Runs, in the Python of any host, a program of a given length: its end need not be the end of the pipe."""
+SIGN = "<<distrib-shell>>"
+"""What a host's shell says before Python begins there."""
 
 AT_ONCE = 128
+"""So many hosts are spoken with at a time."""
 CLOSE_SECONDS = 0.5
 LOOK_SECONDS = 0.2
 """So often those who wait for an answer see whether it is wanted still: closing a pipe wakes nobody who polls it."""
@@ -43,6 +46,13 @@ class Conversation(NamedTuple):
     out: str
     err: str
     code: int | None
+
+
+class Patience(NamedTuple):
+    """For how many seconds a host's answer is waited for: `until_sign` for the word of its shell, which ssh has let in, and `in_all`."""
+
+    until_sign: float
+    in_all: float
 
 
 class Connections:
@@ -75,7 +85,7 @@ class Connections:
                 self._has_folder = True
         return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]]
 
-    def ask(self, host: str, command: Sequence[str], program: str, seconds: float) -> Conversation:
+    def ask(self, host: str, command: Sequence[str], program: str, patience: Patience) -> Conversation:
         """Run `program` in the Python that `command` starts with `LOADER`, until it has answered. Raises OSError."""
         with self._lock:
             if self._closed:
@@ -85,7 +95,7 @@ class Connections:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
             self._processes[host] = process
-        told = self._exchange(process, f"{len(program)}\n{program}".encode(), seconds)
+        told = self._exchange(process, f"{len(program)}\n{program}".encode(), patience)
         if told.code is None and not is_whole(told.out.encode()):
             _kill(process)
         return told
@@ -93,14 +103,16 @@ class Connections:
     def ask_again(self, host: str, line: str, seconds: float) -> str:
         """What the program on `host`, which has answered before, says to one line more; empty where it says nothing."""
         process = self._processes[host]
-        told = self._exchange(process, f"{line}\n".encode(), seconds)
+        told = self._exchange(process, f"{line}\n".encode(), Patience(seconds, seconds))
         if told.code is None and not is_whole(told.out.encode()):
             _kill(process)  # what it says later would be taken for the next answer
         return told.out
 
-    def all_at_once(self, work: Callable[[Item], Outcome], items: Sequence[Item]) -> list[Outcome]:
+    def all_at_once(
+        self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = AT_ONCE
+    ) -> list[Outcome]:
         """What `work`, which waits for hosts, returns for each item. Whatever interrupts it ends the connections."""
-        pool = ThreadPoolExecutor(max_workers=min(AT_ONCE, max(1, len(items))), thread_name_prefix="preflight")
+        pool = ThreadPoolExecutor(max_workers=min(at_once, max(1, len(items))), thread_name_prefix="preflight")
         try:
             return list(pool.map(work, items))
         except BaseException:  # what still runs would be waited for
@@ -135,11 +147,11 @@ class Connections:
         """Whether that program has ended, as far as can be seen from here."""
         return self.asked(host) and self._processes[host].poll() is not None
 
-    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, seconds: float) -> Conversation:
+    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, patience: Patience) -> Conversation:
         """Send `data`, and take what is said until an answer is whole, the process ends, or the time is over."""
         assert process.stdin and process.stdout and process.stderr
         heard: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
-        deadline = time.monotonic() + seconds
+        begun = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for stream in (process.stdin, process.stdout, process.stderr):
                 os.set_blocking(stream.fileno(), False)
@@ -147,7 +159,8 @@ class Connections:
                 selector.register(stream, events)
             open_streams = len(heard)
             while open_streams and not is_whole(heard[process.stdout]):
-                if (remaining := deadline - time.monotonic()) <= 0:
+                seconds = patience.in_all if SIGN.encode() in heard[process.stdout] else patience.until_sign
+                if (remaining := begun + seconds - time.monotonic()) <= 0:
                     return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
                 ready = selector.select(min(remaining, LOOK_SECONDS))
                 if self._closed:

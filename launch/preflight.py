@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -79,10 +79,12 @@ def ask(
     python: str,
     mpirun: str | None,
     connections: Connections,
+    say: Callable[[str], None],
 ) -> Answers:
     """Ask every host, in parallel, with its own interpreter; without ssh where it is this machine.
 
-    `python` is the launcher's interpreter, `mpirun` its Open MPI: hosts without another interpreter need both.
+    `python` is the launcher's interpreter, `mpirun` its Open MPI: hosts without another interpreter need both. `say` hears
+    of hosts that take long.
     """
     began = time.monotonic()
     names = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
@@ -96,7 +98,7 @@ def ask(
         )
         for host in hosts
     ]  # fmt: skip
-    by_host = ask_all(targets, ssh, python, is_here, connections)
+    by_host = ask_all(targets, ssh, python, is_here, connections, say)
     own = {host for host, answer in by_host.items() if known[host] or _is(answer, here)}
     return Answers(
         by_host=by_host,
@@ -354,12 +356,12 @@ def _resolve(host: str) -> list[tuple[socket.AddressFamily, socket.SocketKind, i
 # -- afterwards -------------------------------------------------------------------------------------------------------
 
 
-def diagnose(plan: LaunchPlan, hosts: Sequence[str]) -> PreflightError | None:
-    """Ask hosts that did not start their ranks why; None when all of them seem fit."""
+def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
+    """Ask hosts that did not start their ranks why; None when all of them seem fit. `say` hears of those that take long."""
     silent = [host for host in plan.hosts if host.name in hosts]
     question = question_of(plan)
     with Connections() as connections:
-        answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections)
+        answers = ask(silent, question, plan.ssh, plan.script[0], plan.command[0], connections, say)
         wants = {host: want for host, want in wants_of(plan, answers.own_names, os.environ).items() if host in hosts}
         ours = _this_machine(plan.listen or own_addresses(plan), connections)
         answers = msgspec.structs.replace(answers, rounds=(call_all(ours, list(wants), None, connections),))

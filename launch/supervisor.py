@@ -545,7 +545,7 @@ class Supervisor:
             raise LaunchError(f"{explained[0]}: {words.splitlines()[0]}", hint=explained[1])
         problem = None
         if self.plan.engine == "mpirun" and not self.is_local:
-            problem = preflight.diagnose(self.plan, hosts)
+            problem = preflight.diagnose(self.plan, hosts, self.console.say)
         if problem:
             raise problem
         raise LaunchError(

@@ -19,7 +19,7 @@ import pynvml
 import pytest
 from distrib_launch.ask import Target, explain
 from distrib_launch.checks import CHECKS, Want
-from distrib_launch.connections import Connections
+from distrib_launch.connections import Connections, Patience
 from distrib_launch.judge import Evidence, judge, odd_ones
 from hypothesis import given
 from hypothesis import strategies as st
@@ -652,7 +652,7 @@ def test_closing_ends_those_who_wait_for_an_answer(tmp_path):
     def ask():
         words = f'setsid sh -c "echo \\$\\$ > {file}.new; mv {file}.new {file}; exec sleep 60" & wait'
         with contextlib.suppress(OSError):
-            connections.ask("n1", ["sh", "-c", words], "pass", 50.0)
+            connections.ask("n1", ["sh", "-c", words], "pass", Patience(50.0, 50.0))
         ended.set()
 
     threading.Thread(target=ask, daemon=True).start()

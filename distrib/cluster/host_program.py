@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 BEGIN, END = "<<distrib-host ", " distrib-host>>"
-HOLD_SECONDS = 60.0
+HOLD_SECONDS = 240.0
 """So long a host waits for the first question: longer than the slowest answers of other hosts are waited for."""
 AFTERWARDS_SECONDS = 6.0
 """And so long for the next: longer than a call takes to fail. The connection is of use to the engine, if it comes soon."""
