@@ -45,7 +45,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """The main thread of a rank's script, innermost call first; `problem` says why there is none.
 
     `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
-    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D).
+    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D), `gone` where Python has ended.
     """
 
     rank: int
@@ -69,6 +69,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 AT_END = Place(waits=True, what="job.close, at the end of its script", where="")
+GONE = Place(
+    waits=True, what="the exit of its process, at the end of its script (MPI_Finalize waits for all ranks)", where=""
+)
 
 
 def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
@@ -96,6 +99,8 @@ def place_of(stack: Stack) -> Place:
     """What one rank is doing, as far as its stack tells."""
     if stack.problem:
         return Place(waits=False, what=f"an unknown place: {stack.problem}", where="")
+    if stack.state == "gone":
+        return GONE
     own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
@@ -149,7 +154,11 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
         return absent
     by_place = _grouped(stacks)
     if len(by_place) > 1:
-        return by_place.get(AT_END) or min(by_place.values(), key=lambda one: (len(one), min(s.step for s in one)))
+        return (
+            by_place.get(AT_END)
+            or by_place.get(GONE)
+            or min(by_place.values(), key=lambda one: (len(one), min(s.step for s in one)))
+        )
     slowest = min(stack.step for stack in stacks)
     return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from distrib_launch import guard, placement
 from distrib_launch.control import Assignment, Channel, Kind, ProtocolError, Silence
+from distrib_launch.departed import PR_SET_PTRACER, Departed
 from distrib_launch.identity import identity
 from distrib_launch.memory import OutOfMemory
 from distrib_launch.ranges import ranges
@@ -32,8 +33,6 @@ from distrib_launch.stacks import Spies
 
 CONTROL = "DISTRIB_CONTROL"
 TOKEN = "DISTRIB_TOKEN"
-PR_SET_PTRACER = 0x59616D61
-"""Lets the script's stack be read by its parent's children, such as py-spy, where the kernel's Yama forbids it (linux/prctl.h)."""
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
 """After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
@@ -84,6 +83,8 @@ class Rank:
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
         self.memory: OutOfMemory | None = None
         self.spies = Spies(self.selector, self._tell_stack)
+        self.departed = Departed(self.selector, self._leave)
+        self.left = False  # the script has died and does not end
 
     @property
     def is_away(self) -> bool:
@@ -118,10 +119,12 @@ class Rank:
                     next_beat = now + BEAT_SECONDS
             self._flush()
             if self.child and not self.finished:
-                if self.child.poll() is not None:
+                if self.left or self.child.poll() is not None:
                     self._finish()
                 elif now >= self.kill_at:
                     self._signal_child(signal.SIGKILL)
+                elif not self.stopping:
+                    self.departed.look(self.child.pid, now)
             elif self.is_away and (now >= self.give_up_at or os.getppid() != parent):
                 self.ended = True
             elif now >= self.call_at:
@@ -253,6 +256,7 @@ class Rank:
         if self.guard:  # it has run before, and is started again
             self.guard.dismiss()
             self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
+            self.departed, self.left = Departed(self.selector, self._leave), False
             self.tail.clear()
         self.grace_seconds = assignment.grace_seconds
         self.may_return, self.give_up_at = assignment.may_return, float("inf")
@@ -365,6 +369,8 @@ class Rank:
             whole, newline, rest = data.rpartition(b"\n")
             self.tail = bytearray(rest[-4096:])
             data = whole + newline
+        else:
+            self.departed.hear(data if kind is Kind.ERR else b"", time.monotonic())
         if data and not self.channel.closed:
             self.channel.send(kind, data)
 
@@ -381,7 +387,7 @@ class Rank:
 
     def _tell_stack(self, printed: bytes) -> None:
         if self.channel.ready and not self.channel.closed and not self.is_away:
-            self.channel.send(Kind.STACKS, printed)
+            self.channel.send(Kind.STACKS, self.departed.translate(printed))
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
@@ -395,12 +401,18 @@ class Rank:
         self._signal_child(number)
         self.kill_at = min(self.kill_at, time.monotonic() + grace_seconds)
 
+    def _leave(self) -> None:
+        self.left = True
+
     def _finish(self) -> None:
         """The script has ended, or must: clear what is left of it, send the rest of its output, then its record."""
         assert self.child
         ended = time.time()
+        running = self.child.poll() is None
         guard.sweep(self.mark, self.child.pid)
         code = self.child.wait()
+        if self.left and running:
+            code = 1  # Python's, for an exception that nothing has caught
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.streams and time.monotonic() < deadline:
             for descriptor in list(self.streams):

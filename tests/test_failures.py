@@ -156,6 +156,41 @@ def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
     )
 
 
+def test_an_mpi_rank_that_died_and_waits_for_the_others_ends_the_job(launch, tmp_path):
+    """mpi4py finalizes MPI at exit, where a rank that raised waits for those that wait for it."""
+    script = tmp_path / "raises.py"
+    script.write_text(
+        "from mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n    raise RuntimeError('boom')\nworld.Barrier()\n"
+    )
+    run = launch("-np", "2", script, timeout=60)
+    assert run.code == 1, run
+    assert "rank 1 on localhost failed first: RuntimeError: boom" in run.err
+    assert run.result["first_failure"]["exit_code"] == 1
+
+
+def test_a_traceback_that_a_script_has_survived_is_no_end(launch, tmp_path):
+    script = tmp_path / "survives.py"
+    script.write_text(
+        "import time, traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\n"
+        "time.sleep(4)\nprint('went on')\n"
+    )
+    run = launch(script)
+    assert run.code == 0 and "went on" in run.out, run
+
+
+def test_an_mpi_rank_that_left_by_sys_exit_is_named_in_a_hang(launch, tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import sys\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
+        "if world.rank == 1:\n    sys.exit(3)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "2", "--hang-timeout", "3s", script, timeout=150)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in the exit of its process, at the end of its script (MPI_Finalize waits" in run.err
+    assert "1 rank waits for it in Barrier" in run.err
+
+
 def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
     script = tmp_path / "silent.py"
     script.write_text(
