@@ -40,16 +40,20 @@ def admit(
             raise refusal
         dropped.update(bad)
         told = "\n".join(dropped.values())
-        if {host.name for host in plan.hosts} <= dropped.keys():
-            raise refusal
         try:
             rest = replan(dropped)
         except ConfigError as problem:
+            if {host.name for host in plan.hosts} <= bad.keys():
+                raise refusal from None
             raise PreflightError(f"{told}\nwithout {', '.join(dropped)}: {problem.what}", hint=problem.hint) from None
-        if len(rest.hosts) < (options.min_hosts or 1):
-            raise PreflightError(f"{told}\nwithout {', '.join(dropped)} there are {len(rest.hosts)} host(s)",
-                                 hint=f"--min-hosts {options.min_hosts} asks for more")  # fmt: skip
+        check_count(rest, f"{told}\nwithout {', '.join(dropped)}")
         return rest
+
+    def check_count(plan: LaunchPlan, when: str) -> None:
+        if len(plan.hosts) < (options.min_hosts or 1):
+            raise PreflightError(
+                f"{when} there are {len(plan.hosts)} host(s)", hint=f"--min-hosts {options.min_hosts} asks for more"
+            )
 
     ready: set[str] = set()
 
@@ -62,6 +66,7 @@ def admit(
                 plan = leave_out(plan, refusal.hosts, refusal)
         return plan
 
+    check_count(plan, "in the hostfile, which is another now,")
     plan = prepared(plan)
     if options.no_check or plan.engine != "mpirun":
         if options.interface:

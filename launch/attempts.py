@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from distrib_launch import admission, failures, job, results
+from distrib_launch import admission, failures, job, results, signals
 from distrib_launch.connections import Connections
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
@@ -18,7 +19,7 @@ from distrib_launch.results import Attempt, Result
 from distrib_launch.supervisor import HOST_SILENCE_SECONDS, Supervisor
 from distrib_launch.tolerance import HOST_SILENCE_SECONDS as PATIENT_SECONDS
 
-from distrib.errors import ConfigError, DistribError
+from distrib.errors import DistribError
 
 WAIT_SECONDS = 600.0
 """For so long hosts that are not fit are asked again where the job may not go on without them."""
@@ -26,7 +27,7 @@ WAIT_SECONDS = 600.0
 ASK_AGAIN_SECONDS = 5.0
 
 AT_ONCE_SECONDS = 60.0
-"""A start that failed within this time, without a step, and so did the one before with the same traceback: the next one would, too."""
+"""A start that failed within this time, without a step, and so did the one before in the same way: the next one would, too."""
 
 
 class Ended(NamedTuple):
@@ -39,13 +40,17 @@ class Ended(NamedTuple):
     """Unix time."""
     stepped: bool
     """Whether its script has reported a step."""
+    told: bool = False
+    """Whether its failure was told."""
+
+    def tell_failure(self, console: Console) -> None:
+        """Say what it died of, if it failed and nobody has said it."""
+        if self.result.first_failure and not self.told:
+            console.say(f"error: {failures.report(self.result.first_failure, self.endings, started=self.started)}")
 
 
-def tell_failure(ended: Ended, console: Console) -> None:
-    """Say what it died of, if it failed."""
-    if ended.result.first_failure:
-        told = failures.report(ended.result.first_failure, ended.endings, started=ended.started)
-        console.say(f"error: {told}")
+class _OutOfTime(Exception):
+    """The job's time limit is over."""
 
 
 class Attempts:
@@ -65,83 +70,97 @@ class Attempts:
         self.input_ranks = input_ranks
         self.begun = time.monotonic()
         self.said: set[str] = set()
+        self.warnings: list[str] = []
+        self.restarts = 0
+        """Of the job, and of single ranks in its starts."""
         self.earlier: list[Attempt] = []
 
     def run(self, plan: LaunchPlan) -> Ended:
         """Raises `DistribError` when the job could not be started at all."""
-        self.said = set(plan.notes)
         self.options = argparse.Namespace(**{**vars(self.options), "run_dir": plan.run_dir})
-        ended = self._start(plan)
-        warnings, restarts = list(ended.result.warnings), ended.result.restarts
-        while ended.result.status == "failed" and len(self.earlier) < self.options.max_restarts:
-            if self._would_fail_again(ended):
-                warnings.append("it failed twice at once with the same error: it was not started once more")
-                self.console.say(f"warning: {warnings[-1]}")
-                break
-            tell_failure(ended, self.console)
-            try:
-                last, ended = ended, self._start_again(ended)
-            except KeyboardInterrupt as interrupt:
-                number = int((interrupt.args or (2,))[0])
-                ended = _instead(ended, status="stopped", exit_code=128 + number)
-                break
-            except TimeoutError:
-                ended = _instead(ended, status="stopped", exit_code=124)
-                break
-            except DistribError as error:
-                warnings.append(f"it was not started again: {error}")
-                self.console.say(f"error: {warnings[-1]}")
-                break
-            failure = last.result.first_failure
-            why = f" after {failure.host}: {failure.message.splitlines()[0]}" if failure else ""
-            warnings += [f"started again{why}", *ended.result.warnings]
-            restarts += 1 + ended.result.restarts
+        with signals.passed_over(
+            signal.SIGUSR1
+        ):  # which scripts are sent to save, and nobody is there between two starts
+            ended = self._keep(self._start(plan))
+            before: Ended | None = None
+            while ended.result.status == "failed" and len(self.earlier) < self.options.max_restarts:
+                if before and _fails_alike(before, ended):
+                    self._warn("it failed twice at once with the same error: it was not started once more")
+                    break
+                ended.tell_failure(self.console)
+                before = ended = ended._replace(told=True)
+                try:
+                    ended = self._keep(self._start_again(ended))
+                except KeyboardInterrupt as interrupt:
+                    number = int((interrupt.args or (2,))[0])
+                    ended = _instead(ended, status="stopped", exit_code=128 + number)
+                except _OutOfTime:
+                    ended = _instead(ended, status="stopped", exit_code=124)
+                except (DistribError, OSError) as error:
+                    self._warn(f"it was not started again: {error}")
+                    break
         return _instead(
             ended,
-            restarts=restarts,
+            restarts=self.restarts,
             seconds=time.monotonic() - self.begun,
-            warnings=tuple(dict.fromkeys(warnings)),
+            warnings=tuple(dict.fromkeys(self.warnings)),
             attempts=tuple(self.earlier),
         )
 
-    def _would_fail_again(self, ended: Ended) -> bool:
-        """Whether this start and the one before failed of the same mistake, at their beginning."""
-        if not self.earlier or ended.stepped or ended.result.seconds > AT_ONCE_SECONDS:
-            return False
-        before, now = self.earlier[-1].first_failure, ended.result.first_failure
-        return bool(before and now and now.traceback and now.traceback == before.traceback)
+    def _keep(self, ended: Ended) -> Ended:
+        """Take down what is to be said of a start in the result of the job."""
+        if self.earlier:
+            failure = self.earlier[-1].first_failure
+            self.warnings.append(
+                f"started again after {failure.host}: {failure.message.splitlines()[0]}" if failure else "started again"
+            )
+        self.warnings += ended.result.warnings
+        self.restarts += bool(self.earlier) + ended.result.restarts
+        return ended
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.console.say(f"warning: {text}")
 
     def _start_again(self, last: Ended) -> Ended:
         """Start the job on the hosts that are fit now, waiting for those that it needs.
 
-        Raises `DistribError` where they do not come, and TimeoutError where the job's time is over before.
+        Raises `DistribError` where they do not come, and `_OutOfTime` where the job's time is over before; then what `last` left
+        is where it was.
         """
         number = len(self.earlier) + 1
         self.console.say(f"starting the job again ({number} of {self.options.max_restarts})")
-        deadline, told = time.monotonic() + WAIT_SECONDS, ""
-        while True:
-            try:
-                return self._start(job.make_plan(self.options, before=last.plan, again=True), last)
-            except ConfigError:
-                raise
-            except DistribError as error:
-                if time.monotonic() > deadline:
-                    raise
-                if str(error) != told:
-                    told = str(error)
-                    self.console.say(f"error: {told}\nasking again for {WAIT_SECONDS / 60:g} minutes")
-            self._pause(ASK_AGAIN_SECONDS)
+        deadline, told = 0.0, ""
+        try:
+            while True:
+                try:
+                    return self._start(job.make_plan(self.options, before=last.plan, again=True), last)
+                except DistribError as error:
+                    deadline = deadline or time.monotonic() + WAIT_SECONDS
+                    if time.monotonic() > deadline:
+                        raise
+                    if str(error) != told:
+                        told = str(error)
+                        minutes = max(1, round((deadline - time.monotonic()) / 60))
+                        self.console.say(f"error: {told}\nasking again for {minutes} minute{'s' * (minutes > 1)}")
+                self._pause(ASK_AGAIN_SECONDS)
+        except BaseException:
+            if len(self.earlier) == number:
+                results.bring_back(Path(last.plan.run_dir), self.earlier.pop())
+            raise
 
     def _pause(self, seconds: float) -> None:
         limit = self.options.timeout
-        if limit and time.monotonic() + seconds - self.begun > limit:
+        left = limit - (time.monotonic() - self.begun) if limit else seconds
+        time.sleep(max(0.0, min(seconds, left)))
+        if left <= seconds and limit:
             self.console.say(f"the time limit of {limit:g} s is over")
-            raise TimeoutError
-        time.sleep(seconds)
+            raise _OutOfTime
 
     def _start(self, plan: LaunchPlan, last: Ended | None = None) -> Ended:
         """Start the job and see it end. What `last` left is moved out of the way when the hosts are found fit."""
         options, run_dir = self.options, Path(plan.run_dir)
+        self._say_notes(plan)
         with Connections(mpirun.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:
@@ -149,17 +168,16 @@ class Attempts:
 
             plan, warnings = admission.admit(plan, options, self.console, replan, self._prepare, connections)
             self._make_room(run_dir, last)
-            for note in plan.notes:
-                if note not in self.said:
-                    self.said.add(note)
-                    self.console.say(f"note: {note}")
+            self._say_notes(plan)
             self.console.place([rank.host for rank in plan.ranks])
             results.write_json(run_dir / "plan.json", without_secrets(plan))
+            if last is None:
+                self.begun = time.monotonic()
             supervisor = Supervisor(
                 plan,
                 self.console,
                 timeout_seconds=options.timeout,
-                spent_seconds=time.monotonic() - self.begun if last else 0.0,
+                spent_seconds=time.monotonic() - self.begun,
                 hang_timeout_seconds=options.hang_timeout,
                 host_timeout_seconds=options.host_timeout
                 or (PATIENT_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
@@ -172,14 +190,15 @@ class Attempts:
             if plan.outlook and plan.outlook.warning:
                 supervisor.warnings.append(plan.outlook.warning)
                 self.console.say(f"warning: {plan.outlook.warning}")
-            if last:
-                where = run_dir / self.earlier[-1].folder
-                self.console.say(
-                    f"{plan.world_size} rank(s) on {len(plan.hosts)} host(s); the logs of the start before are in {where}"
-                )
             result = supervisor.run()
         stepped = any(state.step > 0 for state in supervisor.ranks)
         return Ended(plan, result, supervisor.recovery.first_endings, supervisor.started, stepped)
+
+    def _say_notes(self, plan: LaunchPlan) -> None:
+        for note in plan.notes:
+            if note not in self.said:
+                self.said.add(note)
+                self.console.say(f"note: {note}")
 
     def _prepare(self, plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
         """What must be before `hosts`, of the plan, can be asked."""
@@ -188,7 +207,10 @@ class Attempts:
         if plan.sync:
             from distrib_launch.sync import sync
 
-            told = sync(Path(plan.sync), [host.name for host in hosts], plan.ssh, leave_out=[run_dir])
+            # Of a job that goes on from its checkpoints those on the hosts may be newer than what lies here.
+            keep_newer = self.options.max_restarts > 0
+            names = [host.name for host in hosts]
+            told = sync(Path(plan.sync), names, plan.ssh, leave_out=[run_dir], keep_newer=keep_newer)
             self.console.say(str(told))
 
     def _make_room(self, run_dir: Path, last: Ended | None) -> None:
@@ -196,8 +218,19 @@ class Attempts:
             return
         if len(self.earlier) == last.plan.restarts:
             self.earlier.append(results.set_aside(run_dir, last.plan.restarts, last.result))
-        else:  # a start that came to nothing has left something since
+            self.console.say(f"the logs of the start before are in {run_dir / self.earlier[-1].folder}")
+        else:  # they were moved by a start that came to nothing, and has left something since
             results.clear(run_dir)
+
+
+def _fails_alike(before: Ended, now: Ended) -> bool:
+    """Whether both starts ended of their scripts' own accord, of the same error and at their beginning: of a mistake."""
+    first, second = before.result.first_failure, now.result.first_failure
+    if first is None or second is None or second.exit_code is None or second.signal is not None:
+        return False
+    if any(ended.stepped or ended.result.seconds > AT_ONCE_SECONDS for ended in (before, now)):
+        return False
+    return (first.exit_code, first.message, first.traceback) == (second.exit_code, second.message, second.traceback)
 
 
 def _instead(ended: Ended, **changes: object) -> Ended:

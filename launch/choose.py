@@ -45,7 +45,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     without: tuple[str, ...] = ()
     """Hosts that were found unfit and are to be left out."""
     fewer: bool = False
-    """Whether there may be fewer ranks than `-np` says where hosts are left out."""
+    """Whether there may be fewer ranks than `-np` says."""
     servers: tuple[str, ...] = ()
     """Hosts set apart for parameter servers: they may be named, but are not chosen from."""
 

@@ -86,8 +86,10 @@ def make_plan(
 ) -> LaunchPlan:
     """Decide everything about the launch that `options`, those of the command, ask for.
 
-    `without` names hosts left out. `before` is a plan that was made before, of the same start of the job or, `again`, of the last one.
+    `without` names hosts left out. `before` is a plan of this job that was made before: of the same start of it, or where it is
+    started `again` of the last one.
     """
+    import msgspec
     from distrib_launch import alone, choose, engines, network, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
@@ -130,7 +132,7 @@ def make_plan(
             pool=options.pool,
             spread=options.spread,
             without=tuple(without),
-            fewer=options.min_hosts is not None,
+            fewer=options.min_hosts is not None and (again or bool(without)),
         ),
         bind=options.bind,
         grace_seconds=options.grace,
@@ -138,8 +140,6 @@ def make_plan(
         max_restarts=options.max_restarts,
     )
     if before:
-        import msgspec
-
         wanted = msgspec.structs.replace(
             wanted,
             run=before.run,
@@ -156,12 +156,10 @@ def make_plan(
     if plan.world_size > 1 and not options.module and alone.trains_alone(script):
         notes.append(alone.NOTE.format(script=options.script, copies=plan.world_size))
     if notes:
-        import msgspec
-
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
     if options.min_hosts and not before and engine != "kubernetes":
         _check_min_hosts(options, plan)
-    if options.only_rank is not None and not 0 <= options.only_rank < plan.world_size:
+    if options.only_rank is not None and not before and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
 
@@ -257,11 +255,9 @@ def _launch(
     input_ranks: Collection[int] | None,
 ) -> Result:
     from distrib_launch import report, results
-    from distrib_launch.attempts import Attempts, tell_failure
+    from distrib_launch.attempts import Attempts
 
     replaced = results.make_run_dir(run_dir)
-    for note in plan.notes:
-        console.say(f"note: {note}")
     if replaced:
         console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
     if os.geteuid() == 0 and not _in_container():
@@ -273,7 +269,7 @@ def _launch(
         report.write(plan, result, run_dir, time.time() - result.seconds)
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
-    tell_failure(ended, console)
+    ended.tell_failure(console)
     if result.foretold and result.measured:
         seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds
         console.say(

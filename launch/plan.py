@@ -250,7 +250,7 @@ def plan_hosts(
     else:
         notes += _notes_on_slots(choices, known, more)
     total = sum(choice.slots for choice in choices)
-    if wanted is not None and wishes.without and wishes.fewer:
+    if wanted is not None and wishes.fewer:
         wanted = min(wanted, total)
     if wanted is not None and wanted > total:
         raise ConfigError(

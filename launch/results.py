@@ -19,6 +19,7 @@ from distrib.errors import ConfigError
 
 Status = Literal["succeeded", "failed", "stopped"]
 
+ENGINE_LOG = "engine.log"
 ATTEMPT = "attempt"
 """Begins the name of the folder of a start that failed and was followed by another."""
 
@@ -69,7 +70,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """A finished run, as `result.json` holds it. All but `seconds`, `restarts` and `warnings` is of its last start."""
+    """A finished run, as `result.json` holds it. All but `seconds`, from its first start on, `restarts` and `warnings` is of its last start."""
 
     status: Status
     exit_code: int
@@ -157,14 +158,11 @@ def make_run_dir(path: Path) -> bool:
     try:
         earlier = (path / "result.json").exists()
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for old in (path / "result.json", path / "report.html", path / "metrics.jsonl", *_of_a_start(path)):
-            old.unlink(missing_ok=True)
-        for folder in path.glob(f"{ATTEMPT}[0-9]*"):
-            for old in (folder / "result.json", *_of_a_start(folder)):
-                old.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody else's things are there, too
-                (folder / "ranks").rmdir()
-                folder.rmdir()
+        for name in ("result.json", "report.html", "metrics.jsonl"):
+            (path / name).unlink(missing_ok=True)
+        clear(path)
+        for folder in path.glob(f"{ATTEMPT}[0-9]*/"):
+            _remove(folder)
     except OSError as error:
         raise _unmade(path, error) from None
     return earlier
@@ -172,25 +170,38 @@ def make_run_dir(path: Path) -> bool:
 
 def _of_a_start(path: Path) -> Iterator[Path]:
     """What each start of a job leaves in its folder."""
-    for name in ("plan.json", "engine.log", "engine.first.log"):
+    for name in ("plan.json", ENGINE_LOG, "engine.first.log"):
         yield path / name
     for kind in ("out", "err", "value"):
         yield from (path / "ranks").glob(f"*.{kind}")
 
 
 def clear(path: Path) -> None:
-    """Remove what a start has left in the run directory `path`. Raises OSError."""
+    """Remove what a start has left in its folder `path`. Raises OSError."""
     for old in _of_a_start(path):
         old.unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the folder of an earlier start, but for what somebody else has put there. Raises OSError."""
+    (folder / "result.json").unlink(missing_ok=True)
+    clear(folder)
+    with contextlib.suppress(OSError):
+        (folder / "ranks").rmdir()
+        folder.rmdir()
+
+
+def _move(source: Path, target: Path) -> None:
+    for old in _of_a_start(source):
+        with contextlib.suppress(FileNotFoundError):
+            old.rename(target / old.relative_to(source))
 
 
 def set_aside(path: Path, number: int, result: Result) -> Attempt:
     """Move what start `number` left in the run directory `path` to a folder of its own there, and `result` with it. Raises OSError."""
     folder = path / f"{ATTEMPT}{number}"
     (folder / "ranks").mkdir(parents=True, exist_ok=True)
-    for old in _of_a_start(path):
-        with contextlib.suppress(FileNotFoundError):
-            old.rename(folder / old.relative_to(path))
+    _move(path, folder)
     failure = result.first_failure
     if failure and Path(failure.log).is_relative_to(path):
         failure = msgspec.structs.replace(failure, log=str(folder / Path(failure.log).relative_to(path)))
@@ -202,6 +213,15 @@ def set_aside(path: Path, number: int, result: Result) -> Attempt:
         first_failure=failure,
         folder=folder.name,
     )
+
+
+def bring_back(path: Path, attempt: Attempt) -> None:
+    """Undo `set_aside` where the start that followed came to nothing; what its engine said stays."""
+    with contextlib.suppress(OSError):
+        if (path / ENGINE_LOG).exists():
+            (path / attempt.folder / ENGINE_LOG).unlink(missing_ok=True)
+        _move(path / attempt.folder, path)
+        _remove(path / attempt.folder)
 
 
 def _unmade(path: Path, error: OSError) -> ConfigError:

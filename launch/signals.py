@@ -47,3 +47,16 @@ def heard(
         signal.set_wakeup_fd(before)
         os.close(wake_read)
         os.close(wake_write)
+
+
+@contextlib.contextmanager
+def passed_over(number: signal.Signals) -> Iterator[None]:
+    """While this lasts, `number` does nothing here; programs that are started meanwhile have it as ever, and `heard` hears it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

@@ -56,24 +56,28 @@ def check_folder(given: str) -> Path:
     return folder
 
 
-def sync(folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: Sequence[Path] = ()) -> Synced:
+def sync(
+    folder: Path, hosts: Sequence[str], ssh: Sequence[str], *, leave_out: Sequence[Path] = (), keep_newer: bool = False
+) -> Synced:
     """Bring `folder` to each of `hosts` but this one. Nothing is deleted there.
 
-    `leave_out` are further paths that stay here, such as the run directory. Raises `ConfigError` without rsync here, and
+    `leave_out` are further paths that stay here, such as the run directory. With `keep_newer` files that are newer on a host
+    stay as they are there. Raises `ConfigError` without rsync here, and
     `PreflightError` that names each host which could not be given the folder, and why.
     """
     began = time.monotonic()
     others = [host for host in dict.fromkeys(hosts) if not is_here(host)]
     if others and shutil.which("rsync") is None:
         raise ConfigError("--sync needs rsync, which is not here", hint="install rsync, here and on every host")
-    excluded = [f"--exclude={pattern}" for pattern in EXCLUDED]
+    words = ["--update"] if keep_newer else []
+    words += [f"--exclude={pattern}" for pattern in EXCLUDED]
     for path in leave_out:
         if folder in path.parents:
-            excluded.append(f"--exclude=/{_literal(str(path.relative_to(folder)))}")
+            words.append(f"--exclude=/{_literal(str(path.relative_to(folder)))}")
 
     def bring(host: str) -> tuple[int, int] | _Refused:
         try:
-            return _bring(folder, host, ssh, excluded)
+            return _bring(folder, host, ssh, words)
         except _Refused as why:
             return why
 
@@ -106,12 +110,12 @@ def is_here(host: str) -> bool:
     return True
 
 
-def _bring(folder: Path, host: str, ssh: Sequence[str], excluded: Sequence[str]) -> tuple[int, int]:
+def _bring(folder: Path, host: str, ssh: Sequence[str], words: Sequence[str]) -> tuple[int, int]:
     """Files and bytes that one host was sent."""
     path = f"{folder}/"
     target = f"[{host}]:{path}" if ":" in host else f"{host}:{path}"
     command = [
-        "rsync", "--archive", "--compress", "--stats", "--protect-args", f"--timeout={SILENCE_SECONDS}", *excluded,
+        "rsync", "--archive", "--compress", "--stats", "--protect-args", f"--timeout={SILENCE_SECONDS}", *words,
         f"--rsh={_rsh(ssh)}", f"--rsync-path=mkdir -p {shlex.quote(str(folder))} && rsync", "--", path, target,
     ]  # fmt: skip
     done = subprocess.run(
@@ -120,8 +124,8 @@ def _bring(folder: Path, host: str, ssh: Sequence[str], excluded: Sequence[str])
     )  # fmt: skip
     if done.returncode == 0:
         return _stat(r"regular files transferred", done.stdout), _stat(r"Total transferred file size", done.stdout)
-    words, hint = _why(done.returncode, done.stderr, host, ssh)
-    raise _Refused(f"{host}: --sync {folder} failed: {words}; {hint}")
+    why, hint = _why(done.returncode, done.stderr, host, ssh)
+    raise _Refused(f"{host}: --sync {folder} failed: {why}; {hint}")
 
 
 def _why(code: int, stderr: str, host: str, ssh: Sequence[str]) -> tuple[str, str]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace as Part
 
 import pytest
 import torch
-from distrib_launch import cli, job
+from distrib_launch import admission, attempts, cli, job, signals
+from distrib_launch.results import Failure
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrib.errors import ConfigError
+from distrib.errors import ConfigError, PreflightError
 from distrib.training import checkpoint, copies
+from distrib.training.copies import Stamp
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
@@ -133,6 +139,80 @@ def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
         job.make_plan(options, ["b"], again)
 
 
+def test_a_hostfile_that_was_changed_meanwhile_is_what_counts(tmp_path):
+    (file := tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\nc slots=2\n")
+    words = ["-H", str(file), "-np", "6", "--only-rank", "5", "--min-hosts", "2", "--max-restarts", "4", str(TRAINING)]
+    options = cli.parser().parse_args(words)
+    first = job.make_plan(options)
+    file.write_text("a slots=2\nc slots=2\n")
+    assert job.make_plan(options, before=first, again=True).world_size == 4
+    file.write_text("c slots=2\n")
+    alone = job.make_plan(options, before=first, again=True)
+    with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*--min-hosts 2 asks for more"):
+        admission.admit(alone, options, None, None, None, None)
+
+
+def test_an_idle_host_takes_the_place_of_all_that_are_not_fit(launch, tmp_path):
+    script = tmp_path / "hello.py"
+    script.write_text("print('hello')\n")
+    run = launch("-H", "nosuchhost.invalid:1,localhost:1", "-np", "1", "--min-hosts", "1", script)
+    assert run.code == 0 and run.result["hosts"] == ["localhost"], run
+    assert "left out: nosuchhost.invalid" in run.err
+
+
+def _ended(message: str, **changes: object) -> attempts.Ended:
+    values = {"rank": 0, "host": "n1", "time": 0.0, "exit_code": 1, "signal": None, "traceback": "", "log": ""}
+    failure = Failure(**{**values, "message": message, **changes.pop("failure", {})})
+    told = Part(first_failure=failure, seconds=changes.pop("seconds", 2.0))
+    return attempts.Ended(plan=None, result=told, endings=(), started=0.0, stepped=changes.pop("stepped", False))
+
+
+def test_which_failures_are_the_same_mistake_again():
+    alike = attempts._fails_alike
+    mistake = _ended("error: no such dataset")
+    assert alike(mistake, _ended("error: no such dataset"))
+    assert not alike(mistake, _ended("error: another"))
+    assert not alike(_ended("boom", stepped=True), _ended("boom"))
+    assert not alike(_ended("boom", seconds=90000.0), _ended("boom"))
+    gone = {"exit_code": None}
+    assert not alike(_ended("host n2 vanished", failure=gone), _ended("host n2 vanished", failure=gone))
+    killed = {"exit_code": 137, "signal": 9}
+    assert not alike(_ended("killed", failure=killed), _ended("killed", failure=killed))
+
+
+def test_a_signal_to_save_ends_nothing_between_two_starts():
+    before = signal.getsignal(signal.SIGUSR1)
+    with signals.passed_over(signal.SIGUSR1):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        told = subprocess.run(["sh", "-c", "kill -USR1 $$"], check=False)
+    assert told.returncode == -signal.SIGUSR1  # what is started meanwhile has it as ever
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_start_that_comes_to_nothing_leaves_the_one_before_as_it_was(tmp_path):
+    (own, once) = (Path(sys.executable).parent / "mpirun", tmp_path / "once")
+    mpirun = _folder(tmp_path / "bin") / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nif [ -e {once} ]; then echo no more; exit 1; fi\ntouch {once}\nexec {own} "$@"\n')
+    mpirun.chmod(0o755)
+    folder = tmp_path / "run"
+    command = [LAUNCH, "-np", "2", "--mpirun", mpirun, "--max-restarts", "2", "--run-dir", folder]
+    with (tmp_path / "err").open("w+") as file:
+        process = subprocess.Popen([*command, TRAINING, "3", "0:1:1:boom"], stderr=file, cwd=tmp_path)
+        deadline = time.monotonic() + 120
+        while "asking again for 10 minutes" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 143, (tmp_path / "err").read_text()
+    err = (tmp_path / "err").read_text()
+    assert "no more" in err and err.count("failed first") == 1, err
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["restarts"], result["attempts"]) == ("stopped", 0, [])
+    assert result["first_failure"]["message"] == "RuntimeError: boom"
+    assert "RuntimeError: boom" in Path(result["first_failure"]["log"]).read_text()
+    assert not (folder / "attempt0").exists()
+    assert "no more" in (folder / "engine.log").read_text()
+
+
 def test_the_next_run_in_a_folder_clears_the_starts_and_nothing_else(launch, tmp_path):
     folder = _folder(tmp_path / "a")
     words = ("--run-dir", tmp_path / "again", "--max-restarts", "1", TRAINING, "2")
@@ -148,56 +228,102 @@ def test_the_next_run_in_a_folder_clears_the_starts_and_nothing_else(launch, tmp
 # -- which checkpoint is the newest -----------------------------------------------------------------------------------
 
 
+def _stamp(run: str, start: int, number: int, time: float = 0.0) -> Stamp:
+    return Stamp(run, start, number, time)
+
+
 def test_the_newest_checkpoint_of_the_run_is_the_one():
     run = copies.Run(name="r", restarts=2, max_restarts=3)
     assert copies.newest([None, None], run) == 0
-    assert (
-        copies.newest([None, copies.NO_STAMP, ("other", 9, 9)], run) == 1
-    )  # from before this run: the first that there is
-    assert copies.newest([("other", 9, 9), ("r", 0, 1)], run) == 1
-    assert copies.newest([("r", 0, 9), ("r", 1, 1), ("r", 1, 2), ("r", 1, 2)], run) == 2
+    assert copies.newest([_stamp("other", 9, 9), _stamp("r", 0, 1)], run) == 1
+    own = [_stamp("r", 0, 9), _stamp("r", 1, 1), _stamp("r", 1, 2), _stamp("r", 1, 2)]
+    assert copies.newest(own, run) == 2
 
 
-stamps = st.none() | st.tuples(st.sampled_from(["r", "", "other"]), st.integers(0, 3), st.integers(0, 5))
+def test_a_new_run_goes_on_from_the_newest_of_the_run_that_its_main_rank_knows():
+    """A host that was lost has an old one, comes back, and has the main rank of the next run."""
+    run = copies.Run(name="new", restarts=0, max_restarts=3)
+    assert copies.newest([_stamp("r", 0, 5), _stamp("r", 1, 20), _stamp("r", 1, 19)], run) == 1
+    assert copies.newest([_stamp("r", 0, 5, 100.0), _stamp("other", 1, 20, 200.0)], run) == 0
+    assert copies.newest([None, _stamp("r", 0, 5, 100.0), _stamp("other", 0, 2, 200.0)], run) == 2
+    assert copies.newest([None, copies.NO_STAMP, _stamp("other", 9, 9, 9.0)], run) == 2
+    assert copies.newest([copies.NO_STAMP, copies.NO_STAMP], run) == 0
+
+
+stamps = st.none() | st.builds(
+    Stamp, st.sampled_from(["r", "", "other"]), st.integers(0, 3), st.integers(0, 5), st.floats(0, 9)
+)
 
 
 @given(st.lists(stamps, min_size=1, max_size=6))
 def test_no_host_has_a_newer_one(given_stamps):
     chosen = given_stamps[copies.newest(given_stamps, copies.Run(name="r", restarts=1, max_restarts=3))]
-    own = [stamp[1:] for stamp in given_stamps if stamp and stamp[0] == "r"]
+    own = [stamp for stamp in given_stamps if stamp and stamp.run == "r"]
     if own:
-        assert chosen is not None and chosen[0] == "r" and chosen[1:] == max(own)
+        assert chosen is not None and chosen.run == "r"
+        assert (chosen.start, chosen.number) == max((stamp.start, stamp.number) for stamp in own)
     else:
         assert (chosen is None) == all(stamp is None for stamp in given_stamps)
 
 
 def test_a_checkpoint_tells_when_it_was_written(tmp_path):
     assert copies.stamp_of(tmp_path / "none.pt") is None
-    checkpoint.write(tmp_path / "a.pt", {"x": 1}, stamp=("r", 1, 7))
-    assert copies.stamp_of(tmp_path / "a.pt") == ("r", 1, 7)
+    checkpoint.write(tmp_path / "a.pt", {"x": 1}, stamp=_stamp("r", 1, 7, 3.5))
+    assert copies.stamp_of(tmp_path / "a.pt") == _stamp("r", 1, 7, 3.5)
     torch.save({"x": 1}, tmp_path / "b.pt")
     (tmp_path / "c.pt").write_bytes(b"nothing of the kind")
     assert copies.stamp_of(tmp_path / "b.pt") == copies.stamp_of(tmp_path / "c.pt") == copies.NO_STAMP
 
 
-def test_which_file_systems_hosts_have_in_common(monkeypatch):
-    from types import SimpleNamespace as Part
-
-    parts = {"/": "ext4", "/home": "nfs4", "/home/me/scratch": "xfs", "/data": "fuse.sshfs"}
+def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
+    scratch = _folder(tmp_path / "scratch")
+    (link := tmp_path / "link").symlink_to(scratch)
+    parts = {"/": "ext4", "/home": "nfs4", "/home/me/scratch": "xfs", "/data": "fuse.sshfs", "/ntfs": "fuseblk"}
+    parts[str(scratch)] = "lustre"
     monkeypatch.setattr(
         copies.psutil, "disk_partitions", lambda all: [Part(mountpoint=m, fstype=f) for m, f in parts.items()]
     )
-    shared = {
-        path: copies.is_shared(path)
-        for path in ("/x.pt", "/home/me/x.pt", "/home/me/scratch/a/x.pt", "/data/x", "/homeless/x")
-    }
+    places = ("/x.pt", "/home/me/x.pt", "/home/me/scratch/a/x.pt", "/data/x", "/homeless/x", "/ntfs/x", link / "x.pt")
+    shared = {str(path): copies.is_shared(path) for path in places}
     assert shared == {
         "/x.pt": False,
         "/home/me/x.pt": True,
         "/home/me/scratch/a/x.pt": False,
         "/data/x": True,
         "/homeless/x": False,
+        "/ntfs/x": False,
+        str(link / "x.pt"): True,
     }
+
+
+def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
+    code = (
+        "import resource, sys, torch\nfrom distrib.training import checkpoint\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))\n"
+        "try:\n    checkpoint.write(sys.argv[1], {'x': torch.zeros(1 << 20)})\n"
+        "except OSError as error:\n    print(error.strerror)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], capture_output=True, text=True)
+    assert done.stdout == "File too large\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoint(tmp_path):
+    code = (
+        "import os, signal, sys\nfrom distrib.training import checkpoint\n"
+        "checkpoint.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "checkpoint.write(sys.argv[1], {'x': 1})\n"
+    )
+    subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], check=False)
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".a.pt.")
+    checkpoint.write(tmp_path / "b.pt", {"x": 1})
+    with left.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as a process does that still writes
+        checkpoint.write(tmp_path / "a.pt", {"x": 1})
+        assert left.exists()
+    checkpoint.write(tmp_path / "a.pt", {"x": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 
 
 # -- hosts that are lost and come back --------------------------------------------------------------------------------
@@ -226,12 +352,16 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
         "2",
         "--min-hosts",
         "2",
+        "--sync",
+        work,
         TRAINING,
         "6",
         *orders,
     ]
     process = cluster.popen("n1", command, env={"OMP_NUM_THREADS": "1"}, cwd=work)
     wait_for_line(process, "epoch 1 is done")
+    (stale := work / "last.pt").write_text("of another day, where nobody trains")
+    os.utime(stale, (0, 0))
     cluster.lose("n2")
     wait_for_line(process, "start 1 of 2 ranks from epoch 2")
     wait_for_line(process, "epoch 3 is done")
@@ -245,7 +375,8 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert [attempt["hosts"] for attempt in result["attempts"]] == [["n2", "n3", "n4"], ["n3", "n4"]]
     assert result["hosts"] == ["n2", "n3"]
-    assert copies.stamp_of(tmp_path / "disk-n2/last.pt") == copies.stamp_of(tmp_path / "disk-n3/last.pt")
+    own, other = (copies.stamp_of(tmp_path / f"disk-{host}/last.pt") for host in ("n2", "n3"))
+    assert own[:3] == other[:3]
     assert sorted(path.name for path in (tmp_path / "disk-n3").iterdir()) == ["last.pt"]
     assert cluster.left_over(within_seconds=10) == {}
 

@@ -38,6 +38,7 @@ from distrib.errors import TrainingError
 from distrib.training import Job, ShardedLoader
 from distrib.training import job as job_module
 from distrib.training.batches import every_nth, moved
+from distrib.training.epochs import Lessons
 from distrib.training.rendezvous import own_address
 from distrib.training.shards import global_batches, share
 from distrib.training.world import find_device, find_world
@@ -195,57 +196,104 @@ def test_epochs_go_on_by_themselves_and_can_be_set_and_saved():
 
 
 class Script:
-    """A loader of two ranks as one of them reads it, and the steps that both take."""
+    """Two loaders of two ranks as one of them reads them, and the steps that both take."""
 
     def __init__(self) -> None:
         self.steps = 0
-        training = DataLoader(range(40), 5, shuffle=True)
-        self.loader = ShardedLoader(
-            training,
-            rank=0,
-            ranks=2,
-            device=torch.device("cpu"),
-            seed=5,
-            training=lambda: True,
-            steps=lambda: self.steps,
-        )
+        self.kept: list[Iterator[torch.Tensor]] = []
+        lessons = Lessons(lambda: self.steps)
+        self.loaders = [
+            ShardedLoader(
+                DataLoader(range(40), 5, shuffle=True),
+                rank=0,
+                ranks=2,
+                device=torch.device("cpu"),
+                seed=seed,
+                training=lambda: True,
+                lessons=lessons,
+            )
+            for seed in (5, 6)
+        ]
+        self.loader = self.loaders[0]
 
-    def epoch(self, *between: Callable[[], object]) -> list[list[int]]:
-        """Trains on all of it; after each step one of `between`, or nothing, comes to pass on this rank alone."""
+    def epoch(self, which: int, *between: Callable[[], object]) -> list[list[int]]:
+        """Trains on all of a loader; after each step one of `between`, or nothing, comes to pass on this rank alone."""
         learnt = []
-        for number, batch in enumerate(self.loader):
+        for number, batch in enumerate(self.loaders[which]):
             learnt.append(batch.tolist())
             self.steps += 1
             between[number % len(between)]() if between else None
         return learnt
 
-    def peek(self) -> None:
-        next(iter(self.loader))
+    def steps_on_first_batches(self, which: int, *between: Callable[[], object]) -> list[list[int]]:
+        """The same, of batches of passes of their own."""
+        learnt = []
+        for number in range(3):
+            learnt.append(next(iter(self.loaders[which])).tolist())
+            self.steps += 1
+            between[number % len(between)]() if between else None
+        return learnt
 
-    def peek_and_keep(self) -> None:
-        self.kept = iter(self.loader)
-        next(self.kept)
+    def peek(self, which: int) -> None:
+        next(iter(self.loaders[which]))
 
-    def evaluate(self) -> None:
-        sum(len(batch) for batch in self.loader)
+    def peek_and_keep(self, which: int) -> None:
+        self.kept.append(iter(self.loaders[which]))
+        next(self.kept[-1])
+
+    def evaluate(self, which: int) -> None:
+        sum(len(batch) for batch in self.loaders[which])
+
+    @property
+    def states(self) -> list[dict[str, int]]:
+        return [loader.state_dict() for loader in self.loaders]
 
 
-LOOKS = st.lists(st.sampled_from([Script.peek, Script.evaluate]), max_size=3)
+WHICH = st.integers(0, 1)
+LOOKS = st.lists(st.tuples(st.sampled_from([Script.peek, Script.evaluate]), WHICH), max_size=3)
 
 
-@given(st.lists(st.tuples(LOOKS, LOOKS), min_size=1, max_size=4), st.booleans())
-@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(WHICH, LOOKS, LOOKS), min_size=1, max_size=5), st.booleans())
+@settings(deadline=None, max_examples=60)
 def test_what_one_rank_reads_by_itself_does_not_change_what_it_trains_on(epochs, keeps):
     plain, curious = Script(), Script()
     if keeps:
-        curious.peek_and_keep()
-    for before, between in epochs:
-        for look in before:
-            look(curious)
-        assert curious.epoch(*(functools.partial(look, curious) for look in between)) == plain.epoch()
-        saved = curious.loader.state_dict()
-        assert saved == plain.loader.state_dict()
-        curious.loader.load_state_dict(saved)
+        curious.peek_and_keep(epochs[0][0])
+    for which, before, between in epochs:
+        for look, other in before:
+            look(curious, other)
+        alone = (functools.partial(look, curious, other) for look, other in between)
+        assert curious.epoch(which, *alone) == plain.epoch(which)
+        assert curious.states == plain.states
+        for loader, saved in zip(curious.loaders, plain.states, strict=True):
+            loader.load_state_dict(saved)
+
+
+@given(st.lists(WHICH, min_size=1, max_size=4), st.booleans(), st.none() | WHICH)
+@settings(deadline=None, max_examples=40)
+def test_nor_does_a_look_where_each_step_takes_the_first_batch_of_a_new_pass(epochs, keeps, evaluates):
+    plain, curious = Script(), Script()
+    if keeps:
+        curious.peek_and_keep(epochs[0])
+    for which in epochs:
+        alone = () if evaluates is None else (lambda: curious.evaluate(evaluates),)
+        assert curious.steps_on_first_batches(which, *alone) == plain.steps_on_first_batches(which)
+
+
+def test_passes_over_two_loaders_that_a_step_learns_from_both_count():
+    script = Script()
+    for _ in range(3):
+        for loader in script.loaders:
+            next(iter(loader))
+        script.steps += 1
+    assert script.states == [{"epoch": 3}, {"epoch": 3}]
+    for _ in zip(*script.loaders, strict=True):
+        script.steps += 1
+    assert script.states == [{"epoch": 4}, {"epoch": 4}]
+    for loader in script.loaders:
+        sum(len(batch) for batch in loader)
+    script.steps += 1  # one step for all that was read
+    assert script.states == [{"epoch": 5}, {"epoch": 5}]
 
 
 def test_batches_that_are_taken_from_iterators_of_their_own_are_others_once_a_step_was_taken(capfd):

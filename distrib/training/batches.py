@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from distrib.errors import TrainingError
 from distrib.training.alike import digest_of
 from distrib.training.balance import Balance
-from distrib.training.epochs import Epochs, Pass
+from distrib.training.epochs import Epochs, Lessons, Pass
 from distrib.training.shards import ShardSampler
 
 _COPIED = (
@@ -47,10 +47,6 @@ def _nothing() -> None: ...
 
 
 def _unread(evaluated: bool | None) -> None: ...
-
-
-def _unknown() -> int | None:
-    return None
 
 
 def _no_parameters() -> list[torch.Tensor]:
@@ -100,7 +96,7 @@ class ShardedLoader(Iterable[Any]):
         parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
         ended: Callable[[], None] = _nothing,
         read: Callable[[bool | None], None] = _unread,
-        steps: Callable[[], int | None] = _unknown,
+        lessons: Lessons | None = None,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
@@ -108,8 +104,7 @@ class ShardedLoader(Iterable[Any]):
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
         it was told before; `ended` is called at the end of the epoch. `read` hears None of the first batch of any epoch, False of
-        one in which nothing is learnt, True of that one's end. `steps` says how many steps the job has taken, None while it
-        knows of no optimizer. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
+        one in which nothing is learnt, True of that one's end. `lessons` are those of all the job's loaders. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
         take the same number of steps in it, says which share of how many this rank reads then, where ranks may come and go.
         """
         self._view = view
@@ -119,7 +114,7 @@ class ShardedLoader(Iterable[Any]):
         self._training, self._parameters = training, parameters
         self._samples, self._ended, self._balance = samples, ended, balance
         self._was_read = read
-        self._epochs = Epochs(steps)
+        self._epochs = Epochs(lessons or Lessons(lambda: None))
         self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
@@ -254,7 +249,9 @@ class ShardedLoader(Iterable[Any]):
                     file=sys.stderr,
                     flush=True,
                 )
-            if evaluated is not None and not (passed.has_learnt if self._epochs.steps() is not None else watch.trains):
+            if evaluated is not None and not (
+                passed.has_learnt if self._epochs.lessons.steps() is not None else watch.trains
+            ):
                 self._was_read(evaluated)
         if watch.trains:
             self._samples(1, self._ranks)

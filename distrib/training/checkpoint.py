@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import fcntl
 import io
 import os
 import pickle
+import socket
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -48,11 +51,17 @@ def write(
             )
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    prefix = f".{path.name[:100]}.{socket.gethostname()[:64]}."
+    _remove_partial(path.parent, prefix)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            content = {"distrib": _FORMAT, "stamp": stamp, "states": states, "values": values, "backend": backend or {}}
-            torch.save(content, file)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            content = {
+                "distrib": _FORMAT, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
+            }  # fmt: skip
+            _save(content, file)
             file.flush()
             os.fsync(file.fileno())
         mask = os.umask(0)
@@ -64,6 +73,24 @@ def write(
         Path(name).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def _save(content: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # a full disk; torch speaks of positions in the file
+            raise error.__context__ from None
+        raise
+
+
+def _remove_partial(folder: Path, prefix: str) -> None:
+    """Remove what processes of this host left that were killed while they wrote: they do not hold its lock any more."""
+    for name in os.listdir(folder):
+        if name.startswith(prefix):
+            with contextlib.suppress(OSError), (folder / name).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / name).unlink()
 
 
 def _check_opens(path: str, states: dict[str, Any]) -> None:

@@ -7,21 +7,32 @@ lies on a host which comes back is older than those of the others. Every checkpo
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
 
-Stamp = tuple[str, int, int]
-"""The name of the run, which of its starts, and which checkpoint of that start."""
 
-NO_STAMP: Stamp = ("", 0, 0)
+class Stamp(NamedTuple):
+    """Which checkpoint it is: the name of its run, which of the run's starts, which save of its path in that start, and Unix time."""
+
+    run: str
+    start: int
+    number: int
+    time: float
+
+
+NO_STAMP = Stamp("", 0, 0, 0.0)
 
 SHARED = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "afs", "9p", "virtiofs", "gluster", "orangefs", "pvfs", "weka",
-          "panfs", "fuse.")  # fmt: skip
+          "panfs", "ocfs2", "gfs2", "dvs", "fuse")  # fmt: skip
 """How kinds of file systems begin that several hosts have in common, as far as the kernel's name tells."""
+OWN = ("fuseblk", "fuse.fuse-overlayfs", "fuse.bindfs")
+"""Those that begin so and are one host's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,15 +54,15 @@ class Run:
         )
 
     def stamp(self, number: int) -> Stamp:
-        return self.name, self.restarts, number
+        return Stamp(self.name, self.restarts, number, time.time())
 
 
 def is_shared(path: str | os.PathLike[str]) -> bool:
     """Whether the file system of `path`, which need not exist, is one that hosts have in common."""
-    place = Path(path).absolute()
-    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    mount = next((str(folder) for folder in (place, *place.parents) if str(folder) in kinds), "")
-    return kinds.get(mount, "").lower().startswith(SHARED)
+    place = Path(path).resolve()
+    kinds = {part.mountpoint: part.fstype.lower() for part in psutil.disk_partitions(all=True)}
+    kind = next((kinds[str(folder)] for folder in (place, *place.parents) if str(folder) in kinds), "")
+    return kind.startswith(SHARED) and kind not in OWN
 
 
 def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
@@ -60,23 +71,26 @@ def stamp_of(path: str | os.PathLike[str]) -> Stamp | None:
         return None
     try:
         saved = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        run, restarts, number = saved["stamp"]
-        return str(run), int(restarts), int(number)
+        run, start, number, when = saved["stamp"]
+        return Stamp(str(run), int(start), int(number), float(when))
     except Exception:  # torch raises a dozen kinds here; whoever reads the file says what is wrong with it
         return NO_STAMP
 
 
 def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
-    """The rank that has the newest checkpoint of this run, or the first one that has any; 0 where there is none.
+    """The rank whose checkpoint is the one to go on from, the first of several; 0 where there is none. `stamps` are by rank.
 
-    `stamps` are by rank.
+    It is the newest of this run; where there is none of it, the newest of the run that rank 0's is from, or where rank 0
+    has none, of the run that wrote last.
     """
-
-    def order(rank: int) -> tuple[bool, bool, int, int, int]:
-        stamp = stamps[rank]
-        if stamp is None:
-            return (False, False, 0, 0, -rank)
-        own = stamp[0] == run.name
-        return (True, own, *(stamp[1:] if own else (0, 0)), -rank)
-
-    return max(range(len(stamps)), key=order)
+    there = {rank: stamp for rank, stamp in enumerate(stamps) if stamp is not None}
+    if not there:
+        return 0
+    if any(stamp.run == run.name for stamp in there.values()):
+        wanted = run.name
+    else:
+        wanted = (there.get(0) or max(there.values(), key=lambda stamp: stamp.time)).run
+    return max(
+        (rank for rank, stamp in there.items() if stamp.run == wanted),
+        key=lambda rank: (there[rank].start, there[rank].number, -rank),
+    )

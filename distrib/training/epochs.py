@@ -1,8 +1,8 @@
 """Which epoch a loader is in: the same on every rank, whatever one of them reads by itself.
 
 A rank may look at a batch, or evaluate, while the others do not; if that counted, its order would be another one from then on,
-and samples would be read twice or never. Steps are taken by all ranks alike. So a pass over the loader counts once a step was
-taken between its batches; until then the next pass is of the same epoch. Passes that are begun together, as by
+and samples would be read twice or never. Steps are taken by all ranks alike. So a pass over the loader counts once a step has
+learnt from it; until then the next pass is of the same epoch. Passes that are begun together, as by
 `zip(loader, loader)`, are an epoch each. Where the job knows of no steps, every pass counts.
 """
 
@@ -13,15 +13,47 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Pass:
-    """One iteration over the loader, of epoch `number`."""
+class Lessons:
+    """From which passes, of all the loaders of a job, its steps have learnt.
 
-    def __init__(self, epochs: Epochs, number: int) -> None:
-        self._epochs, self.number = epochs, number
-        self.has_learnt = False
-        """Whether a step was taken between its batches."""
+    `steps` says how many have been taken, None while the job knows of none to come. A step has learnt from the passes that handed
+    out a batch since the one before: from those that go on if there are such, else from those that were left, as
+    `next(iter(loader))` leaves one; and if nothing else was read, from those that were read to their end.
+    """
+
+    def __init__(self, steps: Callable[[], int | None]) -> None:
+        self.steps = steps
+        self._taken = steps() or 0
+        self._since: dict[Pass, None] = {}
+
+    def hand_out(self, one: Pass) -> None:
+        """`one` is about to hand out a batch."""
+        self.look()
+        if self.steps() is not None:
+            self._since[one] = None
+
+    def look(self) -> None:
+        """See whether a step was taken."""
+        taken = self.steps() or 0
+        if taken == self._taken:
+            return
+        self._taken = taken
+        since, self._since = self._since, {}
+        for one in [p for p in since if p.is_open] or [p for p in since if not p.is_whole] or since:
+            one.learn()
+
+
+class Pass:
+    """One iteration over a loader, of epoch `number`."""
+
+    def __init__(self, epochs: Epochs, number: int, since: object) -> None:
+        self._epochs, self.number, self.since = epochs, number, since
+        self.is_open = False
+        """Whether it has handed out a batch and may hand out another."""
         self.is_whole = False
         """Whether it was read to its end."""
+        self.has_learnt = False
+        """Whether a step has learnt from it."""
         self.steps = -1
         """How many had been taken as its latest batch was handed out; -1 before the first."""
         self._batches: weakref.ref[Iterator[Any]] | None = None
@@ -38,70 +70,68 @@ class Pass:
 
     def hand_out(self) -> None:
         """A batch is about to be handed out."""
-        self.steps = self._epochs.steps() or 0
-        self._epochs.open[self] = None
+        self._epochs.lessons.hand_out(self)
+        self.steps = self._epochs.lessons.steps() or 0
+        self.is_open = True
 
     def look(self) -> None:
         """The next batch is asked for, or nothing more."""
-        self._epochs.look()
+        self._epochs.lessons.look()
+
+    def learn(self) -> None:
+        """A step has learnt from it."""
+        self.has_learnt = True
+        self._epochs.count(self)
 
     def end(self, *, whole: bool) -> None:
         """No batch will be asked for; `whole`: as there is none."""
-        self.is_whole = whole
+        self.look()
+        self.is_open, self.is_whole = False, whole
         self._epochs.end(self)
 
 
 class Epochs:
-    """Counts the epochs of one loader. `steps` says how many steps the job has taken, None while it knows of none to come."""
+    """Counts the epochs of one loader."""
 
-    def __init__(self, steps: Callable[[], int | None]) -> None:
-        self.steps = steps
-        self.open: dict[Pass, None] = {}
-        """Those that have handed out a batch and may hand out another."""
-        self.closed: Pass | None = None
-        """The last of the others, if nothing was learnt since: as of `next(iter(loader))`, whose batch is still to be learnt."""
+    def __init__(self, lessons: Lessons) -> None:
+        self.lessons = lessons
         self.repeated = 0
         """How often a pass was left before its end that began where one had been left before, with no step since."""
+        self._left: Pass | None = None
         self._waiting: list[Pass] = []
         self._next = 0
+        self._set = object()
+        """Another one each time that `next` is set: passes that were begun before count no more."""
 
     @property
     def next(self) -> int:
         """The number of the epoch that begins next."""
-        self.look()
+        self.lessons.look()
         return self._next
 
     @next.setter
     def next(self, number: int) -> None:
-        self._next, self.closed = number, None
-        self.open.clear()
+        self.lessons.look()
+        self._next, self._left, self._set = number, None, object()
         self._waiting.clear()
 
     def begin(self) -> Pass:
         """A pass begins."""
         number = self.next
         self._waiting = [one for one in self._waiting if one.is_waiting]
-        made = Pass(self, max([number, *(one.number + 1 for one in self._waiting)]))
+        made = Pass(self, max([number, *(one.number + 1 for one in self._waiting)]), self._set)
         self._waiting.append(made)
-        if self.steps() is None:
+        if self.lessons.steps() is None:
             self._next = made.number + 1
         return made
 
+    def count(self, one: Pass) -> None:
+        """A step has learnt from it."""
+        if one.since is self._set:
+            self._next = max(self._next, one.number + 1)
+
     def end(self, one: Pass) -> None:
         """A pass is over."""
-        self.look()
-        self.open.pop(one, None)
-        if self.closed and not one.is_whole and not self.closed.is_whole:
-            self.repeated += self.closed.number == one.number and self.closed.steps == one.steps
-        self.closed = None if one.has_learnt else one
-
-    def look(self) -> None:
-        """Counts the passes in which steps were taken since."""
-        taken = self.steps() or 0
-        learnt = [one for one in self.open if taken > one.steps]
-        if not self.open and self.closed and taken > self.closed.steps:
-            learnt = [self.closed]
-        for one in learnt:
-            one.has_learnt = True
-            self._next = max(self._next, one.number + 1)
-            self.closed = None
+        if self._left and not one.is_whole:
+            self.repeated += (self._left.number, self._left.steps) == (one.number, one.steps)
+        self._left = None if one.is_whole or one.has_learnt else one

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.drift import Drift
+from distrib.training.epochs import Lessons
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten
 from distrib.training.meter import Meter
@@ -133,10 +135,11 @@ class Job:
         self._comm = world.comm
         self._run = copies.Run.from_environment(os.environ)
         self.restarts = self._run.restarts
-        self._saves = 0
+        self._saves: Counter[str] = Counter()
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
+        self._lessons = Lessons(lambda: sum(steps.calls for steps in self._steps) if self._steps else None)
         self._stepped: bool | torch.Tensor = False
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
@@ -321,7 +324,7 @@ class Job:
             parameters=lambda: [p for model in self._models for p in model.parameters() if p.requires_grad],
             ended=self._settle,
             read=functools.partial(self._was_read, number),
-            steps=lambda: sum(steps.calls for steps in self._steps) if self._steps else None,
+            lessons=self._lessons,
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
@@ -455,9 +458,7 @@ class Job:
         return self._elastic.from_main(work) if self._elastic else self._from_one(work, 0)
 
     def _from_one(self, work: Callable[[], T], source: int) -> T:
-        """The same of rank `source`; in mode async of the main rank, whichever that is."""
-        if self._elastic:
-            return self._elastic.from_main(work)
+        """The same of rank `source`, where ranks go in step."""
         if self.world_size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -480,8 +481,8 @@ class Job:
 
             job.save("last.pt", model=model, optimizer=optimizer, loader=loader, epoch=epoch)
 
-        The main rank writes, and `path` never holds half a file; the other ranks go on at once. In a job that may be started
-        again (`--max-restarts`) each host keeps a copy where it has files of its own. Models are
+        The main rank writes, and `path` never holds half a file; the other ranks go on at once, but that in a job which may be
+        started again (`--max-restarts`) one of each host writes a copy where the host has files of its own. Models are
         saved without their wrapper, so that any number of ranks can restore them. Raises TrainingError for values
         that could not be opened without running code (see torch.load, weights_only), and where the last step's gradients were
         nan or infinite, unless `prepare` was told to look away.
@@ -489,13 +490,17 @@ class Job:
         self._check_open()
         for steps in self._steps:
             steps.look(alone=True)
-        self._saves += 1
-        if self.is_main or self._keeps_copies(path):
+        place = os.path.realpath(path)
+        self._saves[place] += 1
+        stamp = self._run.stamp(self._saves[place])
+        if self.is_main:
+            checkpoint.write(path, objects, self._backend.state_dict(), stamp)
+        elif self._keeps_copies(path):
             try:
-                checkpoint.write(path, objects, self._backend.state_dict(), self._run.stamp(self._saves))
-            except OSError as error:
-                if self.is_main:
-                    raise
+                checkpoint.write(path, objects, self._backend.state_dict(), stamp)
+            except (
+                Exception
+            ) as error:  # a full disk, or a state that the main rank alone can give: the job has its checkpoint
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=2)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
@@ -505,12 +510,16 @@ class Job:
 
         Values passed in are what is returned where the file does not hold them, or where there is no file: then
         nothing is restored, and a note says so. Rank 0 reads the file and hands it to the others, which need not see the
-        file system; so every rank must call it. Where the job was started again, the rank does that has the newest. Tensors among the values come on `device`.
-        Raises TrainingError when the file is no checkpoint or does not fit.
+        file system; so every rank must call it. In a job that may be started again (`--max-restarts`) that rank reads its
+        file whose host has the newest. Tensors among the values come on `device`. Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
-        source = self._newest(path) if self.restarts else 0
-        data = self._from_one(lambda: checkpoint.content(path), source)
+        source = self._newest(path) if self._run.max_restarts else 0
+
+        def read() -> bytes | None:
+            return checkpoint.content(path)
+
+        data = self._from_one(read, source) if source else self._from_main(read)
         place = Path(path).absolute()
         if data is None:
             if self.rank == 0:
