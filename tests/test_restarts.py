@@ -330,7 +330,6 @@ def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoi
 
 
 @pytest.mark.cluster
-@pytest.mark.alone
 def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, tmp_path):
     """Each host has a disk of its own; the main rank's host is lost, and comes back with a checkpoint that is old by then."""
     cluster = make_cluster(4)
@@ -382,7 +381,6 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
 
 
 @pytest.mark.cluster
-@pytest.mark.alone
 def test_a_host_that_the_job_needs_is_waited_for(make_cluster, tmp_path):
     cluster = make_cluster(2)
     command = [
@@ -414,7 +412,6 @@ def test_a_host_that_the_job_needs_is_waited_for(make_cluster, tmp_path):
 
 
 @pytest.mark.cluster
-@pytest.mark.alone
 def test_a_host_that_cannot_be_given_the_folder_is_left_out(make_cluster, launch, tmp_path):
     cluster = make_cluster(3)
     project = _folder(tmp_path / "project")
