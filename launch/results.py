@@ -217,11 +217,15 @@ def set_aside(path: Path, number: int, result: Result) -> Attempt:
 
 def bring_back(path: Path, attempt: Attempt) -> None:
     """Undo `set_aside` where the start that followed came to nothing; what its engine said stays."""
+    folder = path / attempt.folder
     with contextlib.suppress(OSError):
+        for new in list(_of_a_start(path)):
+            if new.name != ENGINE_LOG:
+                new.unlink(missing_ok=True)
         if (path / ENGINE_LOG).exists():
-            (path / attempt.folder / ENGINE_LOG).unlink(missing_ok=True)
-        _move(path / attempt.folder, path)
-        _remove(path / attempt.folder)
+            (folder / ENGINE_LOG).unlink(missing_ok=True)
+        _move(folder, path)
+        _remove(folder)
 
 
 def _unmade(path: Path, error: OSError) -> ConfigError:
