@@ -9,11 +9,13 @@ from pathlib import Path
 
 import msgspec
 from distrib_launch import preflight
+from distrib_launch.checks import folded
 from distrib_launch.connections import Connections
 from distrib_launch.console import Console
 from distrib_launch.plan import HostPlan, LaunchPlan
 from distrib_launch.results import write_json
 
+from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
 
 REPORT = "preflight.json"
@@ -39,14 +41,14 @@ def admit(
         if not bad or not (options.drop_bad_hosts or options.min_hosts):
             raise refusal
         dropped.update(bad)
-        told = "\n".join(dropped.values())
+        told = "\n".join(folded(dropped.items()))
         try:
             rest = replan(dropped)
         except ConfigError as problem:
             if {host.name for host in plan.hosts} <= bad.keys():
                 raise refusal from None
-            raise PreflightError(f"{told}\nwithout {', '.join(dropped)}: {problem.what}", hint=problem.hint) from None
-        check_count(rest, f"{told}\nwithout {', '.join(dropped)}")
+            raise PreflightError(f"{told}\nwithout {name_hosts(dropped)}: {problem.what}", hint=problem.hint) from None
+        check_count(rest, f"{told}\nwithout {name_hosts(dropped)}")
         return rest
 
     def check_count(plan: LaunchPlan, when: str) -> None:
@@ -102,7 +104,7 @@ def admit(
                 interpreters={**answers.interpreters, **late.interpreters},
             )
     connections.stop_listening()
-    warnings = _told(dropped, [str(check) for check in report.warnings], plan, options, console)
+    warnings = _told(dropped, report.told("warning"), plan, options, console)
     return preflight.with_network(plan, report, answers, os.environ), warnings
 
 
@@ -113,7 +115,7 @@ def _told(
     if dropped:
         allowed = "--drop-bad-hosts" if options.drop_bad_hosts else f"--min-hosts {options.min_hosts}"
         console.say(f"warning: {len(dropped)} host(s) left out ({allowed}); {plan.world_size} rank(s) remain")
-    warnings = [f"left out: {why}" for why in dropped.values()] + list(more)
+    warnings = [f"left out: {why}" for why in folded(dropped.items())] + list(more)
     for warning in warnings:
         console.say(f"warning: {warning}")
     return warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from distrib_launch.checks import Check, error
 from distrib_launch.connections import LOADER, SIGN, Connections, Patience
 
 from distrib.cluster.inventory import Inventory, Question, Told, own_inventory, program, read_answer
+from distrib.cluster.node import name_hosts
 from distrib.errors import LaunchError
 
 SSH_SECONDS = 20.0
@@ -46,6 +48,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     inventory: Inventory | None = None
     port: int | None = None
     problem: Check | None = None
+    no_login: bool = False
+    """Whether ssh was neither let in nor refused."""
     asked: float = 0.0
     answered: float = 0.0
 
@@ -85,9 +89,14 @@ def ask_all(
 
     if all(target.is_here for target in targets):
         return {target.name: ask(target) for target in targets}
+    logins = LOGINS_PER_CPU * len(os.sched_getaffinity(0))
     with _told_of(waiting, say):
-        logins = LOGINS_PER_CPU * len(os.sched_getaffinity(0))
-        return dict(zip((t.name for t in targets), connections.all_at_once(ask, targets, logins), strict=True))
+        told = dict(zip((t.name for t in targets), connections.all_at_once(ask, targets, logins), strict=True))
+    if silent := [target for target in targets if told[target.name].no_login]:
+        # With all at once a machine that has much to do may have been too slow itself.
+        say(f"no login within {SSH_SECONDS:.0f} s: {name_hosts(t.name for t in silent)}; trying once more")
+        told |= zip((t.name for t in silent), connections.all_at_once(ask_one, silent, logins), strict=True)
+    return told
 
 
 @contextlib.contextmanager
@@ -95,9 +104,7 @@ def _told_of(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[N
     """Say, should it take long, which hosts have not answered."""
 
     def tell() -> None:
-        names = list(waiting)
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        say(f"waiting for the answer of {', '.join(names[:4])}{more}")
+        say(f"waiting for the answer of {name_hosts(waiting)}")
 
     timer = threading.Timer(TELL_SECONDS, tell)
     timer.daemon = True
@@ -116,14 +123,13 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
     except OSError as problem:
         if target.is_here:
             return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
-        raise LaunchError(
-            f"cannot run {command[0]}: {problem.strerror}", hint="install ssh, or name --ssh-command"
-        ) from None
+        hint = "install ssh, or name --ssh-command" if problem.errno == errno.ENOENT else "see ulimit -a"
+        raise LaunchError(f"cannot run {command[0]}: {problem.strerror}", hint=hint) from None
     answered = time.time()
     if said := read_answer(told.out, Told):
         return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
     if told.code is None:
-        return Answer(problem=_silent(target, told.out))
+        return Answer(problem=_silent(target, told.out), no_login=not target.is_here and SIGN not in told.out)
     return Answer(
         problem=explain(target, told.code, told.err, told.out.replace(SIGN, "").strip()), asked=asked, answered=answered
     )

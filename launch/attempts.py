@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from distrib_launch import admission, failures, job, results, signals
+from distrib_launch import admission, failures, job, openfiles, results, signals
 from distrib_launch.connections import Connections
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
@@ -161,6 +161,7 @@ class Attempts:
         """Start the job and see it end. What `last` left is moved out of the way when the hosts are found fit."""
         options, run_dir = self.options, Path(plan.run_dir)
         self._say_notes(plan)
+        openfiles.allow(len(plan.hosts), len(plan.ranks))
         with Connections(mpirun.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from distrib_launch.options import Once
 
+from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def add_options(check: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
     import msgspec
-    from distrib_launch import network, preflight
+    from distrib_launch import network, openfiles, preflight
     from distrib_launch import plan as planning
     from distrib_launch.connections import Connections
     from distrib_launch.console import perhaps_unread
@@ -74,6 +75,7 @@ def run(options: argparse.Namespace) -> int:
         question = preflight.question_of(plan)
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)
+        openfiles.allow(len(plan.hosts), 0)
         with Connections() as connections:
             answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections, _say)
             report, _ = preflight.settle(
@@ -95,15 +97,14 @@ def _show(report: Report) -> None:
     from distrib_launch.checktable import table_text
 
     print(table_text(report, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
-    for check in [*report.errors, *report.warnings]:
-        print(f"{check.status}: {check}")
+    for status in ("error", "warning"):
+        for line in report.told(status):
+            print(f"{status}: {line}")
     if network := report.network:
         ways: dict[str, list[str]] = {}
         for choice in network.hosts:
             ways.setdefault(choice.interface, []).append(choice.host)
-        shown = "; ".join(
-            f"{name} on {', '.join(hosts[:8])}{' ...' if len(hosts) > 8 else ''}" for name, hosts in ways.items()
-        )
+        shown = "; ".join(f"{name} on {name_hosts(hosts)}" for name, hosts in ways.items())
         print(f"network: {shown} ({network.reason})")
         for line in (*(f"passed over: {what}" for what in network.passed_over), *network.notes):
             print(f"note: {line}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
+
+from distrib.cluster.node import name_hosts
 
 Status = Literal["ok", "warning", "error", "unknown"]
 
@@ -46,6 +49,18 @@ def error(host: str, check: str, reason: str, fix: str = "") -> Check:
 def warning(host: str, check: str, reason: str, fix: str = "") -> Check:
     """A cell that does not."""
     return Check(host=host, check=check, status="warning", reason=reason, fix=fix)
+
+
+def folded(told: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines, each with the host that it begins with; of hosts of which the same is said the first one's stands for all."""
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for host, line in told:
+        groups.setdefault(re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "", line), []).append((host, line))
+    lines = []
+    for alike in groups.values():
+        first, line = alike[0]
+        lines.append(name_hosts(host for host, _ in alike) + line.removeprefix(first))
+    return lines
 
 
 def full_table(hosts: Sequence[str], found: Sequence[Check], silent: Sequence[str]) -> tuple[Check, ...]:

@@ -15,6 +15,7 @@ import msgspec
 from distrib.cluster.hostfile import Host
 from distrib.cluster.hostlist import parse_expression
 from distrib.cluster.hosts import MAX_HOSTS, Notes, Place, shown
+from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ def choose(
         names |= {name.lower() for name in wishes.servers}
         if unknown := [name for name in filters if name not in names]:
             raise ConfigError(
-                f"{option} names {_few(unknown)}, which is not among the hosts",
-                hint=f"there are {_few([host.name for host in hosts])}",
+                f"{option} names {name_hosts(unknown)}, which is not among the hosts",
+                hint=f"there are {name_hosts([host.name for host in hosts])}",
             )
         taken = (_choose_slots(host, gpus[host.name], slots[host.name], option, filters) for host in hosts)
         chosen = [choice for choice in taken if choice and choice.slots]
@@ -189,7 +190,7 @@ def _pool(hosts: Sequence[Host], gpus: Mapping[str, Gpus | None], wanted: str) -
     found = pools(hosts, gpus)
     members = {name for kind, names in found.items() if wanted.lower() in kind.lower() for name in names}
     if not wanted.strip() or not members:
-        known = "; ".join(f"{kind}: {_few(names)}" for kind, names in found.items())
+        known = "; ".join(f"{kind}: {name_hosts(names)}" for kind, names in found.items())
         raise ConfigError(
             f"--pool {wanted}: no host has such a GPU",
             hint=f"there are {known}" if known else "the topology says nothing of the hosts' GPUs",
@@ -201,7 +202,7 @@ def mixed_pools(found: Mapping[str, Sequence[str]]) -> str | None:
     """A note where a job that waits for its slowest rank would run on several kinds of GPU."""
     if len(found) < 2:
         return None
-    kinds = "; ".join(f"{kind}: {_few(names)}" for kind, names in found.items())
+    kinds = "; ".join(f"{kind}: {name_hosts(names)}" for kind, names in found.items())
     return f"the hosts have different GPUs, and every step waits for the slowest ({kinds}); --pool chooses one kind"
 
 
@@ -246,7 +247,3 @@ def _numbers(numbers: Sequence[int]) -> str:
     first, last = numbers[0], numbers[-1]
     whole = len(numbers) > 2 and list(numbers) == list(range(first, last + 1))
     return f"{first}-{last}" if whole else ",".join(map(str, numbers))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,6 +23,9 @@ from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan, RankPlan
+
+ALIKE_MOST = 3
+"""So many hosts with the same ranks have a line each in the plan that is shown."""
 
 EPILOG = """\
 examples:
@@ -239,23 +242,8 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     servers = len(plan.ranks) - plan.world_size
     apart = f" and {servers} parameter server(s)" if servers else ""
     print(f"{plan.world_size} rank(s){apart} on {len(plan.hosts)} host(s), engine {plan.engine}, mode {plan.mode}")
-    first = 0
-    for host in plan.hosts:
-        beside = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
-        shown_servers = f"parameter server {_numbers(beside)}, a free port chosen at launch" if beside else ""
-        if not host.workers:
-            print(f"  {host.name}: {shown_servers}")
-            continue
-        last = first + host.workers - 1
-        devices = list(dict.fromkeys(rank.device for rank in plan.ranks[first : last + 1]))
-        shown = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else devices[0]
-        shown += " (its GPUs, if it has any)" if shown == "auto" else ""
-        if host.chosen is not None:
-            shown += f", chosen: {','.join(map(str, host.chosen))}"
-        ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        print(f"  {host.name}: {ranks}, device {shown}, {_processors(plan.ranks[first : last + 1])}"
-              + (f"; {shown_servers}" if beside else ""))  # fmt: skip
-        first = last + 1
+    for line in _host_lines(plan):
+        print(f"  {line}")
     for note in plan.notes:
         print(f"note: {note}")
     if plan.outlook and plan.outlook.warning:
@@ -270,6 +258,36 @@ def _show_plan(plan: LaunchPlan, *, as_json: bool) -> None:
     if plan.sync:
         print(f"brought to every host first: {plan.sync}")
     print(f"command: {shlex.join(plan.command)}")
+
+
+def _host_lines(plan: LaunchPlan) -> Iterator[str]:
+    """What runs where, a line for each host; of many in a row that have the same, one for all."""
+    from itertools import groupby
+
+    from distrib.cluster.node import name_hosts
+
+    first = 0
+    told: list[tuple[str, int, int, str]] = []  # host, its workers, their first rank, what else is to be said
+    for host in plan.hosts:
+        beside = [rank.rank for rank in plan.ranks if rank.role == "server" and rank.host == host.name]
+        servers = f"parameter server {_numbers(beside)}, a free port chosen at launch" if beside else ""
+        ranks = plan.ranks[first : first + host.workers]
+        devices = list(dict.fromkeys(rank.device for rank in ranks))
+        shown = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else "".join(devices)
+        shown += " (its GPUs, if it has any)" if shown == "auto" else ""
+        if host.chosen is not None:
+            shown += f", chosen: {','.join(map(str, host.chosen))}"
+        workers = f", device {shown}, {_processors(ranks)}" if ranks else ""
+        told.append((host.name, host.workers, first, "; ".join(filter(None, (workers, servers)))))
+        first += host.workers
+    for (workers, rest), alike in groupby(told, key=lambda one: (one[1], one[3])):
+        names, _, starts, _ = zip(*alike, strict=True)
+        if len(names) <= ALIKE_MOST or not workers:
+            for name, start in zip(names, starts, strict=True):
+                yield f"{name}: {_numbers(range(start, start + workers)) if workers else ''}{rest}"
+            continue
+        numbers = _numbers(range(starts[0], starts[-1] + workers))
+        yield f"{name_hosts(names)}: {numbers}, {workers} on each{rest}"
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -94,7 +94,13 @@ class Connections:
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
+            before = self._processes.pop(host, None)
             self._processes[host] = process
+        if before:  # it was silent, and is ended
+            before.wait()
+            for stream in (before.stdin, before.stdout, before.stderr):
+                if stream:
+                    stream.close()
         told = self._exchange(process, f"{len(program)}\n{program}".encode(), patience)
         if told.code is None and not is_whole(told.out.encode()):
             _kill(process)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 import signal
@@ -18,6 +19,9 @@ from distrib_launch.plan import LaunchPlan
 
 GRACE_SECONDS = 1.0
 """How long the engine may take to end once its ranks have, and then after SIGTERM; it was seen to hang for ever."""
+STARTING_SECONDS = 15.0
+"""How long mpirun may go on with a start that nobody wants any more: a daemon whose mpirun is killed before it has called back
+waits for it for ever, on a host of its own."""
 
 
 class EngineProcess:
@@ -37,6 +41,7 @@ class EngineProcess:
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)
+        self._begun = mmap.mmap(-1, 1)  # shared with the guard
         with self.log.open("wb") as file:
             self._process = subprocess.Popen(
                 plan.command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -50,12 +55,24 @@ class EngineProcess:
             return self.log.read_text(errors="replace")
         return ""
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether daemons may be starting that nobody would end: the first rank is started when all are there."""
+        return not self._begun[0] and self._runtime is mpirun and self._process.poll() is None
+
+    def has_begun(self) -> None:
+        """A rank has called back, or nobody shall wait for that."""
+        self._begun[0] = 1
+
     def exit_code(self) -> int | None:
         """How it ended, as `subprocess` counts; None while it runs."""
         return self._process.poll()
 
     def end(self, wait: Callable[[], None]) -> None:
         """See it go, by force if it must; `wait` is called meanwhile."""
+        deadline = time.monotonic() + STARTING_SECONDS
+        while self.is_starting and time.monotonic() < deadline:
+            wait()
         deadline = time.monotonic() + GRACE_SECONDS
         while self._process.poll() is None and time.monotonic() < deadline:
             wait()
@@ -69,7 +86,7 @@ class EngineProcess:
 
     def _end_after_launcher(self) -> None:
         """What the guard does when the launcher was killed."""
-        _end_session(self._process.pid, self._runtime.PATIENCE_SECONDS)
+        _end_session(self._process.pid, STARTING_SECONDS if self.is_starting else self._runtime.PATIENCE_SECONDS)
         self._give_up()
         self._remove_traces()
         if sockets := mpirun.sockets(self._plan):

@@ -12,6 +12,8 @@ import msgspec
 from distrib_launch.ranges import ranges
 from distrib_launch.results import Failure
 
+from distrib.cluster.node import name_hosts
+
 TAIL_BYTES = 64 << 10
 TAIL_LINES = 20
 
@@ -191,7 +193,7 @@ def _lost(first: Ending, endings: Iterable[Ending]) -> str:
         hosts = len({ending.host for ending in endings})
         if len(silent) > 1 and len(silent) + 1 >= hosts:
             return (
-                f"{len(silent)} of {hosts} hosts vanished at once ({', '.join(silent[:8])}): look at the network of "
+                f"{len(silent)} of {hosts} hosts vanished at once ({name_hosts(silent)}): look at the network of "
                 "this machine first, then at their switch and power"
             )
         who = f" (ranks {ranges([ending.rank for ending in there])})" if len(there) > 1 else ""
@@ -286,6 +288,6 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
     ):
         if ranks:
             what = words.replace("were ", "was ") if len(ranks) == 1 else words
-            lines.append(f"  rank {ranges(ranks)}: {what}")
+            lines.append(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {what}")
     lines.append(f"  its error output: {failure.log}")
     return "\n".join(lines)

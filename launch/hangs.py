@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 from distrib_launch.ranges import ranges
 
+from distrib.cluster.node import name_hosts
+
 COLLECTIVE_CALL = re.compile(
     r"\b(all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|barrier|bcast|broadcast|gather|scatter|reduce|"
     r"recv|send|sendrecv|wait|waitall|probe)\w*\s*\(",
@@ -208,9 +210,10 @@ def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
     for place, members in _grouped(stacks).items():
         steps = sorted({stack.step for stack in members if stack.step >= 0})
         at = f", step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "") if steps else ""
-        hosts = list(dict.fromkeys(stack.host for stack in members))
-        shown = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
-        lines.append(f"  rank {ranges([stack.rank for stack in members])} on {shown}: in {place}{at}")
+        shown = name_hosts(stack.host for stack in members)
+        lines.append(
+            f"  rank{'s' * (len(members) > 1)} {ranges([stack.rank for stack in members])} on {shown}: in {place}{at}"
+        )
     return lines
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from distrib.cluster.inventory import Address, Interface, Inventory, RdmaPort, fastest_ports, total_rate
+from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -260,7 +261,7 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
     without = [host for host, ports in active.items() if not ports]
     if without:
         notes.append(
-            f"{', '.join(without[:5])}: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them"
+            f"{name_hosts(without)}: no active InfiniBand or RoCE port, so no host uses its own: NCCL cannot mix them"
         )
         return dict.fromkeys(inventories, ())
     fastest = {

@@ -18,6 +18,7 @@ from distrib_launch.ranges import ranges
 from distrib import strategy as strategies
 from distrib.cluster.hostfile import Host, HostList
 from distrib.cluster.hostlist import MAX_SLOTS
+from distrib.cluster.node import name_hosts
 from distrib.cluster.slurm import SOURCE as SLURM
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
@@ -301,8 +302,9 @@ def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus |
         else:
             bare.append(name)
     if bare:
-        shown = ", ".join(bare[:5]) + (f" and {len(bare) - 5} more" if len(bare) > 5 else "")
-        notes.append(f"{shown}: no slots given; 1 rank each ({more or f'say {bare[0]}:N or slots=N'} for more)")
+        notes.append(
+            f"{name_hosts(bare)}: no slots given; 1 rank each ({more or f'say {bare[0]}:N or slots=N'} for more)"
+        )
     return notes
 
 

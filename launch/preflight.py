@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from distrib_launch import judge
 from distrib_launch.ask import Answer, Target, ask_all
-from distrib_launch.checks import Check, Want, error, full_table, warning
+from distrib_launch.checks import Check, Status, Want, error, folded, full_table, warning
 from distrib_launch.connections import Connections
 from distrib_launch.network import ClusterNetwork, NoNetworkError, choose_network, engine_environment
 from distrib_launch.plan import HostPlan, LaunchPlan
@@ -22,6 +22,7 @@ from distrib_launch.reach import Callee, Round, call_all, explain, explain_launc
 from distrib_launch.sync import is_here
 
 from distrib.cluster.inventory import Inventory, Question, own_inventory
+from distrib.cluster.node import name_hosts
 from distrib.errors import LaunchError, PreflightError
 
 
@@ -60,13 +61,17 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         bad = {check.host for check in self.errors}
         return tuple(host for host in self.hosts if host in bad)
 
+    def told(self, status: Status) -> list[str]:
+        """The errors, or the warnings, as lines."""
+        return folded((check.host, str(check)) for check in self.checks if check.status == status)
+
     def refusal(self) -> PreflightError:
         """The error that says what is wrong, first as lines, then as a table."""
         from distrib_launch.checktable import table_text
 
-        more = [f"warning: {check}" for check in self.warnings]
+        more = [f"warning: {line}" for line in self.told("warning")]
         first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
-        return PreflightError("\n".join([*map(str, self.errors), *more, "", table_text(self)]), hosts=first)
+        return PreflightError("\n".join([*self.told("error"), *more, "", table_text(self)]), hosts=first)
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -318,7 +323,7 @@ def own_addresses(plan: LaunchPlan) -> set[str]:
     if not found and all(is_here(name) for name in names):
         return {"127.0.0.1"}  # a machine alone, whose name stands for 127.0.1.1
     if not found:
-        raise LaunchError(f"no network leads from here to {', '.join(names[:5])}", hint="check names and routes")
+        raise LaunchError(f"no network leads from here to {name_hosts(names)}", hint="check names and routes")
     return found
 
 

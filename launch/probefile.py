@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distrib.cluster.measured import Measured
+from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode:
             f"{path} has all-reduce and curves of {earlier.when}; --quick measures neither, and will take their place"
         )
     if gone := [host for host in earlier.hosts if host not in hosts]:
-        shown = ", ".join(gone[:8]) + (f" and {len(gone) - 8} more" if len(gone) > 8 else "")
-        found.append(f"{path} has links of {shown}, measured {earlier.when}; this probe leaves them out, and will take their place")  # fmt: skip
+        found.append(f"{path} has links of {name_hosts(gone)}, measured {earlier.when}; this probe leaves them out, and will take their place")  # fmt: skip
     return found
 
 

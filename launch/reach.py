@@ -15,6 +15,7 @@ from distrib_launch.connections import Connections
 
 from distrib.cluster import host_program
 from distrib.cluster.inventory import read_answer
+from distrib.cluster.node import name_hosts
 
 CALL_SECONDS = 4.0
 """A first packet that was lost is sent again after one second (RFC 6298) and after two more."""
@@ -121,9 +122,8 @@ def explain(calls: Round) -> list[Check]:
     for target in dict.fromkeys(call.target for call in between):
         missed = [call for call in between if call.target == target and call.reason and call.source not in mute]
         if missed:
-            who = ", ".join(call.source for call in missed[:4])
-            more = f" and {len(missed) - 4} more" if len(missed) > 4 else ""
-            what = f"{who}{more} cannot reach it at {missed[0].address} ({missed[0].reason}) on a port of the kernel's choice, as ranks use"
+            who = name_hosts(call.source for call in missed)
+            what = f"{who} cannot reach it at {missed[0].address} ({missed[0].reason}) on a port of the kernel's choice, as ranks use"
             found.append(error(target, "network", what, f"as for {first}" if first else _let_in(calls.subnet)))
             first = first or target
     return found

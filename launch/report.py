@@ -15,6 +15,8 @@ from distrib_launch.outlook import words
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.results import Result
 
+from distrib.cluster.node import name_hosts
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin-bottom: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
@@ -77,7 +79,7 @@ def _attempts(result: Result) -> list[str]:
         failure = attempt.first_failure
         why = f"{failure.host}: {failure.message.splitlines()[0]}" if failure else ""
         rows.append(
-            (attempt.folder, str(attempt.world_size), ", ".join(attempt.hosts[:8]), f"{attempt.seconds:.1f} s", why)
+            (attempt.folder, str(attempt.world_size), name_hosts(attempt.hosts), f"{attempt.seconds:.1f} s", why)
         )
     return ["<h2>Starts before</h2>", _table(("", "ranks", "hosts", "after", "failed"), rows)] if rows else []
 
@@ -173,7 +175,12 @@ def _curve(name: str, values: Sequence[float]) -> str:
 
 def _ranks(result: Result) -> list[str]:
     rows = []
-    for rank in result.ranks[:SHOWN_RANKS]:
+    guilty = result.first_failure.rank if result.first_failure else None
+    # Those that failed by themselves first, and first of all the one that was the first.
+    told = sorted(
+        result.ranks, key=lambda one: (one.rank != guilty, one.exit_code == 0 or bool(one.stopped_by), one.rank)
+    )
+    for rank in told[:SHOWN_RANKS]:
         ended = (
             signal_name(rank.signal)
             if rank.signal

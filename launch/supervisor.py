@@ -26,6 +26,7 @@ from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
 from distrib_launch.recovery import Recovery
 
+from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 
 START_SECONDS = 120.0
@@ -134,7 +135,10 @@ class Supervisor:
         return door.Door(self.selector, self.token, addresses, self._welcome)
 
     def _start_engine(self, entrance: door.Door) -> EngineProcess:
-        return EngineProcess(self.plan, token=self.token, addresses=entrance.addresses)
+        engine = EngineProcess(self.plan, token=self.token, addresses=entrance.addresses)
+        if self.is_local:  # there are no daemons
+            engine.has_begun()
+        return engine
 
     def _may_try_again(self, failed: EngineProcess) -> bool:
         """Whether the engine failed before any rank called back, for no reason that would be there again, and for the first time."""
@@ -281,6 +285,8 @@ class Supervisor:
                 f"rank {hello['rank']} is local rank {hello['local_rank']} of {hello['local_world_size']} on "
                 f"{hello['host']}, not {state.plan.local_rank} of {host.ranks} on {state.plan.host}"
             )
+        if self.engine:
+            self.engine.has_begun()
         state.channel = channel
         state.hello = hello
         state.address = channel.sock.getpeername()[0]
@@ -523,6 +529,8 @@ class Supervisor:
             self._stop(self.grace_seconds)
         else:
             self._stop(0.0)
+            if self.engine:
+                self.engine.has_begun()
 
     def _stop(self, grace_seconds: float) -> None:
         self.stopping = True
@@ -549,7 +557,7 @@ class Supervisor:
         if problem:
             raise problem
         raise LaunchError(
-            f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {', '.join(hosts[:8])})"
+            f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {name_hosts(hosts)})"
             + (f"\n{words}" if words else ""),
             hint=f"the engine's own words are in {engine.log}",
         )
@@ -594,6 +602,8 @@ class Supervisor:
         for state in self.ranks:
             self._send(state, Kind.END, {})
         if self.engine:
+            if self.engine.is_starting:
+                self.console.say("waiting for daemons that are being started, 15 s at most (Ctrl-C: no longer)")
             self.engine.end(self._turn_once)
 
     def _turn_once(self) -> None:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from distrib_launch.checks import folded
 
 from distrib.errors import ConfigError, PreflightError
 
@@ -86,7 +87,7 @@ def sync(
     if problems := {
         host: str(answer) for host, answer in zip(others, told, strict=True) if isinstance(answer, _Refused)
     }:
-        raise PreflightError("\n".join(problems.values()), hosts=problems)
+        raise PreflightError("\n".join(folded(problems.items())), hosts=problems)
     counts = [answer for answer in told if isinstance(answer, tuple)]
     return Synced(
         directory=str(folder),

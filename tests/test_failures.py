@@ -30,7 +30,7 @@ def test_ranks_that_lose_their_peer_are_named_as_consequences(launch):
     report = run.err[run.err.index("distrib-launch: error:") :]
     assert "rank 1 on localhost failed first: ValueError: a bad batch" in report
     assert "[rank1]" not in report
-    assert "rank 0,2: lost the connection to it" in report or "stopped" in report
+    assert "ranks 0,2: lost the connection to it" in report or "stopped" in report
 
 
 def test_a_killed_rank_is_the_cause_and_not_the_peers_that_notice(launch):

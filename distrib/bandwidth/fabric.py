@@ -22,6 +22,9 @@ MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
 SAME = 0.1
 """By how much links of one kind may differ for what was measured over some of them to be as good as over the others."""
 
+IMAGINED = "imagined"
+"""The name of a cluster that exists in the options of a command alone."""
+
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     """The ways between the ranks of a job; `wire` is None for one host, `inside` where each host has one rank."""
@@ -159,6 +162,8 @@ def _names(
         if gpus:
             known = tuple(host for host in known if (found := topology.gpus_of(host)) and found.count) or known
     if count > len(known):
+        if topology and topology.name == IMAGINED:
+            return known, ()  # all of them are
         have = "1 host is known" if len(known) == 1 else f"{len(known)} hosts are known"
         return known, (f"{have}; {count} are extrapolated: more of the same, joined as these are",)
     return known[:count], ()

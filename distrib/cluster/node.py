@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -261,6 +261,21 @@ def _expand_hosts(text: str) -> tuple[str, ...]:
         # Its place is a column of this text, which a person sees anyway.
         raise ValueError(re.sub(r"^[:0-9]*: ", "", str(error))) from None
     return tuple(found.values())
+
+
+NAMED_MOST = 3
+NAMED_CHARACTERS = 100
+
+
+def name_hosts(names: Iterable[str]) -> str:
+    """Hosts in a sentence: `n1, n2`, or from four on `n[1-100]`; of what would be long the first, and how many more."""
+    names = list(dict.fromkeys(names))
+    if len(names) <= NAMED_MOST:
+        return ", ".join(names)
+    folded = fold_hosts(names)
+    if len(folded) <= NAMED_CHARACTERS and " more" not in folded:
+        return folded
+    return ", ".join(names[:NAMED_MOST]) + f" and {len(names) - NAMED_MOST} more"
 
 
 def fold_hosts(names: Sequence[str]) -> str:

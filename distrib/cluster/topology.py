@@ -26,7 +26,7 @@ from distrib.cluster.hosts import HostList
 from distrib.cluster.links import parse_uplink
 from distrib.cluster.measured import Measured, Point
 from distrib.cluster.measured_part import decode_measured, split_measured
-from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, expand_hosts
+from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, expand_hosts, name_hosts
 from distrib.cluster.yamlfile import Document, FieldError, parse, read_text, typed
 from distrib.errors import TopologyError
 
@@ -251,7 +251,7 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
         first = unknown[0]
         place = f"{hosts.source}:{first.line}" if first.line else hosts.source
         raise TopologyError(
-            f"$.nodes: {_few([host.name for host in unknown])} {'is' if len(unknown) == 1 else 'are'} in the hostfile "
+            f"$.nodes: {name_hosts([host.name for host in unknown])} {'is' if len(unknown) == 1 else 'are'} in the hostfile "
             f"({place}) but not in the topology",
             source=topology.source,
             line=_line(topology.source, "$.nodes"),
@@ -264,7 +264,9 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
             path = f"$.nodes[{number}].hosts"
             line = _line(topology.source, path)
             where = f"{topology.source}:{line}" if line else topology.source
-            notes.append(f"{where}: {path}: {_few(only)} {'is' if len(only) == 1 else 'are'} not in {hosts.source}")
+            notes.append(
+                f"{where}: {path}: {name_hosts(only)} {'is' if len(only) == 1 else 'are'} not in {hosts.source}"
+            )
     return tuple(notes)
 
 
@@ -283,7 +285,7 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
         yield (
             ".hosts",
             (
-                f"this was measured on other hosts: {_few(strange)} "
+                f"this was measured on other hosts: {name_hosts(strange)} "
                 f"{'is' if len(strange) == 1 else 'are'} in no group of `nodes`; take `measured` away, then probe again"
             ),
         )
@@ -336,7 +338,3 @@ def _wrong_numbers(
     for number, point in enumerate(curve):
         if point.size_bytes < 0 or not SHORTEST_SECONDS <= point.seconds <= LONGEST_SECONDS:
             yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s cannot be"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from distrib.cluster.node import name_hosts
 from distrib.probe import resume, schedule, sharing, suspects
 from distrib.probe.cards import card_speeds
 from distrib.probe.deadline import ProbeTimeout, wait
@@ -204,9 +205,8 @@ class Leader:
         return [f"{what}: {why} ({self._named(failed)})" for why, failed in ranks.items()]
 
     def _named(self, ranks: Collection[int]) -> str:
-        """The hosts of these ranks, the first few."""
-        names = list(dict.fromkeys(self._host_names[rank] for rank in sorted(ranks)))
-        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        """The hosts of these ranks."""
+        return name_hosts(self._host_names[rank] for rank in sorted(ranks))
 
     def _all_reduce(self, step: Step) -> tuple[bool, list[str]]:
         """Whether all was measured, and what was not."""

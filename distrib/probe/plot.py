@@ -9,7 +9,7 @@ from typing import Any
 
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError
-from distrib.probe.report import bus_bandwidth, matrix, ranks_text
+from distrib.probe.report import bus_bandwidth, matrix, ranks_text, usual_most
 
 LABELS_UP_TO = 40
 KINDS = (".png", ".svg", ".pdf")
@@ -56,7 +56,7 @@ def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
 def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
     rates = matrix(measured, way)
     hosts = list(measured.hosts)
-    top = max(rates.values(), default=1.0)
+    top, exceeded = usual_most(rates.values()) if rates else (1.0, False)
     unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
     nothing = float("nan")
     cells = [[rates[a, b] * 8 / unit if (a, b) in rates else nothing for b in hosts] for a in hosts]
@@ -65,14 +65,13 @@ def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
     colours = colormaps["viridis"].with_extremes(bad="0.9")
     highest = top * 8 / unit
     image = axes.imshow(cells, cmap=colours, vmin=0, vmax=highest)
-    figure.colorbar(image, ax=axes, shrink=0.8, label=name)
+    figure.colorbar(image, ax=axes, shrink=0.8, label=name, extend="max" if exceeded else "neither")
     axes.set_title(f"bandwidth over {way}")
     axes.set_xlabel("to")
     axes.set_ylabel("from")
-    if len(hosts) <= LABELS_UP_TO:
-        size = 9 if len(hosts) <= 16 else 6
-        axes.set_xticks(range(len(hosts)), hosts, rotation=90, fontsize=size)
-        axes.set_yticks(range(len(hosts)), hosts, fontsize=size)
+    size, every = 9 if len(hosts) <= 16 else 6, -(-len(hosts) // LABELS_UP_TO)
+    axes.set_xticks(range(0, len(hosts), every), hosts[::every], rotation=90, fontsize=size)
+    axes.set_yticks(range(0, len(hosts), every), hosts[::every], fontsize=size)
     if len(hosts) <= 12:
         for row, source in enumerate(hosts):
             for column, target in enumerate(hosts):

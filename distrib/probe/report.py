@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
 from rich.table import Table
@@ -57,7 +57,7 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     hosts = measured.hosts
     if not rates:
         return Text("no link was measured")
-    top = max(rates.values())
+    top, exceeded = usual_most(rates.values())
     unit, name = _unit(top)
     label = max(map(len, hosts))
     heads = [name[-CELL + 1 :] for name in _short(hosts)]
@@ -66,8 +66,10 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
     if wide:
         text.append(" " * label + "".join(f"{head:>{CELL}}" for head in heads) + "\n", style="dim")
+    elif label + 2 * len(hosts) > width:
+        return Text(f"bandwidth over {way}: a table of {len(hosts)} hosts does not fit here; --plot FILE.png draws it")
     else:
-        fastest = format_rate(top, digits=3, bits=True)
+        fastest = f"{format_rate(top, digits=3, bits=True)}{', which few exceed' if exceeded else ''}"
         text = Text(f"bandwidth over {way} in tenths of the fastest, {fastest}: from (row) to (column, same order)\n")
         text.stylize("bold")
     for source in hosts:
@@ -81,9 +83,19 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
                 text.append(f"{'?':>{cell}}", style="red")
             else:
                 shown = f"{rate * 8 / unit:.3g}" if wide else str(min(9, int(10 * rate / top)))
-                text.append(f"{shown:>{cell}}", style=_heat(rate / top))
+                text.append(f"{shown:>{cell}}", style=_heat(min(1.0, rate / top)))
         text.append("\n")
     return text
+
+
+def usual_most(rates: Iterable[float]) -> tuple[float, bool]:
+    """The rate that stands for the fastest in a picture of all, bytes per second; and whether some that lie apart are beyond it.
+
+    A few pairs on one switch or machine would else leave the others in the dark.
+    """
+    ordered = sorted(rates)
+    usual = ordered[int(0.95 * (len(ordered) - 1))]
+    return (usual, True) if ordered[-1] > 1.5 * usual else (ordered[-1], False)
 
 
 def _unit(top: float) -> tuple[float, str]:

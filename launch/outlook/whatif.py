@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from distrib.bandwidth.fabric import IMAGINED
 from distrib.cluster.catalog import find_gpu, gpu_hint
 from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
@@ -89,7 +90,7 @@ def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network
         links=links,
         nics=network.nics if network else (),
     )
-    return Topology(nodes=(group,), name="imagined", source="the options")
+    return Topology(nodes=(group,), name=IMAGINED, source="the options")
 
 
 def check_gpudirect(topology: Topology) -> None:
