@@ -649,3 +649,12 @@ def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode == 7 and "standard output: No space left on device" in done.stderr, done
+
+
+def test_hosts_with_the_same_ranks_share_a_line_of_the_plan(tmp_path, capsys):
+    script = tmp_path / "a.py"
+    script.write_text("")
+    assert cli.main(["-H", "n[1-100]:8,m1:4", "--dry-run", str(script)]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[1].startswith("  n[1-100]: ranks 0 to 799, 8 on each, device ")
+    assert told[2].startswith("  m1: ranks 800 to 803, device ")

@@ -272,3 +272,33 @@ def no_job_process_left(cluster, *, within_seconds):
             return True
         time.sleep(0.2)
     raise AssertionError(left)
+
+
+def test_more_hosts_than_the_engine_calls_by_itself(make_cluster, launch, tmp_path):
+    """Of more than 64 hosts PRRTE would have the first call the others, and end the start without a word where one fails."""
+    cluster = make_cluster(66)
+    script = tmp_path / "name.py"
+    script.write_text("import socket\nprint(socket.gethostname())\n")
+    run = launch("-H", cluster.hostfile, "--no-check", script, cluster=cluster, timeout=150)
+    assert run.code == 0, run
+    logs = (run.run_dir / "ranks").glob("*.out")
+    assert {log.read_text().strip() for log in logs} == set(cluster.hosts)
+
+
+def test_a_job_that_is_stopped_while_daemons_start_leaves_none(make_cluster, tmp_path):
+    cluster = make_cluster(3)
+    ssh, called = tmp_path / "ssh", tmp_path / "called"
+    ssh.write_text(f'#!/bin/sh\ncase "$*" in *prted*) touch {called}; sleep 2;; esac\nexec ssh "$@"\n')
+    ssh.chmod(0o755)
+    command = [LAUNCH, "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--ssh-command", ssh, "--no-check", JOB]
+    process = cluster.popen("n1", command, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not called.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "waiting for daemons that are being started" in err
+    assert cluster.left_over(within_seconds=10) == {}
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"

@@ -316,7 +316,7 @@ def test_a_hundred_thousand_gpus_are_planned():
             "--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--nodes", nodes, "--ranks-per-node", ranks
         )
         assert told["predictions"][-1]["hosts"] * ranks == 100_000
-        assert any("extrapolated" in note for note in told["notes"])
+        assert not any("are known" in note for note in told["notes"])  # nobody has spoken of hosts
         assert time.monotonic() - begin < 30  # that it ends at all; benchmarks say how fast
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pynvml
 import pytest
+from distrib_launch import ask
 from distrib_launch.ask import Target, explain
-from distrib_launch.checks import CHECKS, Want
-from distrib_launch.connections import Connections, Patience
+from distrib_launch.checks import CHECKS, Want, folded
+from distrib_launch.connections import SIGN, Connections, Patience
 from distrib_launch.judge import Evidence, judge, odd_ones
 from hypothesis import given
 from hypothesis import strategies as st
@@ -663,3 +664,59 @@ def test_closing_ends_those_who_wait_for_an_answer(tmp_path):
         assert ended.wait(15.0)
     finally:
         os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def test_a_python_that_is_slow_is_waited_for_and_an_ssh_that_is_not(tmp_path):
+    with Connections() as connections:
+        for words, seconds in ((f"echo '{SIGN}'; sleep 60", 1.5), ("sleep 60", 0.5)):
+            begun = time.monotonic()
+            told = connections.ask("n1", ["sh", "-c", words], "pass", Patience(0.5, 1.5))
+            assert told.code is None and (SIGN in told.out) == (seconds > 1)
+            assert seconds <= time.monotonic() - begun < seconds + 0.9
+
+
+def test_who_lets_nobody_in_is_asked_once_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(ask, "SSH_SECONDS", 3.0)
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f'#!/bin/sh\nif [ $1 = dead ] || [ ! -e {tmp_path}/$1 ]; then touch {tmp_path}/$1; sleep 60; fi\nexec sh -c "$2"\n'
+    )
+    ssh.chmod(0o755)
+    targets = [
+        ask.Target(name=name, python=sys.executable, is_here=False, question=Question()) for name in ("busy", "dead")
+    ]
+    said: list[str] = []
+    with Connections() as connections:
+        told = ask.ask_all(targets, [str(ssh)], sys.executable, lambda _: False, connections, said.append)
+    assert told["busy"].inventory is not None
+    assert "dead: ssh: no login within 3 s; is dead up" in str(told["dead"].problem)
+    assert said == ["no login within 3 s: busy, dead; trying once more"]
+
+
+def test_hosts_of_which_the_same_is_said_share_a_line():
+    told = [(f"n{i}", f"n{i}: ssh: no login; is n{i} up? try: ssh n{i} true") for i in range(1, 21)]
+    other = [("n21", "n21: ssh: it refuses our key"), ("gpu", "gpu: ssh: no login; is n1 up? try: ssh n1 true")]
+    assert folded([*told, *other]) == [
+        "n[1-20]: ssh: no login; is n1 up? try: ssh n1 true",
+        "n21: ssh: it refuses our key",
+        "gpu: ssh: no login; is n1 up? try: ssh n1 true",
+    ]
+
+
+def test_the_limit_of_open_files_is_raised_or_refused():
+    code = (
+        "import resource, sys\nfrom distrib_launch import openfiles\n"
+        "from distrib.errors import LaunchError\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
+        "try:\n    openfiles.allow(100, 800)\n"
+        "except LaunchError as error:\n    print(error)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+    )
+    told = [
+        subprocess.run([sys.executable, "-c", code, str(hard)], capture_output=True, text=True).stdout
+        for hard in (4096, 1024)
+    ]
+    assert told[0] == "2928\n"
+    assert told[1].startswith(
+        "800 ranks on 100 hosts need about 2928 open files here, and no more than 1024 are allowed"
+    )

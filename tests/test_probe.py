@@ -35,7 +35,7 @@ from distrib.probe.records import (
     encode,
     measured,
 )
-from distrib.probe.report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text
+from distrib.probe.report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text, usual_most
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
 MB = 1e6
@@ -803,3 +803,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert bus_bandwidth(one.curve[0].size_bytes, one.curve[0].seconds, one.ranks) == pytest.approx(
         (1 << 20) / 0.01 * 1.5
     )
+
+
+def test_a_few_fast_pairs_do_not_leave_the_others_in_the_dark():
+    assert usual_most([1.0] * 100) == (1.0, False)
+    assert usual_most([1.0] * 99 + [60.0]) == (1.0, True)
+    assert usual_most([0.5] * 50 + [1.0] * 50) == (1.0, False)
+    assert usual_most([2.0]) == (2.0, False)

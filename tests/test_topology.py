@@ -23,6 +23,7 @@ from distrib.cluster.hostfile import parse_host_list, parse_hostfile, read_hostf
 from distrib.cluster.links import parse_bus, parse_network, parse_uplink
 from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.cluster.measured_part import decode_measured, encode_measured, split_measured, write_measured
+from distrib.cluster.node import name_hosts
 from distrib.cluster.rules import rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts, parse_topology, read_topology
 from distrib.cluster.ways import inside_link, link_between, switch_oversubscription
@@ -630,3 +631,17 @@ def test_many_hosts_are_read_quickly(tmp_path):
     assert time.process_time() - started < 1
     assert topology.measured == everything
     assert units.format_rate(link_between(topology, "n3", "n30").bandwidth_bytes_per_second) == "100 MB/s"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["n1"], "n1"),
+        (["n1", "n2", "n2", "n3"], "n1, n2, n3"),
+        ([f"n{i}" for i in range(1, 101)], "n[1-100]"),
+        (["a", "b", "c", "d"], "a,b,c,d"),
+        ([f"n{i * i}" for i in range(1, 60)], "n1, n4, n9 and 56 more"),
+    ],
+)
+def test_hosts_are_named_in_few_words(names, told):
+    assert name_hosts(names) == told
