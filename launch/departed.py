@@ -11,6 +11,7 @@ import json
 import os
 import selectors
 from collections.abc import Callable
+from pathlib import Path
 
 from distrib_launch.stacks import Spies
 
@@ -37,7 +38,7 @@ class Departed:
         self._wait_seconds = FIRST_LOOK_SECONDS
         self._pid = 0
         self._knows_python = False
-        """Whether py-spy reads the stack of this process, which runs in the same interpreter as the script."""
+        """Whether py-spy reads the stack of this process, which runs in the script's interpreter."""
 
     def hear(self, errors: bytes, now: float) -> None:
         """What the script has written to standard error, or nothing where it was to standard output."""
@@ -63,7 +64,7 @@ class Departed:
         return STACK if GONE in dump and self._has_spoken else dump
 
     def _hear_of_script(self, dump: bytes) -> None:
-        if GONE not in dump:
+        if GONE not in dump or not _is_our_interpreter(self._pid):
             return
         if self._knows_python:
             self._left()
@@ -75,6 +76,14 @@ class Departed:
         if _is_stack(dump):
             self._knows_python = True
             self._script.take(self._pid)
+
+
+def _is_our_interpreter(pid: int) -> bool:
+    """Whether a process runs in the interpreter of this one: a script may have become another program."""
+    try:
+        return Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
+    except OSError:
+        return False
 
 
 def _is_stack(dump: bytes) -> bool:
