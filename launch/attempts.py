@@ -78,9 +78,8 @@ class Attempts:
     def run(self, plan: LaunchPlan) -> Ended:
         """Raises `DistribError` when the job could not be started at all."""
         self.options = argparse.Namespace(**{**vars(self.options), "run_dir": plan.run_dir})
-        with signals.passed_over(
-            signal.SIGUSR1
-        ):  # which scripts are sent to save, and nobody is there between two starts
+        # Scripts are sent SIGUSR1, to save; between two starts there is nobody to pass it on to.
+        with signals.passed_over(signal.SIGUSR1):
             ended = self._keep(self._start(plan))
             before: Ended | None = None
             while ended.result.status == "failed" and len(self.earlier) < self.options.max_restarts:
