@@ -392,7 +392,7 @@ def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
         "known to have failed before: the network?)"
     )
     said = failures.report(told, [first, *stopped], started=0.0)
-    assert "rank 1: failed too" in said and "rank 2-3: were stopped" in said
+    assert "rank 1: failed too" in said and "ranks 2-3: were stopped" in said
 
 
 def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch, tmp_path):
