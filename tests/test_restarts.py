@@ -26,6 +26,7 @@ from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
 TRAINING = SCRIPTS / "restarts.py"
+STARTS = SCRIPTS / "starts.py"
 
 
 def test_a_job_that_failed_goes_on_from_its_checkpoint(launch, tmp_path):
@@ -54,10 +55,8 @@ def test_a_job_that_failed_goes_on_from_its_checkpoint(launch, tmp_path):
     assert "RuntimeError: boom" in (run.run_dir / "report.html").read_text()
 
 
-def test_the_last_failure_is_the_jobs(launch, tmp_path):
-    run = launch(
-        "-np", "2", "--max-restarts", "1", TRAINING, "3", "0:0:0:boom", "1:1:1:bang", cwd=_folder(tmp_path / "a")
-    )
+def test_the_last_failure_is_the_jobs(launch):
+    run = launch("-np", "2", "--max-restarts", "1", STARTS, "boom", "bang")
     assert run.code == 1, run
     assert run.result["first_failure"]["message"] == "RuntimeError: bang"
     assert run.result["restarts"] == 1
@@ -84,21 +83,9 @@ def test_the_time_limit_is_that_of_all_starts(launch, tmp_path):
 
 
 def test_who_interrupts_the_job_ends_it(tmp_path):
-    command = [
-        LAUNCH,
-        "--run-dir",
-        tmp_path / "run",
-        "--max-restarts",
-        "9",
-        "-np",
-        "2",
-        TRAINING,
-        "3",
-        "0:0:0:boom",
-        "1:0:1:wait",
-    ]
+    command = [LAUNCH, "--run-dir", tmp_path / "run", "--max-restarts", "9", "-np", "2", STARTS, "boom", "wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    wait_for_line(process, "epoch 1 is done")
+    wait_for_line(process, "start 1")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -197,7 +184,7 @@ def test_a_start_that_comes_to_nothing_leaves_the_one_before_as_it_was(tmp_path)
     folder = tmp_path / "run"
     command = [LAUNCH, "-np", "2", "--mpirun", mpirun, "--max-restarts", "2", "--run-dir", folder]
     with (tmp_path / "err").open("w+") as file:
-        process = subprocess.Popen([*command, TRAINING, "3", "0:1:1:boom"], stderr=file, cwd=tmp_path)
+        process = subprocess.Popen([*command, STARTS, "boom"], stderr=file, cwd=tmp_path)
         deadline = time.monotonic() + 120
         while "asking again for 10 minutes" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -214,13 +201,12 @@ def test_a_start_that_comes_to_nothing_leaves_the_one_before_as_it_was(tmp_path)
 
 
 def test_the_next_run_in_a_folder_clears_the_starts_and_nothing_else(launch, tmp_path):
-    folder = _folder(tmp_path / "a")
-    words = ("--run-dir", tmp_path / "again", "--max-restarts", "1", TRAINING, "2")
-    assert launch(*words, "0:0:0:boom", cwd=folder).code == 0
+    words = ("--run-dir", tmp_path / "again", "--max-restarts", "1", STARTS)
+    assert launch(*words, "boom").code == 0
     assert (tmp_path / "again/attempt0/ranks/0.out").exists()
     (_folder(tmp_path / "again/attempt1") / "mine.txt").write_text("kept")
     (tmp_path / "again/attempt.md").write_text("kept")
-    assert launch(*words, cwd=folder).code == 0
+    assert launch(*words).code == 0
     assert not (tmp_path / "again/attempt0").exists()
     assert (tmp_path / "again/attempt1/mine.txt").exists() and (tmp_path / "again/attempt.md").exists()
 

@@ -50,9 +50,12 @@ def test_an_ssh_that_fails_is_named_with_what_to_try(tmp_path):
     ssh.chmod(0o755)
     with pytest.raises(PreflightError) as caught:
         sync(tmp_path, ["198.51.100.1", "198.51.100.2"], [str(ssh), "it's me"])
-    first, second = str(caught.value).splitlines()
-    assert first.startswith(f"198.51.100.1: --sync {tmp_path} failed: it's me says no; try: '{ssh}' ")
-    assert second.startswith("198.51.100.2: ")
+    (told,) = str(caught.value).splitlines()
+    assert told.startswith(f"198.51.100.1, 198.51.100.2: --sync {tmp_path} failed: it's me says no; try: '{ssh}' "), (
+        told
+    )
+    assert told.endswith(" 198.51.100.1 true")
+    assert list(caught.value.hosts) == ["198.51.100.1", "198.51.100.2"]
 
 
 TRY, INSTALL = "; try: ", "; install rsync on 198.51.100.1, or"
