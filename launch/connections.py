@@ -98,9 +98,7 @@ class Connections:
             self._processes[host] = process
         if before:  # it was silent, and is ended
             before.wait()
-            for stream in (before.stdin, before.stdout, before.stderr):
-                if stream:
-                    stream.close()
+            _close_pipes(before)
         told = self._exchange(process, f"{len(program)}\n{program}".encode(), patience)
         if told.code is None and not is_whole(told.out.encode()):
             _kill(process)
@@ -203,11 +201,16 @@ class Connections:
             if process.returncode is None:
                 _kill(process)
                 process.wait()
-            for stream in (process.stdout, process.stderr):
-                if stream:
-                    stream.close()
+            _close_pipes(process)
         if self.folder and self._has_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for stream in (process.stdin, process.stdout, process.stderr):
+        if stream:
+            with contextlib.suppress(OSError):
+                stream.close()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

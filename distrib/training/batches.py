@@ -104,8 +104,9 @@ class ShardedLoader(Iterable[Any]):
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
         it was told before; `ended` is called at the end of the epoch. `read` hears None of the first batch of any epoch, False of
-        one in which nothing is learnt, True of that one's end. `lessons` are those of all the job's loaders. `balance` decides how the ranks share a batch. `view`, given an epoch and whether all ranks must
-        take the same number of steps in it, says which share of how many this rank reads then, where ranks may come and go.
+        one in which nothing is learnt, True of that one's end. `lessons` are those of all the job's loaders. `balance` decides
+        how the ranks share a batch. `view`, given an epoch and whether all ranks must take the same number of steps in it, says
+        which share of how many this rank reads then, where ranks may come and go.
         """
         self._view = view
         self.batch_size = loader.batch_size

@@ -498,9 +498,8 @@ class Job:
         elif self._keeps_copies(path):
             try:
                 checkpoint.write(path, objects, self._backend.state_dict(), stamp)
-            except (
-                Exception
-            ) as error:  # a full disk, or a state that the main rank alone can give: the job has its checkpoint
+            # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
+            except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=2)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
@@ -511,7 +510,8 @@ class Job:
         Values passed in are what is returned where the file does not hold them, or where there is no file: then
         nothing is restored, and a note says so. Rank 0 reads the file and hands it to the others, which need not see the
         file system; so every rank must call it. In a job that may be started again (`--max-restarts`) that rank reads its
-        file whose host has the newest. Tensors among the values come on `device`. Raises TrainingError when the file is no checkpoint or does not fit.
+        file whose host has the newest. Tensors among the values come on `device`.
+        Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
         source = self._newest(path) if self._run.max_restarts else 0
