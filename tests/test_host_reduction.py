@@ -562,7 +562,7 @@ def test_a_host_that_comes_back_too_late_is_started_again_and_one_that_is_lost_f
         reaches(job, lambda lives=lives: len((tmp_path / "lives.0").read_text()) == lives)
         get_on(0, 1, 2)
     cluster.lose("n2")  # of whose server n3's keeps the replica again
-    time.sleep(25)
+    time.sleep(20)
     get_on(0, 1)
     (tmp_path / "enough").touch()
     _, err = job.communicate(timeout=200)

@@ -17,7 +17,7 @@ from distrib.cluster.ways import link_between
 from tests.cluster.calm import wait_for_calm
 from tests.conftest import TOPO
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 ENV = {"OMP_NUM_THREADS": "1"}
 TRIES = 4
 
@@ -36,8 +36,9 @@ def probe(tmp_path):
 
 
 def measured_again_if_need_be(test):
-    """More tries for what depends on rates: eight hosts and whatever else runs here share the machine's cores."""
+    """What depends on rates runs alone, and has more tries: eight hosts share the machine's cores with whatever else runs here."""
 
+    @pytest.mark.alone
     @functools.wraps(test)
     def run(*args, **kwargs):
         for _ in range(TRIES - 1):

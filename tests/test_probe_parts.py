@@ -25,7 +25,8 @@ from distrib.errors import ConfigError
 from distrib.probe import collective, inside, tcp
 from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
-from distrib.probe.facts import Load, own_facts
+from distrib.probe.facts import own_facts
+from distrib.probe.load import Load
 from distrib.probe.plot import check_name
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
@@ -67,6 +68,7 @@ def test_a_stream_over_loopback_has_a_rate_and_a_latency(listener, streams):
     assert seen.rate.repetitions >= 3
     assert 0 < seen.latency_seconds < 0.1
     assert sent[0].path_mtu > 1000
+    assert 0.2 < seen.busy <= 1.0 and 0.2 < sent[0].busy <= 1.0  # the wire is this machine's memory
 
 
 def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, listener):

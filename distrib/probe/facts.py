@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -99,27 +98,6 @@ def _ask(pynvml: Any, name: str, *arguments: object) -> int | None:
         return int(getattr(pynvml, name)(*arguments))
     except pynvml.NVMLError:
         return None
-
-
-class Load:
-    """How busy this host's processors are between two looks, as a part of 1."""
-
-    def __init__(self) -> None:
-        self._before = _processor_times()
-
-    def busy(self) -> float:
-        """The busy part since this object was made; 0 where the kernel does not tell."""
-        now = _processor_times()
-        total = now[0] - self._before[0]
-        return max(0.0, 1.0 - (now[1] - self._before[1]) / total) if total > 0 else 0.0
-
-
-def _processor_times() -> tuple[float, float]:
-    """All time and idle time so far, of all processors, in ticks."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-        return float(sum(fields)), float(fields[3] + fields[4])
-    return 0.0, 0.0
 
 
 def hostname() -> str:

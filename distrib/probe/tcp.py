@@ -18,6 +18,7 @@ import msgspec
 
 from distrib.probe import samples
 from distrib.probe.deadline import ProbeTimeout
+from distrib.probe.load import Load
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")
@@ -52,13 +53,16 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
     latency_seconds: float | None
     rate: samples.Summary | None
+    busy: float = 0.0
+    """The busy part of this host's processors while it took the stream."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sender of a stream knows: segments sent again, and the largest packet for the way."""
+    """What the sender of a stream knows: segments sent again, the largest packet for the way, and how busy its processors were."""
 
     retransmits: int = 0
     path_mtu: int | None = None
+    busy: float = 0.0
 
 
 class Listener:
@@ -135,7 +139,7 @@ def _fill(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) 
         for sock in sockets:
             sock.setblocking(False)
             selector.register(sock, selectors.EVENT_WRITE)
-        sent = Sent()
+        load = Load()
         while True:
             for key, _ in selector.select(min(CHECK_SECONDS, _left(deadline, "the receiver does not hang up"))):
                 try:
@@ -143,8 +147,7 @@ def _fill(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) 
                 except BlockingIOError:
                     continue
                 except OSError:  # the receiver has hung up
-                    return _told(sockets)
-        return sent
+                    return _told(sockets, load.busy())
 
 
 def receive(
@@ -175,8 +178,13 @@ def receive(
             trips.append((time.perf_counter() - begun) / 2)
         latency = samples.summarise(trips[3:]).median if pings else None
         first.sendall(GO)
+        load = Load()
         found = _drain(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, longest) if seconds else []
-        return Stream(latency_seconds=latency, rate=samples.summarise(found) if found else None)
+        return Stream(
+            latency_seconds=latency,
+            rate=samples.summarise(found) if found else None,
+            busy=load.busy() if seconds else 0.0,
+        )
     finally:
         _close(sockets, reset=True)
 
@@ -233,14 +241,14 @@ def _drain(
             ends = now + CHECK_SECONDS
 
 
-def _told(sockets: Sequence[socket.socket]) -> Sent:
+def _told(sockets: Sequence[socket.socket], busy: float) -> Sent:
     retransmits, mtu = 0, None
     for sock in sockets:
         with contextlib.suppress(OSError, struct.error):
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             retransmits += struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)[0]
             mtu = struct.unpack_from("=I", info, _PATH_MTU_OFFSET)[0] or mtu
-    return Sent(retransmits=retransmits, path_mtu=mtu)
+    return Sent(retransmits=retransmits, path_mtu=mtu, busy=busy)
 
 
 def _read(sock: socket.socket, into: bytearray) -> bytes:

@@ -13,7 +13,7 @@ import msgspec
 
 from distrib.probe import inside, mpi, samples, tcp
 from distrib.probe.deadline import ProbeTimeout
-from distrib.probe.facts import Load
+from distrib.probe.load import Load
 from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
 
 FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
@@ -45,7 +45,8 @@ class Worker:
         except FAILURES as error:
             words = str(error).strip().splitlines()
             reply = Reply(number=task.number, rank=self.rank, failed=words[0] if words else type(error).__name__)
-        return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=load.busy())
+        busy = max(reply.busy, load.busy())
+        return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=busy)
 
     def _do(self, task: Task, deadline: float) -> Reply:
         if isinstance(task, Inside):
@@ -132,6 +133,7 @@ class Worker:
             raise ProbeTimeout("nearly nothing arrived")
         return Reply(
             number=task.number, rank=self.rank, retransmits=told.retransmits, path_mtu=told.path_mtu,
+            busy=max(told.busy, seen.busy if seen else 0.0),
             arrived=_arrived(seen.latency_seconds, seen.rate) if seen and seen.rate else None,
         )  # fmt: skip
 
