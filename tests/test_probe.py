@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
+from distrib.cluster.groups import groups_of
 from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.measured import Collective, Measured, PairLink, Point
-from distrib.cluster.node import Nic
+from distrib.cluster.node import Nic, NodeGroup
+from distrib.cluster.topology import Topology
+from distrib.cluster.ways import link_between
 from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
 from distrib.probe.facts import used_ports
 from distrib.probe.leader import ATTEMPTS
@@ -171,8 +174,9 @@ class Network:
                 for number, phase in enumerate(step.phases):
                     seen += self.measure(step.key, step.load, phase, number)
         pairs = [record for record in seen if isinstance(record, PairSeen)]
-        speeds = cards.card_speeds({each.host: each for each in facts}, "tcp")
-        for a, b in suspects.directions(pairs, self.names, "tcp", mode.suspects, speeds):
+        by_host = {each.host: each for each in facts}
+        speeds = cards.card_speeds(by_host, "tcp")
+        for a, b in suspects.second_look(pairs, self.names, "tcp", mode.suspects, by_host, speeds)[0]:
             seen += self.measure("again", "alone", [(self.names.index(a), self.names.index(b))])
         pairs = [record for record in seen if isinstance(record, PairSeen)]
         base = suspects.Baseline(pairs, "tcp")
@@ -354,6 +358,74 @@ def test_hosts_behind_a_narrow_uplink_are_not_slow_themselves(sizes, rate, mode)
     assert [f.hosts for f in found if f.kind == "slow_host"] == [("n2",)]
 
 
+@pytest.mark.parametrize("mode", [QUICK, DEFAULT])
+@pytest.mark.parametrize(
+    ("sizes", "uplink", "alone"),
+    [((6, 10), 2.0, 1.0), ((8, 8, 8), 2.0, 1.0), ((4, 4, 4), 1.0, 1.0), ((8, 8), 0.4, 0.4)],
+)
+def test_what_a_ring_gets_through_a_shared_uplink_is_what_one_stream_gets(sizes, uplink, alone, mode):
+    racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
+    network = Network(len(racks), noise=0.005, racks=racks, uplink=119.5 * MB * uplink)
+    nodes = (NodeGroup(hosts=f"n[1-{len(racks)}]"),)
+    topology = Topology(nodes=nodes, measured=measured(network.records(mode)))
+    for count in range(2, len(racks) + 1):
+        ring = zip(network.names[:count], [*network.names[1:count], network.names[0]], strict=True)
+        for a, b in ring:
+            crosses = racks[int(a[1:]) - 1] != racks[int(b[1:]) - 1]
+            expected = 119.5 * MB * (alone if crosses else 1.0)
+            assert link_between(topology, a, b).bandwidth_bytes_per_second == pytest.approx(expected, rel=0.05), (a, b)
+
+
+def test_a_pair_that_something_else_slowed_parts_no_group():
+    hosts = [f"n{n}" for n in range(12)]
+    slowed = {frozenset((a, b)) for a in hosts for b in hosts if hosts.index(a) // 4 != hosts.index(b) // 4}
+    slowed -= {frozenset(("n4", "n9"))}  # nobody else crossed their uplinks in that round
+    slowed |= {frozenset(("n4", "n5")), frozenset(("n8", "n9"))}
+    assert groups_of(hosts, slowed) == [tuple(hosts[:4]), tuple(hosts[4:8]), tuple(hosts[8:])]
+
+
+def test_hosts_of_one_machine_do_not_make_others_look_slow():
+    """Containers reach each other through memory, the third by a wire."""
+    machines = ["a", "a", "a", "b", "b", "b", "c"]
+    network = Network(7, noise=0.005, rate=1000 * MB, racks=[0, 0, 0, 1, 1, 1, 2], uplink=119.5 * MB)
+    said = tuple(facts(f"n{n + 1}", machine=machine, interfaces=()) for n, machine in enumerate(machines))
+    found = findings.find(network.records(DEFAULT, said))
+    assert {f.kind for f in found} <= {"oversubscribed_uplink"}, found  # three on one wire
+    assert any(f.kind == "slow_host" for f in findings.find(network.records(DEFAULT)))
+
+
+def test_a_link_of_a_bond_is_not_called_broken():
+    """Its streams may have met in one of its two cards."""
+    bond = Interface(name="eth0", physical=False, up=True, mtu=1500, speed_bytes_per_second=250 * MB, kind="bond")
+    said = tuple(facts(f"n{n}", interfaces=(bond,)) for n in range(1, 9))
+    network = Network(8, noise=0.005, rate=239 * MB, one_way={(0, 3): 0.5})
+    (found,) = findings.find(network.records(DEFAULT, said))
+    assert (found.kind, found.severity) == ("asymmetric_link", "note") and "bond" in found.evidence
+    (found,) = findings.find(network.records(DEFAULT))
+    assert (found.kind, found.severity) == ("asymmetric_link", "error")
+
+
+def test_segments_that_were_lost_are_told_of_by_host():
+    def lossy(network, bad, mtu=1500):
+        return [
+            structs.replace(
+                r, path_mtu=mtu, retransmits=int(0.1 * r.bandwidth_bytes_per_second * r.seconds / (mtu - 52))
+            )
+            if isinstance(r, PairSeen) and r.load == "alone" and bad(r)
+            else r
+            for r in network.records(DEFAULT)
+        ]
+
+    for mtu in (1500, 9000):
+        (found,) = findings.find(lossy(Network(8), lambda r: "n3" in (r.source, r.target), mtu))
+        assert (found.kind, found.hosts) == ("noisy_link", ("n3",))
+        assert found.what.startswith("n3, with 6 of 6 hosts: 10.0% of all segments")
+    (found,) = findings.find(lossy(Network(8), lambda r: (r.source, r.target) == ("n3", "n5")))
+    assert (found.source, found.target) == ("n3", "n5")
+    across = findings.find(lossy(Network(8), lambda r: (r.source < "n4") != (r.target < "n4")))
+    assert len(across) <= 4 and all(f.kind == "noisy_link" for f in across), across
+
+
 def both_ways(names, part, load="alone"):
     return [
         PairSeen(step="again/both", source=a, target=b, way="tcp", load=load, both_ways=True,
@@ -368,9 +440,25 @@ def test_half_duplex_shows_when_both_send():
     beside = both_ways(("n1", "n2"), 0.5, "together")  # others may be the reason: it is looked at again
     assert findings.find([*records, *beside]) == ()
     seen = [record for record in [*records, *beside] if isinstance(record, PairSeen)]
-    assert suspects.half_duplex(seen, suspects.Baseline(seen, "tcp"), "tcp", 9) == [("n1", "n2")]
+    base = suspects.Baseline(seen, "tcp")
+    assert suspects.half_duplex(seen, base, "tcp", 9, ()) == [("n1", "n2")]
+    assert suspects.half_duplex(seen, base, "tcp", 9, {"n1"}) == []  # that card is too fast for it
     found = findings.find([*records, *both_ways(("n1", "n2"), 0.5)])
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("half_duplex", "error", ("n1", "n2"))]
+    fast = Network(4, rate=1195 * MB).records(DEFAULT, tuple(facts(f"n{n}", interfaces=card(10)) for n in range(1, 5)))
+    assert findings.find([*fast, *both_ways(("n1", "n2"), 5.0)]) == ()
+
+
+def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
+    """Behind a narrow link that is full duplex each way gets less than what both hosts have shown elsewhere."""
+    records = Network(16, racks=[0] * 8 + [1] * 8, uplink=119.5 * MB * 0.4).records(DEFAULT)
+    seen = [record for record in records if isinstance(record, PairSeen)]
+    alone = {frozenset((r.source, r.target)) for r in seen if r.load == "alone"}
+    never = next(
+        r for r in seen if r.bandwidth_bytes_per_second < 40 * MB and not {frozenset((r.source, r.target))} & alone
+    )
+    both = both_ways((never.source, never.target), 0.2)
+    assert not [f for f in findings.find([*records, *both]) if f.kind == "half_duplex"]
 
 
 def test_pairs_that_failed_are_told_of_with_the_reason():
@@ -505,8 +593,10 @@ def card(gbits):
 def test_a_card_that_does_not_reach_its_rate():
     said = tuple(facts(f"n{n}", interfaces=card(10)) for n in (1, 2, 3))
     found = findings.find(Network(3).records(facts=said))
-    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", (f"n{n}",)) for n in (1, 2, 3)]
-    assert "of 10 Gb/s" in found[0].evidence
+    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]  # one limit that all have
+    assert "of 10 Gb/s" in found[0].evidence and "provider" in found[0].advice
+    unequal = Network(3, slow={0: 0.8}).records(facts=said)
+    assert {f.hosts for f in findings.find(unequal) if f.kind == "below_nominal"} == {(f"n{n}",) for n in (1, 2, 3)}
     said = (said[0], *(facts(f"n{n}", interfaces=card(1)) for n in (2, 3)))  # the others' cards allow no more
     assert findings.find(Network(3).records(facts=said)) == ()
 
@@ -599,8 +689,7 @@ def test_links_are_measured_against_the_rate_that_the_topology_gives_them():
     """A virtual card says nothing of its rate, or a lie; 955 Mb/s is what 1 GbE carries, and a tenth of 10 GbE."""
     assert described_network({"name": "eth0", "rate": "1GbE"}) == ()
     found = described_network({"name": "eth0", "rate": "10GbE"})
-    assert {f.kind for f in found} == {"below_nominal"}
-    assert {f.hosts for f in found} == {("n1",), ("n2",), ("n3",)}
+    assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]
     assert all(f.ratio == pytest.approx(0.1, abs=0.02) for f in found)
 
 

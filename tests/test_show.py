@@ -89,6 +89,36 @@ def test_json():
     assert all(rule["kept"] for rule in group["rules"])
 
 
+def test_links_that_probe_has_measured_keep_the_names_that_were_given_to_them(tmp_path):
+    """Probe knows an NVLink when it sees one, and not how many there are."""
+    for name in ("dgx1-v100-edr.txt", "dgx1-v100-edr.yaml"):
+        (tmp_path / name).write_text((EXAMPLES / name).read_text())
+    (tmp_path / "a.yaml").write_text(
+        "nodes:\n  - hosts: a\n    gpus: {kind: A100 PCIe, count: 4}\n    links: {pcie: PCIe4 x16}\n"
+    )
+
+    def found(host: str, gpus: int, joined: Any) -> tuple[InsideLink, ...]:
+        return tuple(
+            InsideLink(host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink" if joined(a, b) else "PCIe peer",
+                       bandwidth_bytes_per_second=45e9 if joined(a, b) else 20e9, variation=0.01)
+            for a in range(gpus) for b in range(gpus) if a != b
+        )  # fmt: skip
+
+    mesh = {(a, b) for a, b in ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7))}
+    inside = found("dgx1-01", 8, lambda a, b: (min(a, b), max(a, b)) in mesh)
+    write_measured(
+        tmp_path / "dgx1-v100-edr.yaml", Measured(when="2026", software={}, hosts=("dgx1-01",), inside=inside)
+    )
+    text = shown("-H", "dgx1-v100-edr.txt", "--plot", "picture.svg", cwd=tmp_path)
+    assert "GPU to GPU: NVLink2 x2, 50 GB/s, 45 GB/s measured" in text
+    assert "GPU to GPU: PCIe peer, 20 GB/s measured" in text
+    bridged = found("a", 4, lambda a, b: a // 2 == b // 2)
+    write_measured(tmp_path / "a.yaml", Measured(when="2026", software={}, hosts=("a",), inside=bridged))
+    text = shown("--topology", "a.yaml", "--plot", "picture.svg", cwd=tmp_path)
+    assert "GPU to GPU: NVLink, 45 GB/s measured" in text  # of PCIe's nominal rate nothing is said
+    assert "GPU to GPU: PCIe peer, 31.5 GB/s, 20 GB/s measured" in text
+
+
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
     (tmp_path / "lab.txt").write_text("n[1-4] slots=2\n")

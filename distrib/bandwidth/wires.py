@@ -6,6 +6,7 @@ and an uplink of a rack as often as neighbours in that order stand on either sid
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -17,7 +18,15 @@ from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.links import Link, parse_bus, parse_uplink
 from distrib.cluster.node import NodeGroup
 from distrib.cluster.topology import Switch, Topology
-from distrib.cluster.ways import UPLINK_USABLE, Way, inside_link, link_between, rate_below, switch_oversubscription
+from distrib.cluster.ways import (
+    UPLINK_USABLE,
+    InsideWay,
+    Way,
+    inside_link,
+    link_between,
+    rate_below,
+    switch_oversubscription,
+)
 from distrib.errors import ConfigError
 
 EQUAL = 0.03
@@ -195,22 +204,41 @@ def inside_of(topology: Topology | None, host: str, workload: Workload, ranks: i
         return Wire(source=host, target=host, text="loopback", kind=None, curve=curve, measured=False)
     spec = group.gpus.spec if group and group.gpus else find_gpu(workload.device)
     nvlink = _nvlink(group, spec, ranks)
+    mesh = bool(group and group.links and group.links.nvlink and not group.links.nvswitch)
+    # In a mesh the copies between two GPUs tell nothing of the rings through all.
+    seen = _measured_ring(topology, host, max(2, ranks)) if topology and not mesh else None
+    if seen and seen.measured and seen.measured.path not in (None, "NVLink"):
+        nvlink = None  # bridges, that join some of them only
     pcie = (group.links.pcie if group and group.links else None) or (spec.pcie if spec else None) or "PCIe3 x16"
     link = nvlink or parse_bus(pcie)
     bandwidth = link.lanes * NCCL_NVLINK[link.spec.name] if nvlink else link.usable_bytes_per_second
-    seen = inside_link(topology, host, "gpu0", "gpu1") if topology else None
-    was_measured = seen is not None and seen.origin == "measured"
-    mesh = bool(group and group.links and group.links.nvlink and not group.links.nvswitch)
-    if seen is not None and was_measured and not mesh:  # in a mesh two GPUs tell nothing of the others
+    if seen:
         bandwidth = min(bandwidth, seen.bandwidth_bytes_per_second) if nvlink else seen.bandwidth_bytes_per_second
     return Wire(
-        source=f"{host} gpu0",
-        target="gpu1",
+        source=f"{host} {seen.source if seen else 'gpu0'}",
+        target=seen.target if seen else "gpu1",
         text=link.text,
         kind=link.kind,
         curve=curves.line(link.latency_seconds, bandwidth),
-        measured=was_measured,
+        measured=seen is not None,
     )
+
+
+def _measured_ring(topology: Topology, host: str, ranks: int) -> InsideWay | None:
+    """The slowest link of the best ring through a host's first GPUs; None where measured ones do not join them all."""
+    group = topology.group_of(host)
+    count = min(ranks, group.gpus.count) if group and group.gpus else ranks
+    joined = [{gpu} for gpu in range(count)]
+    pairs = itertools.combinations(range(count), 2)
+    found = [inside_link(topology, host, f"gpu{one}", f"gpu{other}") for one, other in pairs]
+    ways = [way for way in found if way and way.origin == "measured"]
+    for way in sorted(ways, key=lambda way: way.bandwidth_bytes_per_second, reverse=True):
+        one, other = (next(each for each in joined if int(end[3:]) in each) for end in (way.source, way.target))
+        if one is not other:
+            joined = [each for each in joined if each is not one and each is not other] + [one | other]
+            if len(joined) == 1:
+                return way
+    return None
 
 
 def _nvlink(group: NodeGroup | None, spec: GpuSpec | None, ranks: int) -> Link | None:

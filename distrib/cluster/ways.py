@@ -7,13 +7,14 @@ has been, else what the catalogue expects of such a link.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeVar, cast
 
 import msgspec
 
 from distrib import units
 from distrib.cluster.catalog import LinkKind
+from distrib.cluster.groups import rates_alone
 from distrib.cluster.links import parse_bus, parse_uplink
 from distrib.cluster.measured import InsideLink, PairLink
 from distrib.cluster.node import Nic, NodeGroup
@@ -70,8 +71,9 @@ class InsideWay(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     target: str
     text: str
-    """Such as `NVLink3 x12` or `PCIe4 x16`; `memory` for copies inside the host's memory."""
+    """Such as `NVLink3 x12` or `PCIe4 x16`; `memory` for copies inside the host's memory; what probe calls it otherwise."""
     rate_bytes_per_second: float | None
+    """Nominal; None where nobody knows it."""
     bandwidth_bytes_per_second: float
     latency_seconds: float | None
     origin: Origin
@@ -175,11 +177,16 @@ def inside_link(topology: Topology, host: str, source: str, target: str) -> Insi
     text, rate, usable, latency = _catalogued_inside(group, source, target) if group else ("", None, None, None)
     if measured is None and usable is None:
         return None
+    if measured and measured.path:
+        nvlink = measured.path == "NVLink"
+        if nvlink != text.startswith("NVLink"):  # not the link that somebody described
+            rate = None
+        text = text if nvlink and rate else measured.path  # probe does not tell how many there are
     return InsideWay(
         host=host,
         source=source,
         target=target,
-        text=(measured.path if measured and measured.path else text) or "memory",
+        text=text or "memory",
         rate_bytes_per_second=rate,
         bandwidth_bytes_per_second=measured.bandwidth_bytes_per_second if measured else usable or 0.0,
         latency_seconds=latency,
@@ -282,7 +289,7 @@ def _measured_between(topology: Topology, source: str, target: str) -> tuple[Pai
 
 
 def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
-    """What was measured one way on the job's own network, by the two hosts: alone, or where it never was, beside others."""
+    """What was measured one way on the job's own network, by the two hosts; where a pair never was alone, what it may be then."""
 
     def make() -> dict[tuple[str, str], list[PairLink]]:
         found: dict[tuple[str, str], list[PairLink]] = {}
@@ -297,9 +304,17 @@ def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
                     and not {ends, ends[::-1]} & before
                 ):
                     found.setdefault(ends, []).append(pair)
-        return found
+        rates = rates_alone([pair for pairs in found.values() for pair in pairs])
+        return {ends: [_faster(pair, rates) for pair in pairs] for ends, pairs in found.items()}
 
     return _kept(topology, "pairs", make)
+
+
+def _faster(pair: PairLink, rates: Mapping[tuple[str, str, str], float]) -> PairLink:
+    rate = rates.get((pair.source, pair.target, pair.way), 0.0)
+    if rate <= pair.bandwidth_bytes_per_second:
+        return pair
+    return msgspec.structs.replace(pair, bandwidth_bytes_per_second=rate, curve=())
 
 
 def _oversubscription(topology: Topology, source: str, target: str) -> float:

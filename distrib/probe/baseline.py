@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from distrib.cluster.groups import SLOWED
 from distrib.cluster.measured import Measured, PairLink
 from distrib.probe.cards import ONE_STREAM_BYTES_PER_SECOND
 from distrib.probe.finding import Finding, ranked, rate_text
-from distrib.probe.sharing import SLOWED
 
 WORSE = 0.9
 """Of what a link had; below it the link has become worse."""

@@ -18,6 +18,9 @@ from distrib.units import format_size
 OF_USABLE = 0.75
 """Of what the catalogue expects of such a card; below this something is wrong."""
 
+ALIKE = 1.1
+"""Hosts that all reach the same, but for so much, have the same limit."""
+
 ONE_STREAM_BYTES_PER_SECOND = 1.25e9
 """One TCP connection fills links of this rate; a faster one tells nothing of itself by a single one."""
 
@@ -103,7 +106,8 @@ def of_facts(
         *_gpudirect(facts, collectives),
     ]
     for host, each in facts.items():
-        found += _faster_interface(each, {record.interface for record in seen if record.source == host})
+        if way == "tcp":
+            found += _faster_interface(each, {record.interface for record in seen if record.source == host})
         for gpu in each.gpus:
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
             awake = gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
@@ -136,18 +140,29 @@ def _below_nominal(
                 part = record.bandwidth_bytes_per_second / card.usable_bytes_per_second
                 if host not in best or part > best[host][0]:
                     best[host] = part, card
-    return [
-        Finding(
-            kind="below_nominal", severity="warning",
-            what=f"{host}: reaches {part:.0%} of what its card is good for",
-            evidence=f"{rate_text(part * card.usable_bytes_per_second)} at best; {way.upper()} gets about "
-            f"{rate_text(card.usable_bytes_per_second)} of {rate_text(card.rate_bytes_per_second)}",
-            advice="see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
-            "or the switch is slower than the card", hosts=(host,), ratio=part, loss=0.3 * (1 - part),
+    low = {host: best[host] for host in facts if host in best and best[host][0] < OF_USABLE}
+    rates = [part * card.usable_bytes_per_second for part, card in low.values()]
+    if len(low) == len(best) > 2 and max(rates) < ALIKE * min(rates):
+        part, card = max(low.values(), key=lambda each: each[0])
+        limit = (
+            "all have the same limit: look at the switch; where machines are rented it is what the provider allows, "
+            "whatever the card says, and belongs into the topology file as the card's rate"
         )
-        for host, (part, card) in best.items()
-        if part < OF_USABLE
-    ]  # fmt: skip
+        return [_below(f"{fold_hosts(tuple(low))}: each", tuple(low), part, card, limit)]
+    slot = (
+        "see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
+        "or the switch is slower than the card"
+    )
+    return [_below(f"{host}:", (host,), part, card, slot) for host, (part, card) in low.items()]
+
+
+def _below(who: str, hosts: tuple[str, ...], part: float, card: Link, advice: str) -> Finding:
+    return Finding(
+        kind="below_nominal", severity="warning", what=f"{who} reaches {part:.0%} of what its card is good for",
+        evidence=f"{rate_text(part * card.usable_bytes_per_second)} at best, of about "
+        f"{rate_text(card.usable_bytes_per_second)} that a card of {rate_text(card.rate_bytes_per_second)} brings",
+        advice=advice, hosts=hosts, ratio=part, loss=0.3 * (1 - part),
+    )  # fmt: skip
 
 
 def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]]) -> list[Finding]:

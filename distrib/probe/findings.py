@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -13,16 +13,19 @@ from distrib.probe.finding import Finding, ranked, rate_text
 from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
 from distrib.probe.settings import Way
 from distrib.probe.slow import slow_hosts, slow_links
-from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, one_way
+from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, between_machines, full_duplex_only, one_way
 from distrib.probe.uplinks import oversubscribed
 
-LOSS_FACTOR = 0.002
-"""Segments sent again, as a part of all, from which a way loses packets."""
+LOSSY = 0.02
+"""Segments sent again, as a part of all, from which a way is said to lose packets."""
+
+HEADERS_BYTES = 52
+"""Of IP and TCP, with its time stamps, in each packet."""
+
+PAIRS_SHOWN = 6
 
 FASTER = 1.25
 """A network that carries so many times what the used one does is worth changing to."""
-
-SEGMENT_BYTES = 1448
 
 
 def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | None = None) -> tuple[Finding, ...]:
@@ -33,16 +36,19 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     start = next((record for record in records if isinstance(record, Started)), None)
     if start is None:
         return ()
-    seen = [record for record in records if isinstance(record, PairSeen)]
+    every = [record for record in records if isinstance(record, PairSeen)]
     facts = {each.host: each for record in records if isinstance(record, Started) for each in record.facts}
     groups = [record for record in records if isinstance(record, GroupsSeen)]
+    seen = between_machines(every, facts)
     speeds = card_speeds(facts, start.primary)
     slow = slow_hosts(seen, start.primary, speeds)
-    found = [*slow, *mixed_cards(speeds), *_failed([record for record in seen if record.network is None], start.hosts)]
-    found += slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts}, speeds)
+    found = [*slow, *mixed_cards(speeds), *_failed([record for record in every if record.network is None], start.hosts)]
+    links = slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts}, speeds)
+    found += [hashed(finding, facts) for finding in links]
     found += other_cards(seen, start.primary, facts)
     found += oversubscribed(seen, groups, start.primary, start.hosts)
-    found += [*half_duplex(seen, start.primary), *noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen)]
+    found += half_duplex(seen, start.primary, full_duplex_only(facts))
+    found += [*noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
     found += [*of_facts(facts, seen, start.primary, collectives, described or {}), *gpudirect_idle(collectives)]
     return ranked(found)
@@ -93,8 +99,23 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
 # -- sharing, duplex, noise -------------------------------------------------------------------------------------------------
 
 
-def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+def hashed(finding: Finding, facts: Mapping[str, Facts]) -> Finding:
+    """`finding` of a link, or what becomes of it where a card is a bond: streams that meet in one of its members share that."""
+    cards = [facts[host].named(facts[host].interface) for host in finding.hosts if host in facts]
+    if not any(card and card.kind in ("bond", "team") for card in cards):
+        return finding
+    return msgspec.structs.replace(
+        finding, severity="note",
+        evidence=f"{finding.evidence}; a bond sends each stream through one of its cards, and streams may have met there",
+        advice="probe again: where the same pair is slow each time it is the link, else chance (xmit_hash_policy layer3+4 spreads best)",
+        loss=finding.loss / 10,
+    )  # fmt: skip
+
+
+def half_duplex(seen: Sequence[PairSeen], way: Way, never: Collection[str]) -> list[Finding]:
     """Pairs that, alone and sending both ways at once, share one rate: a half-duplex port, or one that was set by hand."""
+    if way == "mpi":
+        return []
     baseline = Baseline(seen, way)
     both = {
         (r.source, r.target): r
@@ -104,7 +125,7 @@ def half_duplex(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
     found = []
     for (source, target), record in both.items():
         back = both.get((target, source))
-        own = baseline.of(source, target)
+        own = 0.0 if {source, target} & {*never} else baseline.alone(source, target)
         if back is None or source > target or not own or max(record.busy, back.busy) >= BUSY:
             continue
         ratio = (record.bandwidth_bytes_per_second + back.bandwidth_bytes_per_second) / 2 / own
@@ -154,31 +175,51 @@ def noisy(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
     ]
 
 
-def _lossy(seen: Sequence[PairSeen]) -> list[Finding]:
-    """Ways on which TCP must send again though they were used alone."""
-    parts: dict[tuple[str, str], list[float]] = {}
+def _lossy(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
+    """Ways on which TCP must send again though they were used alone; by host where that has most of them."""
+    parts: dict[tuple[str, str], float] = {}
     for record in seen:
         if record.way == "tcp" and record.load == "alone" and not record.failed:
-            segments = record.bandwidth_bytes_per_second * record.seconds / SEGMENT_BYTES
-            parts.setdefault((record.source, record.target), []).append(record.retransmits / max(segments, 1.0))
+            segment_bytes = (record.path_mtu or 1500) - HEADERS_BYTES
+            segments = record.bandwidth_bytes_per_second * record.seconds / segment_bytes
+            part = record.retransmits / max(segments, 1.0)
+            parts[record.source, record.target] = min(part, parts.get((record.source, record.target), part))
     if len(parts) < 4:
         return []
-    usual = statistics.median(min(values) for values in parts.values())
-    return [
-        Finding(
-            kind="noisy_link",
-            severity="note",
-            what=f"{source} to {target}: {min(values):.1%} of all segments were sent again",
-            evidence=f"TCP's own count while the way was used alone; {usual:.2%} is usual here",
-            advice="look for errors and drops on this way (ethtool -S), a bad cable, or a duplex mismatch",
-            hosts=(source, target),
-            source=source,
-            target=target,
-            loss=min(values) / 10,
-        )
-        for (source, target), values in parts.items()
-        if min(values) > max(10 * LOSS_FACTOR, 10 * usual)
-    ]
+    usual = statistics.median(parts.values())
+    lossy = {pair: part for pair, part in parts.items() if part > max(LOSSY, 10 * usual)}
+    found = []
+    for host in hosts:
+        own = {pair: part for pair, part in lossy.items() if host in pair}
+        peers = {peer for pair in own for peer in pair} - {host}
+        every = {peer for pair in parts if host in pair for peer in pair} - {host}
+        if len(peers) > 1 and len(peers) > 0.75 * len(every):
+            found.append(_loses(f"{host}, with {len(peers)} of {len(every)} hosts", own, usual, (host,)))
+            lossy = {pair: part for pair, part in lossy.items() if pair not in own}
+    worst = sorted(lossy, key=lambda pair: -lossy[pair])
+    if len(worst) > PAIRS_SHOWN:  # they have more in common than a cable
+        named = ", ".join(f"{source} to {target}" for source, target in worst[:PAIRS_SHOWN])
+        where = f"{len(worst)} directions ({named} and {len(worst) - PAIRS_SHOWN} more)"
+        ends = tuple(host for host in hosts if any(host in pair for pair in worst))
+        return [*found, _loses(where, lossy, usual, ends)]
+    return [*found, *(_loses(f"{a} to {b}", {(a, b): lossy[a, b]}, usual, (a, b)) for a, b in worst)]
+
+
+def _loses(where: str, parts: Mapping[tuple[str, str], float], usual: float, hosts: tuple[str, ...]) -> Finding:
+    part = statistics.median(parts.values())
+    one = next(iter(parts)) if len(parts) == 1 else (None, None)
+    return Finding(
+        kind="noisy_link",
+        severity="note",
+        what=f"{where}: {part:.1%} of all segments were sent again",
+        evidence=f"TCP's own count while each way was used alone{', median' if len(parts) > 1 else ''}; {usual:.2%} is usual here",
+        advice="look for errors and drops on this way (ethtool -S), a bad cable, a duplex mismatch, or a narrow link that "
+        "drops what it has no room for",
+        hosts=hosts,
+        source=one[0],
+        target=one[1],
+        loss=part / 10,
+    )
 
 
 # -- what failed, and what the hosts say of themselves -----------------------------------------------------------------------

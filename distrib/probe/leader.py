@@ -126,7 +126,7 @@ class Leader:
             left -= step.estimate_seconds
             self._step(step, left)
         if self.spec.gpudirect and (before_collectives or SECOND_LOOK not in self.done):
-            notes = self._look_again()
+            notes = self._look_again(left)
             self._done(Step(key=SECOND_LOOK, what="a second look"), left, notes=notes)
         for step in todo[len(before_collectives) :]:
             left -= step.estimate_seconds
@@ -357,29 +357,28 @@ class Leader:
 
     # -- looking again ------------------------------------------------------------------------------------------------
 
-    def _look_again(self) -> tuple[str, ...]:
+    def _look_again(self, left_seconds: float) -> tuple[str, ...]:
         """Measure again, alone, what looked slow; find who shares a link with whom."""
         numbers = {host: number for number, host in enumerate(self.spec.hosts)}
-        speeds = card_speeds({facts.host: facts for facts in self.facts.values()}, self.primary)
-        again = suspects.directions(self.seen, self.spec.hosts, self.primary, self.settings.suspects, speeds)
-        if again:
-            seconds = max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1])
-            phases = tuple(((numbers[a], numbers[b]),) for a, b in again)
-            self._step(
-                Step(key="again", what="a second look", way=self.primary, load="alone", phases=phases, seconds=seconds),
-                0.0,
-            )
-        baseline = suspects.Baseline(self.seen, self.primary)
-        shared = suspects.half_duplex(self.seen, baseline, self.primary, self.settings.suspects // 2)
-        if shared:
-            phases = tuple(((numbers[a], numbers[b]),) for a, b in shared)
-            step = Step(
-                key="again/both", what="a second look", way=self.primary, load="alone", both_ways=True, phases=phases,
-                seconds=self.settings.stream_seconds,
-            )  # fmt: skip
-            self._step(step, 0.0)
+        facts = {facts.host: facts for facts in self.facts.values()}
+        way, most = self.primary, self.settings.suspects
+        seen = suspects.between_machines(self.seen, facts)
+        again, both = suspects.second_look(seen, self.spec.hosts, way, most, facts, card_speeds(facts, way))
+
+        def look(key: str, pairs: Collection[tuple[str, str]], seconds: float, *, both_ways: bool = False) -> None:
+            if pairs:
+                phases = tuple(((numbers[a], numbers[b]),) for a, b in pairs)
+                step = Step(
+                    key=key, what="a second look", way=way, load="alone", both_ways=both_ways, phases=phases, seconds=seconds
+                )  # fmt: skip
+                self._step(step, left_seconds)
+
+        look("again", again, max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1]))
+        look("again/both", both, self.settings.stream_seconds, both_ways=True)
+        seen = suspects.between_machines(self.seen, facts)
+        baseline = suspects.Baseline(seen, way)
         worst: Round = ()
-        for phase in suspects.slowed_phases(self.seen, baseline, self.primary):
+        for phase in suspects.slowed_phases(seen, baseline, way):
             worst = tuple((numbers[a], numbers[b]) for a, b in phase)
             break
         if not worst:

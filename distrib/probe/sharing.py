@@ -6,15 +6,12 @@ a time: with the shared link kept full, a stream between two hosts of one side i
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import msgspec
 
+from distrib.cluster.groups import SLOWED
 from distrib.probe.schedule import Pair, Round
-
-SLOWED = 0.85
-"""A pair that reaches less of its own rate when others send too is slowed by them."""
 
 Rates = Mapping[Pair, float]
 Run = Callable[[str, Round], Rates]
@@ -61,22 +58,3 @@ def find_sides(load: Round, run: Run, others: tuple[int, ...] = ()) -> Shared | 
     parts = run("crossing", phase)
     ratio = count / sum(parts.values())
     return Shared(left=tuple(near), right=tuple(far), ratio=ratio) if ratio > 1 / SLOWED else None
-
-
-def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[tuple[str, ...]]:
-    """Sort hosts into groups inside which no pair was ever slowed by others, those first that are slowed with the same hosts."""
-    near = {host: {other for pair in slowed if host in pair for other in pair} - {host} for host in hosts}
-    group = {host: [host] for host in hosts}
-
-    def alike(pair: tuple[str, str]) -> float:
-        one, other = (near[host] for host in pair)
-        return len(one & other) / max(1, len(one | other))
-
-    for a, b in sorted(itertools.combinations(hosts, 2), key=alike, reverse=True):
-        one, other = group[a], group[b]
-        if one is other or any(frozenset((x, y)) in slowed for x in one for y in other):
-            continue
-        one += other
-        for host in other:
-            group[host] = one
-    return [tuple(sorted(each, key=hosts.index)) for each in {id(each): each for each in group.values()}.values()]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from distrib.probe.records import PairSeen
+from distrib.cluster.groups import SLOWED
+from distrib.probe.records import Facts, PairSeen
 from distrib.probe.settings import Way
-from distrib.probe.sharing import SLOWED
 
 SLOW = 0.95
 """A host or link that reaches less of what is usual is looked at again, and if it stays so, told of."""
@@ -17,6 +17,9 @@ BUSY = 0.98
 
 HALF_DUPLEX = 0.65
 """Of its own rate; what a link gets each way, when both ends send, below which it may be half duplex."""
+
+HALF_DUPLEX_BYTES_PER_SECOND = 125e6
+"""Cards of more than 1 Gb/s have no half duplex."""
 
 NOISY = 0.15
 """Coefficient of variation from which a link is called noisy."""
@@ -41,10 +44,13 @@ class Baseline:
                 for host in pair:
                     self._hosts[host] = max(self._hosts.get(host, 0.0), rate)
 
+    def alone(self, source: str, target: str) -> float:
+        """Bytes per second as measured, this way or the other; 0 where the pair was never measured alone."""
+        return self._pairs.get((source, target)) or self._pairs.get((target, source), 0.0)
+
     def of(self, source: str, target: str) -> float:
         """Bytes per second; 0 where nothing is known of one of them."""
-        known = self._pairs.get((source, target)) or self._pairs.get((target, source))
-        return known or min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
+        return self.alone(source, target) or min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
 
 
 def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:
@@ -53,6 +59,62 @@ def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]
         wanted = record.way == way and record.load == load and record.network is None
         if wanted and not record.both_ways and record.failed is None:
             yield record
+
+
+def between_machines(seen: Sequence[PairSeen], facts: Mapping[str, Facts]) -> list[PairSeen]:
+    """What went from machine to machine: containers of one machine reach each other without a wire.
+
+    All, where all hosts are on one machine, as far as they tell.
+    """
+    machines = {host: each.machine or host for host, each in facts.items()}
+    if len(set(machines.values())) < 2:
+        return list(seen)
+    return [r for r in seen if machines.get(r.source, r.source) != machines.get(r.target, r.target)]
+
+
+def neighbours(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int) -> list[tuple[str, str]]:
+    """Hosts that follow each other in a ring over all, as training has them, and that others slowed down: they were never alone.
+
+    What they reach alone is what such a ring gets. Left out is what processors may have slowed.
+    """
+    baseline = Baseline(seen, way)
+    slowed = {
+        frozenset((record.source, record.target))
+        for record in one_way(seen, way, "together")
+        if record.busy < BUSY and record.bandwidth_bytes_per_second < SLOWED * baseline.of(record.source, record.target)
+    }
+    ring = zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)
+    found = [(a, b) for a, b in ring if frozenset((a, b)) in slowed and not baseline.alone(a, b)]
+    return found[:most]
+
+
+def full_duplex_only(facts: Mapping[str, Facts]) -> set[str]:
+    """Hosts whose card says that it is too fast for half duplex."""
+    cards = {host: each.named(each.interface) for host, each in facts.items()}
+    return {
+        host
+        for host, card in cards.items()
+        if card and (card.speed_bytes_per_second or 0.0) > HALF_DUPLEX_BYTES_PER_SECOND
+    }
+
+
+def second_look(
+    seen: Sequence[PairSeen],
+    hosts: Sequence[str],
+    way: Way,
+    most: int,
+    facts: Mapping[str, Facts],
+    speeds: Mapping[str, float],
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """What to measure again alone: directions, and pairs both ways at once; about `most` of each kind."""
+    baseline = Baseline(seen, way)
+    both = half_duplex(seen, baseline, way, most // 2, full_duplex_only(facts))
+    again = [
+        *directions(seen, hosts, way, most, speeds),
+        *neighbours(seen, hosts, way, most),
+        *(pair for pair in both if not baseline.alone(*pair)),
+    ]
+    return list(dict.fromkeys(again)), both
 
 
 def classes_of(speeds: Mapping[str, float]) -> dict[str, float]:
@@ -139,12 +201,20 @@ def _slow_together(
     return hosts, pairs
 
 
-def half_duplex(seen: Sequence[PairSeen], baseline: Baseline, way: Way, most: int) -> list[tuple[str, str]]:
-    """Pairs to measure again alone and both ways at once, because beside others they then shared one rate."""
+def half_duplex(
+    seen: Sequence[PairSeen], baseline: Baseline, way: Way, most: int, never: Collection[str]
+) -> list[tuple[str, str]]:
+    """Pairs to measure again alone and both ways at once, because beside others they then shared one rate.
+
+    `never`: hosts that cannot be half duplex.
+    """
+    if way == "mpi":  # over InfiniBand and RoCE
+        return []
     found: dict[tuple[str, str], float] = {}
     for record in seen:
         own = baseline.of(record.source, record.target)
-        if record.way == way and record.both_ways and not record.failed and own:
+        both = record.way == way and record.both_ways and not record.failed
+        if both and own and not {record.source, record.target} & {*never}:
             part = record.bandwidth_bytes_per_second / own
             if part < HALF_DUPLEX + 0.1:
                 pair = min(record.source, record.target), max(record.source, record.target)

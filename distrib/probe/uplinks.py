@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from distrib.cluster.groups import SLOWED, groups_of
 from distrib.cluster.node import fold_hosts
-from distrib.probe import sharing
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import GroupsSeen, PairSeen
 from distrib.probe.settings import Way
@@ -58,10 +58,10 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
                 phases.setdefault((record.step, record.phase), []).append(record)
                 both = frozenset((record.source, record.target))
                 parts[both] = min(part, parts.get(both, 1.0))
-    slowed = {pair for pair, part in parts.items() if part < sharing.SLOWED}
-    if not slowed or sum(part < sharing.SLOWED for part in again.values()) < max(2, len(again) / 2):
+    slowed = {pair for pair, part in parts.items() if part < SLOWED}
+    if not slowed or sum(part < SLOWED for part in again.values()) < max(2, len(again) / 2):
         return []
-    groups = sharing.groups_of([host for host in hosts if any(host in pair for pair in parts)], slowed)
+    groups = groups_of([host for host in hosts if any(host in pair for pair in parts)], slowed)
     group_of = {host: number for number, group in enumerate(groups) for host in group}
     across = [pair for pair in parts if len({group_of[host] for host in pair}) > 1]
     known = len(groups) > 1 and len(slowed) >= ACROSS * len(across)

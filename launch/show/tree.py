@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from distrib_launch.ranges import ranges
 
 from distrib.cluster.catalog import gpu_hint
-from distrib.cluster.links import parse_bus
 from distrib.units import format_duration, format_rate, format_size
 
 if TYPE_CHECKING:
@@ -66,9 +65,9 @@ def _add_group(root: Tree, group: GroupView) -> None:
             _link_line(link, " through NVSwitch" if group.nvswitch and link.text.startswith("NVL") else "")
         )
         if link.text.startswith("NVLink") and group.nvlink_pairs:
-            lanes = parse_bus(link.text).lanes
-            pairs = [pair for pair, links in group.nvlink_pairs.items() if links == lanes]
-            twig.add(_text((f"GPUs {' '.join(pairs)}", "dim")))
+            pairs = [pair for pair, links in group.nvlink_pairs.items() if link.text.endswith(f" x{links}")]
+            if pairs:
+                twig.add(_text((f"GPUs {' '.join(pairs)}", "dim")))
     for numa in group.numa:
         facts = [
             f"CPUs {numa.cpus}" if numa.cpus else "",

@@ -10,7 +10,7 @@ import msgspec
 from distrib_launch.ranges import ranges
 
 from distrib.cluster.hostfile import HostList
-from distrib.cluster.links import KIND_NAMES, parse_bus, parse_uplink
+from distrib.cluster.links import KIND_NAMES, parse_uplink
 from distrib.cluster.node import Nic, NodeGroup, fold_hosts, indices
 from distrib.cluster.rules import Rule, rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts
@@ -335,5 +335,4 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
 
 def nvlink_name(group: GroupView) -> str:
     """The generation of the NVLinks of a group."""
-    text = next((link.text for link in group.inside if link.text.startswith("NVLink")), "")
-    return parse_bus(text).spec.name if text else "NVLink"
+    return next((link.text.partition(" ")[0] for link in group.inside if link.text.startswith("NVLink")), "NVLink")
