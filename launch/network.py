@@ -299,7 +299,8 @@ def _environment(
     chosen = {
         **variables(name),
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
-        "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet else name,
+        # Open MPI takes IPv4's subnets only.
+        "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet and subnet.version == 4 else name,
         "UCX_NET_DEVICES": ",".join([*hcas, name]),
     }
     if hcas:
@@ -324,7 +325,8 @@ def _environment(
 def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mapping[str, str]) -> dict[str, str]:
     """What keeps PRRTE's own messages on the chosen network, where this machine is in it.
 
-    By subnet, because its daemons take the launcher's value on every host, whatever their cards are called.
+    By subnet, because its daemons take the launcher's value on every host, whatever their cards are called; one of IPv6 they do
+    not understand, so that there the cards must have one name, or all are left to them.
     """
     if network.subnet is None or any(
         name.startswith(("PRTE_MCA_prte_if_", "PRTE_MCA_oob_tcp_if_")) for name in environ
@@ -332,4 +334,9 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
         return {}
     subnet = ipaddress.ip_network(network.subnet)
     inside = any(_within(a, subnet) for interface in here.interfaces if interface.up for a in interface.parsed())
-    return {"PRTE_MCA_prte_if_include": network.subnet} if inside else {}
+    if not inside:
+        return {}
+    if subnet.version == 4:
+        return {"PRTE_MCA_prte_if_include": network.subnet}
+    cards = {host.interface for host in network.hosts}
+    return {"PRTE_MCA_prte_if_include": cards.pop()} if len(cards) == 1 else {}

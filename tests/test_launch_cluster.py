@@ -44,6 +44,20 @@ def test_hosts_in_any_order_with_unequal_slots(make_cluster, launch):
     assert seen == ["n3", "n1", "n1", "n1", "n2", "n2"]
 
 
+def test_hosts_that_have_ipv6_alone(make_cluster, launch):
+    cluster = make_cluster(2)
+    names = "".join(f"fd00:18::{number} {host}\n" for number, host in enumerate(cluster.hosts, 1))
+    for number, host in enumerate(cluster.hosts, 1):
+        space = cluster.namespace(host)
+        for words in (f"-6 addr add fd00:18::{number}/64 dev eth0 nodad", "-4 addr flush dev eth0"):
+            subprocess.run(["ip", "-n", space, *words.split()], check=True)
+        Path(f"/etc/netns/{space}/hosts").write_text(f"::1 localhost\n{names}")
+    run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
+    assert run.code == 0, run
+    env = json.loads((run.run_dir / "ranks/1.out").read_text().splitlines()[0])["env"]
+    assert (env["DISTRIB_ADDRESS"], env["MASTER_ADDR"]) == ("fd00:18::2", "fd00:18::1")
+
+
 def test_words_and_paths_arrive_unchanged_on_every_host(make_cluster, launch, tmp_path):
     cluster = make_cluster(3)
     folder = tmp_path / "a folder, $HOME 'quoted' \"twice\"\nand broken – ü"

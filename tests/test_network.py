@@ -223,3 +223,14 @@ def test_decoys_are_never_taken(data):
     network = choose_network(hosts)
     assert network.subnet == "10.0.0.0/24"
     assert all(ipaddress.ip_address(choice.address) in ipaddress.ip_network("10.0.0.0/24") for choice in network.hosts)
+
+
+def test_subnets_of_ipv6_are_told_by_the_names_of_cards():
+    """Neither Open MPI nor PRRTE understands such a subnet; an unknown name ends PRRTE."""
+    network = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("eth0", "fd00::2/64"),)))
+    environment = network.of("n1").environment
+    assert (environment["OMPI_MCA_btl_tcp_if_include"], environment["NCCL_SOCKET_FAMILY"]) == ("eth0", "AF_INET6")
+    member = inventory("login", interfaces=(interface("eno1", "fd00::9/64"),))
+    assert engine_environment(network, member, {}) == {"PRTE_MCA_prte_if_include": "eth0"}
+    other = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("ens5", "fd00::2/64"),)))
+    assert engine_environment(other, member, {}) == {}
