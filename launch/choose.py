@@ -65,7 +65,9 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
             key = name.lower()
             if key not in chosen:
                 chosen[key] = indices
-            elif (before := chosen[key]) is None or indices is None:
+            elif (before := chosen[key]) is None and indices is None:
+                continue
+            elif before is None or indices is None:
                 raise place.error(f"{name} is named twice, whole and in part", "name it once")
             else:
                 chosen[key] = tuple(sorted({*before, *indices}))

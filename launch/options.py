@@ -43,6 +43,16 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}{perhaps}")
 
 
+class Joined(argparse.Action):
+    """An option that may be given several times, each with hosts: all of them count."""
+
+    def __call__(
+        self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
+    ) -> None:
+        first = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if first is None else f"{first}@{values}")
+
+
 class Once(argparse.Action):
     """An option whose second value would take the place of the first, where people mean both."""
 

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from distrib_launch import guard, placement
+from distrib_launch import apart, guard, placement
 from distrib_launch.control import Assignment, Channel, Kind, ProtocolError, Silence
 from distrib_launch.departed import PR_SET_PTRACER, Departed
 from distrib_launch.identity import identity
@@ -169,7 +169,8 @@ class Rank:
             self.channel.closed = True
             hung_up = False
         except (ProtocolError, ValueError) as error:
-            print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the engine may be gone
+                print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr, flush=True)
             self.channel.closed = True
         if self.channel.closed and not self.ended:
             self._launcher_lost(turned_away=hung_up and self.is_away and self.introduced)
@@ -483,6 +484,8 @@ class Rank:
 
 
 def main() -> int:
+    if apart.FLAG in sys.argv:
+        apart.step_apart()
     return Rank().run()
 
 

@@ -517,7 +517,7 @@ class Supervisor:
             self._interrupted(number)
         elif number == signal.SIGUSR1:  # the user's, or Slurm's before its limit: a chance to save
             for state in self.ranks:
-                if not state.ending:
+                if not state.ending and state.plan.role == "worker":
                     self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _interrupted(self, number: int) -> None:

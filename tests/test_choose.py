@@ -51,10 +51,21 @@ def per_host(plan: dict) -> dict[str, int]:
         ("[fd00::1]:0,1@b", {"fd00::1": (0, 1), "b": None}),
         ("10.0.0.1:3", {"10.0.0.1": (3,)}),
         ("NODE1:0", {"node1": (0,)}),
+        ("a@a", {"a": None}),
     ],
 )
 def test_filters_are_read_as_deepspeed_does_and_a_little_more(text, expected):
     assert parse_filter(text, "--include") == expected
+
+
+def test_filters_that_are_given_twice_both_count(tmp_path):
+    for words, left in (
+        (["--exclude", "a", "--exclude", "b"], ["c"]),
+        (["--include", "a", "--include=c"], ["a", "c"]),
+    ):
+        command = [LAUNCH, "-H", "a:2,b:2,c:2", *words, "--dry-run", "--json", SCRIPTS / "where.py"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=True)
+        assert [host["name"] for host in json.loads(done.stdout)["hosts"]] == left
 
 
 @pytest.mark.parametrize(

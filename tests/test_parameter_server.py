@@ -7,6 +7,7 @@ import copy
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -42,6 +43,7 @@ from distrib.training.world import World
 
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
 SCRIPT = Path(__file__).parent / "scripts" / "asynchronous.py"
+OWN_HANDS = SCRIPT.with_name("own_hands.py")
 SEEDING = threading.Lock()  # the workers of a test share torch's random numbers
 CPU = torch.device("cpu")
 
@@ -832,6 +834,24 @@ def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
     assert weight(model) == -3
     for sock in kept:
         sock.close()
+
+
+def test_what_scripts_do_with_their_own_hands(launch):
+    """With bound 0 the same comes out as in step, or it is said that it does not."""
+    names = ["norm", "functional", "clamp", "clamp by data", "clip", "init"]
+    found = {}
+    for mode in ("sync", "async"):
+        run = launch("-np", "2", "--mode", mode, *(["--staleness", "0"] if mode == "async" else []), OWN_HANDS, *names)
+        assert run.code == 0, run
+        found[mode] = {
+            name: float(loss) for name, loss in re.findall(r"^\[0@localhost\] (.+) ([0-9.]+)$", run.out, re.MULTILINE)
+        }
+        assert run.err.count("the script has changed values by itself") == (2 if mode == "async" else 0), run.err
+    assert found["async"]["norm"] == pytest.approx(found["sync"]["norm"], rel=1e-5)
+    assert found["async"]["functional"] == pytest.approx(
+        found["sync"]["functional"], rel=0.01
+    )  # one step takes old values
+    assert found["async"]["clamp by data"] == pytest.approx(found["async"]["clamp"], rel=1e-5)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

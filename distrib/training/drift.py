@@ -45,13 +45,18 @@ class Drift:
     def after(self, steps: int) -> None:
         """The job's optimizers have taken so many steps, all together."""
         begun, self._steps = self._steps, steps
-        if steps != begun and steps in _AFTER_STEPS and not self._told:
-            own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
-            if self._world.rank:
-                self._write(steps, own)
-            else:
-                self._asked[steps] = own
+        if steps != begun and steps in _AFTER_STEPS:
+            self._look(steps)
         self.hear()
+
+    def _look(self, steps: int) -> None:
+        if self._told:
+            return
+        own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
+        if self._world.rank:
+            self._write(steps, own)
+        else:
+            self._asked[steps] = own
 
     def _write(self, steps: int, own: Sequence[_Digest]) -> None:
         key, numbers = _key(steps, self._world.rank), [number for digest in own for number in (digest.sum, digest.norm)]
@@ -82,6 +87,8 @@ class Drift:
 
     def leave(self) -> None:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
+        if self._steps and self._steps not in _AFTER_STEPS:
+            self._look(self._steps)
         with contextlib.suppress(RuntimeError, ValueError):
             store = _get_default_store()
             store.set(_key("all", self._world.rank), str(self._steps))

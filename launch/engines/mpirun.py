@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distrib_launch import apart
+
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +140,7 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     Of hosts with interpreters of their own each rank finds its own by its number: separate contexts of mpirun would
     take addresses with colons for slots.
     """
-    runner = ("-m", "distrib_launch.rank")
+    runner = ("-m", "distrib_launch.rank", *([apart.FLAG] if plan.strategy.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
     for number, rank in enumerate(plan.started):

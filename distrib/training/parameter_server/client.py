@@ -510,7 +510,10 @@ class Client:
                 if self.replicas:
                     hint = "its replica takes charge where more than half of the workers are there to ask it; see the servers' logs"
                 self.fail(TrainingError(f"parameter server {link.shard} at {host}:{port} cannot be reached", hint=hint))
-        away = any(not link.welcomed and now - link.down_since > SUSPEND_SECONDS for link in self._links)
+        # At a server that it has not reached yet, it was not counted out: it has taken no step without the others.
+        away = any(
+            link.was_welcomed and not link.welcomed and now - link.down_since > SUSPEND_SECONDS for link in self._links
+        )
         if away and not self._suspended:
             self.outside = True
             for link in self._links:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,9 @@ from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.speaker import GroupTable
 from distrib.training.parameter_server.tables import Description, Wire, raw, wire_dtype
 from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
+
+WATCHED_STEPS = frozenset({1, 2, 10, 100, 1000})
+"""After these of its steps a worker looks whether the script changes parameters itself."""
 
 
 class HeldTable:
@@ -66,7 +70,7 @@ class HeldTable:
             for piece in chunk.pieces:
                 self.chunks_of[self.parameters[piece.parameter]].append(chunk.number)
         self._all = [slot.chunk for slot in self.slots]
-        self.step = 0
+        self.step = self._taken = 0
         self._counted = counted
         self.sending = True
         """Whether the next backward pass is the last before a step."""
@@ -75,10 +79,14 @@ class HeldTable:
         self._doubtful = False  # whether what was pushed before the step may be another gradient than that of the step
         self._settings_sent: list[dict[str, Any]] = list(self.description.options)
         self._missing = {chunk.number: len(chunk.pieces) for chunk in self.chunks}
+        self._told = False  # that the script changes parameters
         self._first: dict[int, torch.Tensor] = {}  # the values that this worker gives the servers
         self._has: set[int] = set()  # the chunks of which it has the servers' values
         self._pushed: set[int] = set()
-        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        self._seen: dict[torch.Tensor, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        """Gradients that were pushed before the step, their versions and what they looked like then."""
+        self._left: dict[torch.Tensor, torch.Tensor] = {}
+        """What parameters looked like when they were last seen to, at times: the script may have changed them since."""
 
     def _slots_in(self, arenas: Mapping[int, Arena]) -> list[Slot]:
         return [Slot(self.number, c.number, c.server, *self._memory(c, arenas.get(c.server))) for c in self.chunks]
@@ -119,6 +127,7 @@ class HeldTable:
             self.give(self._all, replace=False)
         self.pull()
         self._first = {}
+        self._remember()
         if self.client.group:
             self.client.group.add(self.number, GroupTable(self.slots, self._arenas[0], self._sizes, self._to_servers))
         elif self._arenas:
@@ -155,6 +164,7 @@ class HeldTable:
         """Gives the model the servers' present values of these chunks, or of all, exactly."""
         self.wait()
         numbers = self._all if numbers is None else numbers
+        self._left.clear()
         answers = [self.client.ask(self.slots[n].shard, Frame(Kind.PULL, table=self.number, chunk=n)) for n in numbers]
         for number, answer in zip(numbers, answers, strict=True):
             chunk, slot = self.chunks[number], self.slots[number]
@@ -178,7 +188,7 @@ class HeldTable:
         ):  # a second backward pass before the step: what was pushed after the first was in vain
             self.distrust()
             return
-        self._seen[parameter] = parameter.grad, parameter.grad._version
+        self._seen[parameter] = parameter.grad, parameter.grad._version, _look(parameter.grad)
         for number in self.chunks_of[parameter]:
             self._missing[number] -= 1
             if not self._missing[number]:
@@ -217,11 +227,12 @@ class HeldTable:
         if leave_out and not self._in_step:
             self._forget()
             return
+        self._tell_of_changes([*self._left])
         settings = self._settings()
         if settings != self._settings_sent:
             self.client.options(self.number, settings)
             self._settings_sent = settings
-        unchanged = {p for p, (grad, version) in self._seen.items() if p.grad is grad and grad._version == version}
+        unchanged = self._unchanged()
         sure = [
             c for c in self._pushed if all(self.parameters[p.parameter] in unchanged for p in self.chunks[c].pieces)
         ]
@@ -235,9 +246,46 @@ class HeldTable:
         self._begin()
         self.client.commit((self.slots[number] for number in sorted(sure)), self.step + 1)
         self.step += 1
+        self._taken += 1
+        if self._taken in WATCHED_STEPS:
+            self._remember()
         self._begun = False
         self._pushed.clear()
         self._forget()
+
+    def overlook(self) -> None:
+        """Values were loaded."""
+        self._left.clear()
+
+    def _remember(self) -> None:
+        if not self._told:
+            self._left = {parameter: _look(parameter.detach()) for parameter in self.parameters}
+
+    def _tell_of_changes(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Say, once, which of these parameters the script has changed since they were seen to: the servers' values come over them."""
+        left = [(parameter, self._left.pop(parameter)) for parameter in parameters if parameter in self._left]
+        changed = [parameter for parameter, look in left if not torch.equal(look, _look(parameter.detach()))]
+        changed = [parameter for parameter in changed if bool(parameter.isfinite().all())]
+        if changed and not self._told:
+            self._told = True
+            self._left.clear()
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            print(f"distrib: warning: {self._name(changed[0])}{more}: the script has changed values by itself, and those of the servers "
+                  "come over them. In mode async what changes parameters is an optimizer that is prepared, or "
+                  "load_state_dict; set values before job.prepare, and clip them under --mode sync",
+                  file=sys.stderr, flush=True)  # fmt: skip
+
+    def _unchanged(self) -> set[torch.Tensor]:
+        """Parameters whose gradient is what was pushed before the step. What is written through `.data` has no version."""
+        same = [
+            (p, look) for p, (grad, version, look) in self._seen.items() if p.grad is grad and grad._version == version
+        ]
+        if not same:
+            return set()
+        before = torch.stack([look for _, look in same])
+        now = torch.stack([_look(parameter.grad) for parameter, _ in same])
+        changed = (before != now) & ~(before.isnan() & now.isnan())
+        return {parameter for (parameter, _), other in zip(same, changed.any(1).tolist(), strict=True) if not other}
 
     def _forget(self) -> None:
         self._doubtful = False
@@ -319,6 +367,7 @@ class HeldTable:
                 self.client.wait([slot])
             if slot.fresh:
                 slot.fresh = False
+                self._tell_of_changes(self.parameters[piece.parameter] for piece in self.chunks[number].pieces)
                 self._install(self.chunks[number], slot.value)
 
     # -- between chunks and parameters ----------------------------------------------------------------------------------
@@ -413,6 +462,12 @@ def _kind(name: str, parameter: torch.Tensor) -> str:
     if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return "float32"
     raise TrainingError(f"parameter {name} is {parameter.dtype}: mode async trains real floating point numbers only")
+
+
+def _look(gradient: torch.Tensor | None) -> torch.Tensor:
+    """Two numbers that are others where the gradient is."""
+    assert gradient is not None
+    return torch.stack((gradient.sum(dtype=torch.float64), torch.linalg.vector_norm(gradient, dtype=torch.float64)))
 
 
 def _refuse_sparse(gradient: torch.Tensor) -> None:

@@ -465,6 +465,8 @@ def main() -> int:
         server.loop.call(lambda: None)
 
     signal.signal(signal.SIGTERM, end)
+    for own in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all that it runs: scripts are to save
+        signal.signal(own, signal.SIG_IGN)
     if news := os.environ.get("DISTRIB_NEWS_FD"):
         server.hear_news(socket.socket(fileno=int(news)))
     server.run()

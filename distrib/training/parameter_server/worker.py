@@ -64,8 +64,9 @@ class Asynchronous(Backend):
         self._holders: dict[torch.Tensor, tuple[HeldTable, list[int]]] = {}
         self._asked: nn.Module | None = None  # whose values are being saved or loaded
         self._inside: set[nn.Module] = set()  # and the modules in it
-        self._called: set[nn.Module] = set()  # modules whose forward has been called
-        self._late: dict[HeldTable, list[int]] = {}  # chunks that no forward pass would wait for
+        self._called: dict[
+            HeldTable, set[nn.Module]
+        ] = {}  # modules whose forward was called since the table's last step
         self._exact = False  # the models hold the servers' values, all of them
         self._closed = False
         self._met = False  # the other workers of this host
@@ -119,7 +120,8 @@ class Asynchronous(Backend):
             model.register_forward_pre_hook(self._hook(model, self._before_model))
             for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
                 if next(module.parameters(recurse=False), None) is not None:
-                    module.register_forward_pre_hook(self._hook(module, self._before_forward))
+                    # First of all: others compute from parameters, as those of torch.nn.utils.weight_norm and prune do.
+                    module.register_forward_pre_hook(self._hook(module, self._before_forward), prepend=True)
                 module.register_state_dict_pre_hook(self._hook(module, self._before_saving))
                 module.register_load_state_dict_post_hook(self._hook(module, self._after_loading))
                 # Those two have public names only since torch 2.5.
@@ -137,7 +139,8 @@ class Asynchronous(Backend):
             self._refresh()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        self._called.add(module)
+        for called in self._called.values():
+            called.add(module)
         for parameter in module.parameters(recurse=False):
             if (held := self._holders.get(parameter)) is not None:
                 held[0].get(held[1])
@@ -176,6 +179,7 @@ class Asynchronous(Backend):
         self._begun.clear()
         self._exact = False
         for table in self.tables:
+            table.overlook()
             chunks = table.chunks_with(module.parameters())
             if self.is_main:
                 table.give(chunks, replace=True)
@@ -207,6 +211,7 @@ class Asynchronous(Backend):
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
         table.begin()
         self.tables.append(table)
+        self._called[table] = set()
         if had_state:
             self._give_state(table)
         for parameter, chunks in table.chunks_of.items():
@@ -275,13 +280,13 @@ class Asynchronous(Backend):
                 table.distrust()
 
     def _take(self, table: HeldTable, *, leave_out: bool = False) -> None:
-        if table not in self._late:
-            owners = {p for module in self._called for p in module.parameters(recurse=False)}
-            late = {chunk for p, chunks in table.chunks_of.items() if p not in owners for chunk in chunks}
-            self._late[table] = sorted(late)
+        # What is used without its module, for which no forward pass would wait.
+        owners = {p for module in self._called[table] for p in module.parameters(recurse=False)}
+        late = {chunk for p, chunks in table.chunks_of.items() if p not in owners for chunk in chunks}
+        self._called[table].clear()
         table.take(leave_out=leave_out)
         self._exact = False
-        table.get(self._late[table])
+        table.get(sorted(late))
 
     def _with_state(self, table: HeldTable, state: dict[str, Any]) -> dict[str, Any]:
         """The state dict of an optimizer with what the servers know of it."""
