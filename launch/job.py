@@ -32,6 +32,7 @@ def read_hosts(given: str | None) -> HostList | None:
     if given is None:
         from distrib_launch.engines import srun
 
+        srun.refuse_several_launchers(os.environ)
         return hostfile.slurm_hosts(srun.allocation())
     if _is_there(given) or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)

@@ -165,9 +165,9 @@ class Supervisor:
         while not all(state.ending for state in self.ranks):
             self._turn(0.1)
             now = time.monotonic()
-            if not self.assigned and self.runtime.queued(engine.log):
+            if not self.assigned and (why := self.runtime.queued(engine.log)):
                 if start == begun:
-                    self.console.say(f"{self.plan.engine} waits for the hosts to be free")
+                    self.console.say(f"{self.plan.engine} waits for the hosts to be free: {why}")
                 start = now
             if now >= next_ping:
                 self._ping()
@@ -550,7 +550,7 @@ class Supervisor:
         self.stopping = True
         words = engine.words.strip()
         if explained := self.runtime.explain(words):
-            raise LaunchError(f"{explained[0]}: {words.splitlines()[0]}", hint=explained[1])
+            raise LaunchError(explained[0], hint=explained[1])
         problem = None
         if self.plan.engine == "mpirun" and not self.is_local:
             problem = preflight.diagnose(self.plan, hosts, self.console.say)

@@ -19,6 +19,7 @@ from distrib_launch.placement import count_gpus
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.sockets import call_back
 
+from distrib.errors import ConfigError
 from tests.cluster import slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS
 
@@ -341,7 +342,7 @@ class TestOutside:
         (Path("/etc/netns") / cluster.namespace("n1") / "hosts").open("a").write("198.18.0.9 other\n")
         run = launch("--engine", "srun", "-H", "n1:1,other:1", JOB, cluster=cluster)
         assert run.code == 1, run
-        assert "distrib-launch: error: Slurm does not know every host of the plan" in run.err
+        assert re.search("error: Slurm does not know every host of the plan: srun: .*Invalid node name", run.err), run
         nothing_left(cluster)
 
     def test_busy_hosts_are_waited_for(self, make_slurm, launch, tmp_path):
@@ -354,6 +355,27 @@ class TestOutside:
         assert run.code == 0, run
         assert "srun waits for the hosts to be free" in run.err
         nothing_left(cluster)
+
+
+def test_why_slurm_lets_a_job_wait(tmp_path):
+    (log := tmp_path / "engine.log").write_text("")
+    assert srun.queued(log) == ""
+    log.write_text(
+        "srun: Requested partition configuration not available now\nsrun: job 7 queued and waiting for resources\n"
+    )
+    assert srun.queued(log) == "Requested partition configuration not available now"
+    log.write_text("srun: job 7 queued and waiting for resources\n")
+    assert srun.queued(log) == "job 7 queued and waiting for resources"
+    log.write_text(log.read_text() + "srun: job 7 has been allocated resources\n")
+    assert srun.queued(log) == ""
+
+
+def test_a_launcher_that_srun_has_started_for_each_task_is_refused():
+    environ = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}
+    with pytest.raises(ConfigError, match="srun has started this launcher 2 times"):
+        srun.refuse_several_launchers(environ)
+    srun.refuse_several_launchers({**environ, "SLURM_STEP_NUM_TASKS": "1"})
+    srun.refuse_several_launchers({"SLURM_JOB_ID": "7"})  # a batch script
 
 
 def environ_of(cluster, host, name):

@@ -137,6 +137,13 @@ def test_a_gpu_that_does_not_tell_all_works(nvml, refusal):
     ]  # fmt: skip
 
 
+def test_a_driver_that_is_older_than_the_binding_is_no_error(nvml):
+    nvml("nvmlDeviceGetComputeRunningProcesses", refuse(pynvml.NVMLLibraryMismatchError))
+    facts = own_inventory(Question())
+    assert facts.nvml_error is None and [gpu.kind for gpu in facts.gpus] == ["NVIDIA H200"] * 2
+    assert {holder.pid for holder in facts.gpu_holders} == {1, os.getppid()}  # by the device files
+
+
 def test_a_gpu_that_is_lost_is_an_error(nvml):
     nvml("nvmlDeviceGetHandleByIndex", refuse(pynvml.NVMLError_GpuIsLost))
     facts = own_inventory(Question())

@@ -60,6 +60,17 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first():
     )  # the tied embedding is last
 
 
+@pytest.mark.parametrize(
+    "speed", workloads.speeds(), ids=lambda speed: f"{speed.network} {speed.gpu} {speed.precision}"
+)
+def test_no_published_speed_is_more_than_the_gpu_can_do(speed):
+    """Nobody gets near the peak; who seems to has measured smaller samples, or shorter sequences, than the network's."""
+    operations = 3 * 2 * network(speed.network).forward_products * speed.samples_per_second
+    if speed.network == "VGG-16":  # Winograd's convolutions of 3 x 3 take 2.25 times fewer products
+        operations /= 2.25
+    assert operations < 0.85 * workloads._peak(speed.gpu, speed.precision)
+
+
 def test_a_published_speed_is_what_comes_out():
     for speed in workloads.speeds():
         if speed.gpu == "RTX-3090":  # no GPU of the catalogue

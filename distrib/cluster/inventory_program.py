@@ -226,12 +226,20 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_of(bus)})  # fmt: skip
-            for process in asked(lambda device=device: pynvml.nvmlDeviceGetComputeRunningProcesses(device), []):
+            for process in asked(lambda device=device: running(pynvml, device), []):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
     finally:
         pynvml.nvmlShutdown()
     return gpus, listed
+
+
+def running(pynvml: Any, device: Any) -> Any:
+    """The processes that compute on a GPU; none where the driver is older than the binding: the device files tell of them, too."""
+    try:
+        return pynvml.nvmlDeviceGetComputeRunningProcesses(device)
+    except (AttributeError, getattr(pynvml, "NVMLLibraryMismatchError", pynvml.NVMLError_FunctionNotFound)):
+        return []
 
 
 def gpu_memory(pynvml: Any, device: Any) -> tuple[int, int]:

@@ -35,11 +35,11 @@ class Engine(Protocol):
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write what the command line refers to."""
 
-    def queued(self, log: Path) -> bool:
-        """Whether the engine waits for hosts that are busy with other jobs; `log` holds what it printed."""
+    def queued(self, log: Path) -> str:
+        """What the engine says while it waits for hosts, empty where it does not; `log` holds what it printed."""
 
     def explain(self, words: str) -> tuple[str, str] | None:
-        """What went wrong, and what to do, from what the engine printed; None where that says it best."""
+        """What went wrong, with the line that says so, and what to do, from what the engine printed; None where that says it best."""
 
     def may_succeed(self, words: str) -> bool:
         """Whether what it printed is no reason why it should fail to start the ranks another time."""

