@@ -11,17 +11,19 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth import collectives, curves, pieces, timeline
+from distrib.bandwidth import collectives, curves, pieces, timeline, workloads
 from distrib.bandwidth.advice import advise, best_alike, is_alike, options_of
 from distrib.bandwidth.buckets import Wire
 from distrib.bandwidth.fabric import find_fabric
 from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling, unlimited
 from distrib.bandwidth.timeline import Transfer
+from distrib.bandwidth.wires import between, inside_of
 from distrib.bandwidth.workload import Gradient, Workload
-from distrib.cluster.measured import Point
+from distrib.cluster.measured import InsideLink, Measured, PairLink, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Outer, Strategy, checked
+from tests.conftest import ROOT
 
 MB = 1_000_000
 POD = """
@@ -892,3 +894,43 @@ def test_every_strategy_has_options_that_choose_it(strategy):
         assume(False)
     words = [*options_of(strategy), "train.py"]
     assert training.strategy_of(cli.parser().parse_args(words)) == strategy
+
+
+def test_gpus_of_which_bridges_join_some_are_as_slow_as_the_way_between_the_bridges():
+    """In a ring through all of them."""
+    cards = "nodes:\n  - hosts: a\n    gpus: {kind: A100 80GB PCIe, count: 8}\n"
+    workload = workloads.workload("ResNet-50", "A100 80GB PCIe")
+
+    def inside(rate):
+        links = tuple(
+            InsideLink(host="a", source=f"gpu{i}", target=f"gpu{j}", path="NVLink" if i // 2 == j // 2 else "PCIe peer",
+                       bandwidth_bytes_per_second=rate(i, j), variation=0.01)
+            for i in range(8) for j in range(8) if i != j
+        )  # fmt: skip
+        measured = Measured(when="2026", software={}, hosts=("a",), inside=links)
+        return inside_of(msgspec.structs.replace(parse_topology(cards, "a.yaml"), measured=measured), "a", workload, 8)
+
+    wire = inside(lambda i, j: 260e9 if i // 2 == j // 2 else 20e9)
+    assert (wire.text, wire.bytes_per_second) == ("PCIe4 x16", 20e9)
+    # Two sockets: the ring crosses between them, and elsewhere need not take the slow ways.
+    wire = inside(lambda i, j: 260e9 if i // 2 == j // 2 else 20e9 if i // 4 == j // 4 else 9e9)
+    assert wire.bytes_per_second == 9e9
+
+
+def test_ports_that_mpi_leaves_unused_count_all_the_same():
+    """MPI takes two of eight ports between two hosts, NCCL all of them."""
+    text = (ROOT / "hostfiles/h100-ndr.yaml").read_text()
+    hosts = [f"h100-{n}" for n in range(1, 5)]
+
+    def wire(rate):
+        pairs = tuple(
+            PairLink(source=a, target=b, way="mpi", load="alone", interface="ib0", bandwidth_bytes_per_second=rate,
+                     latency_seconds=2e-6, variation=0.01)
+            for a in hosts for b in hosts if a != b
+        )  # fmt: skip
+        measured = Measured(when="2026", software={}, hosts=tuple(hosts), pairs=pairs)
+        return between(msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), 4)
+
+    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), 4).bytes_per_second
+    assert wire(96e9).bytes_per_second == pytest.approx(described, rel=0.06)
+    assert wire(48e9).bytes_per_second == pytest.approx(192e9)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from distrib.cluster.groups import groups_of
 from distrib.cluster.inventory import RdmaPort
-from distrib.cluster.measured import Collective, Measured, PairLink, Point
+from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
 from distrib.cluster.node import Nic, NodeGroup
 from distrib.cluster.topology import Topology
 from distrib.cluster.ways import link_between
@@ -28,7 +28,9 @@ from distrib.probe.records import (
     Ended,
     Facts,
     Gpu,
+    GpusSeen,
     GroupsSeen,
+    InsideSeen,
     Interface,
     PairSeen,
     Started,
@@ -535,6 +537,39 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
     found = cards.gpudirect_idle([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
     assert [(f.kind, f.ratio) for f in found] == ([("gpudirect_off", gain)] if told else [])
     assert cards.gpudirect_idle([curve(None, 1.0)]) == cards.gpudirect_idle([]) == []
+
+
+def copies(host, rates, path="PCIe"):
+    return [
+        InsideSeen(step="inside", link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
+                                                  bandwidth_bytes_per_second=rate, variation=0.01))
+        for n, rate in enumerate(rates)
+    ]  # fmt: skip
+
+
+def test_a_gpu_whose_copies_are_slow_is_told_of():
+    h100, t4 = (tuple(Gpu(index=n, name=name) for n in range(4)) for name in ("H100", "T4"))
+    said = (facts("n1", gpus=h100), facts("n2", gpus=h100), facts("n3", gpus=t4))
+    records = Network(3).records(facts=said)
+    assert (
+        findings.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9] * 4), *copies("n3", [12e9] * 4)]) == ()
+    )
+    found = findings.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9, 54e9, 13e9, 54e9])])
+    assert [(f.kind, f.severity, f.hosts) for f in found] == [("slow_copies", "warning", ("n2",))]
+    assert "n2: from memory to gpu2 (PCIe) bytes go at 24% of what is usual here" in found[0].what
+    assert "usual between 8 of its kind on n[1-2]" in found[0].evidence
+
+
+def test_a_narrow_slot_is_known_once_the_gpu_was_used():
+    """Idle GPUs let their links sleep."""
+    idle = Gpu(
+        index=0, name="RTX 4090", pcie_generation=1, pcie_generation_possible=4, pcie_width=8, pcie_width_possible=16
+    )
+    records = Network(2).records(facts=(facts("n1", gpus=(idle,)), facts("n2")))
+    assert findings.find(records) == ()
+    used = structs.replace(idle, pcie_generation=4)
+    assert [f.kind for f in findings.find([*records, GpusSeen(host="n1", gpus=(used,))])] == ["narrow_pcie"]
+    assert findings.find([*records, GpusSeen(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
 
 
 def test_gpudirect_is_doubted_only_where_nothing_was_measured():

@@ -645,3 +645,8 @@ def test_many_hosts_are_read_quickly(tmp_path):
 )
 def test_hosts_are_named_in_few_words(names, told):
     assert name_hosts(names) == told
+
+
+@pytest.mark.parametrize("kind", ["80GB", "16 GB", "RTX", "PCIe", "Tesla", "NVIDIA SXM4"])
+def test_what_many_gpus_have_in_their_names_names_none(kind):
+    assert find_gpu(kind) is None

@@ -35,6 +35,9 @@ EQUAL = 0.03
 NCCL_NVLINK = {"NVLink1": 18e9, "NVLink2": 20e9, "NVLink3": 20e9, "NVLink4": 20.6e9, "NVLink5": 40.1e9}
 """Bytes per second of one NVLink in a ring of NCCL (NVIDIA/nccl@5067397 src/graph/topo.h)."""
 
+UCX_RAILS = 2
+"""How many RDMA ports MPI uses between two ranks (UCX_MAX_RNDV_RAILS, its default), where NCCL uses all of a host."""
+
 LOOPBACK_LATENCY_SECONDS, LOOPBACK_BYTES_PER_SECOND = 30e-6, 3e9
 """TCP inside a host, between ranks on CPUs, where nothing was measured."""
 
@@ -135,15 +138,19 @@ def _wire(topology: Topology, way: Way, streams: float) -> Wire:
     cards = len(way.nics)
     if way.kind == "ethernet" and cards > 1:  # to one of which the launcher keeps Gloo and NCCL
         whole = max((pair.bandwidth_bytes_per_second for pair in way.measured), default=whole / cards)
+    scaled = False
+    if way.kind in ("infiniband", "roce") and cards > UCX_RAILS and {pair.way for pair in way.measured} == {"mpi"}:
+        whole = min(whole * cards / UCX_RAILS, UPLINK_USABLE * (way.rate_bytes_per_second or float("inf")))
+        scaled = True
     bandwidth, text = min(
-        (whole, way.text if whole == way.bandwidth_bytes_per_second else f"one of {way.text}"),
+        (whole, way.text if scaled or whole == way.bandwidth_bytes_per_second else f"one of {way.text}"),
         (_staged(topology, way), f"{way.text} through host memory"),
         *_uplinks(topology, way, streams),
         key=lambda narrow: narrow[0],
     )
     latency = way.latency_seconds or 0.0
     curve = None
-    if bandwidth == whole and len(way.measured) == 1:
+    if bandwidth == whole and len(way.measured) == 1 and not scaled:
         curve = curves.measured(way.measured[0].curve, latency_seconds=latency, bandwidth=bandwidth)
     return Wire(
         source=way.source,

@@ -20,6 +20,8 @@ DataType = Literal["fp32", "tf32", "fp16", "bf16"]
 
 PATH = Path(__file__).with_name("catalog.yaml")
 _VENDOR = re.compile(r"\b(nvidia|amd|radeon)\b")
+_NOT_A_MODEL = re.compile(r"\d+gi?b|sxm\d?|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition")
+"""Words of a GPU's name that others have, too."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,7 +151,7 @@ def catalog() -> Catalog:
 def find_gpu(kind: str) -> GpuSpec | None:
     """The GPU that NVML or a person calls `kind`: `A100`, `NVIDIA A100-SXM4-80GB`, `a100 40gb`; None if there is none.
 
-    Part of a name is enough, the first match counts. More than a name is another GPU: an `A100X`, or a MIG slice of
+    Part of a name is enough, the first match counts, but not its memory or its shape alone (`80GB`, `PCIe`). More than a name is another GPU: an `A100X`, or a MIG slice of
     an A100, is no A100.
     """
     return _find_gpu(kind)
@@ -158,7 +160,7 @@ def find_gpu(kind: str) -> GpuSpec | None:
 @functools.lru_cache(maxsize=256)
 def _find_gpu(kind: str) -> GpuSpec | None:
     wanted = _words(kind)
-    if not wanted:
+    if all(_NOT_A_MODEL.fullmatch(word) for word in wanted):
         return None
     known = [(gpu, [_words(name) for name in (gpu.name, *gpu.names)]) for gpu in catalog().gpus]
     for gpu, names in known:

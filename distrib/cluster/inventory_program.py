@@ -468,8 +468,11 @@ def rdma_ports() -> list[dict[str, Any]]:
         base = f"/sys/class/infiniband/{device}/ports"
         usable = device in verbs and os.access(f"/dev/infiniband/{verbs[device]}", os.R_OK | os.W_OK)
         for port in entries(base):
-            rate = re.match(r"([\d.]+) *Gb", text_of(f"{base}/{port}/rate"))
+            told = text_of(f"{base}/{port}/rate")
+            rate = re.match(r"([\d.]+) *Gb", told)
+            # Up to QDR, 8 of 10 bits on the wire are data, and the kernel tells of all.
+            data = 0.8 if re.search(r"\b[SDQ]DR\b", told) else 1.0
             found.append({"device": device, "port": int(port), "link_layer": text_of(f"{base}/{port}/link_layer"),
                           "active": usable and "ACTIVE" in text_of(f"{base}/{port}/state"),
-                          "rate_bytes_per_second": float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
+                          "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
     return found

@@ -36,7 +36,7 @@ KIND_NAMES: dict[LinkKind, str] = {
     "nvlink": "NVLink",
     "pcie": "PCIe",
 }
-_OLD = {"sdr", "ddr", "qdr"}
+_OLD = {"sdr": "8Gb/s", "ddr": "16Gb/s", "qdr": "32Gb/s"}
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +122,11 @@ def parse_network(text: str, kind: LinkKind | None = None) -> Link:
         if spec is None:
             known = [link.name for link in catalog().links if link.kind == "infiniband"]
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
-            hint = "write its rate, such as 40Gb/s" if name in _OLD else f"did you mean {near[0] if near else 'HDR'}?"
+            hint = (
+                f"write its rate of data, {_OLD[name]}"
+                if name in _OLD
+                else f"did you mean {near[0] if near else 'HDR'}?"
+            )
             raise ValueError(f"{_shown(text)} is no InfiniBand rate in the catalogue; {hint}")
         if kind not in (None, "infiniband"):
             raise ValueError(f"{spec.name} is a rate of InfiniBand, not of {KIND_NAMES[kind]}; write one or the other")

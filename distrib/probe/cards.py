@@ -10,7 +10,7 @@ from distrib.cluster.links import Link, parse_network
 from distrib.cluster.measured import Collective
 from distrib.cluster.node import Nic, fold_hosts
 from distrib.probe.finding import Finding, rate_text
-from distrib.probe.records import Facts, PairSeen
+from distrib.probe.records import Facts, Gpu, PairSeen
 from distrib.probe.settings import Way
 from distrib.probe.suspects import class_of_pair, classes_of, one_way
 from distrib.units import format_size
@@ -98,8 +98,12 @@ def of_facts(
     way: Way,
     collectives: Sequence[Collective],
     described: Mapping[str, Sequence[Nic]],
+    used: Mapping[str, Sequence[Gpu]],
 ) -> list[Finding]:
-    """Rate below the card's, wrong interface, cards that are only on paper, GPUDirect RDMA off, narrow PCIe."""
+    """Rate below the card's, wrong interface, cards that are only on paper, GPUDirect RDMA off, narrow PCIe.
+
+    `used`: GPUs as they were right after they were used, by host.
+    """
     found = [
         *_below_nominal(facts, seen, way, described),
         *_not_there(facts, described),
@@ -108,9 +112,9 @@ def of_facts(
     for host, each in facts.items():
         if way == "tcp":
             found += _faster_interface(each, {record.interface for record in seen if record.source == host})
-        for gpu in each.gpus:
+        for gpu in used.get(host, each.gpus):
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
-            awake = gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
+            awake = host in used or gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
             if awake and width and possible and width < possible:
                 found.append(
                     Finding(

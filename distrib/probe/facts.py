@@ -54,7 +54,7 @@ def own_facts(host: str, address: str) -> Facts:
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
         gpudirect=inventory.gpudirect,
-        gpus=_gpus() if inventory.gpus else (),
+        gpus=gpu_links() if inventory.gpus else (),
         software=software,
     )
 
@@ -67,8 +67,8 @@ def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:
     return max(each, key=total_rate, default=())
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    """The PCIe links of the GPUs, asked of NVML; none where it cannot be asked."""
+def gpu_links() -> tuple[Gpu, ...]:
+    """The PCIe links of the GPUs, asked of NVML; none where it cannot be asked. They may be narrower and slower while a GPU is idle."""
     try:
         import pynvml
 

@@ -12,7 +12,7 @@ from distrib.units import format_rate
 Kind = Literal[
     "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "half_duplex", "mtu",
     "noisy_link", "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline",
-    "mixed_cards", "not_compared", "no_such_card",
+    "mixed_cards", "not_compared", "no_such_card", "slow_copies",
 ]  # fmt: skip
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")

@@ -9,8 +9,19 @@ import msgspec
 
 from distrib.cluster.node import Nic
 from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
+from distrib.probe.copies import slow_copies
 from distrib.probe.finding import Finding, ranked, rate_text
-from distrib.probe.records import CollectiveSeen, Facts, GroupsSeen, PairSeen, Record, Started, best
+from distrib.probe.records import (
+    CollectiveSeen,
+    Facts,
+    GpusSeen,
+    GroupsSeen,
+    InsideSeen,
+    PairSeen,
+    Record,
+    Started,
+    best,
+)
 from distrib.probe.settings import Way
 from distrib.probe.slow import slow_hosts, slow_links
 from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, between_machines, full_duplex_only, one_way
@@ -50,7 +61,10 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
     found += [*noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
-    found += [*of_facts(facts, seen, start.primary, collectives, described or {}), *gpudirect_idle(collectives)]
+    used = {record.host: record.gpus for record in records if isinstance(record, GpusSeen)}
+    found += of_facts(facts, seen, start.primary, collectives, described or {}, used)
+    found += gpudirect_idle(collectives)
+    found += slow_copies([record.link for record in records if isinstance(record, InsideSeen)], facts)
     return ranked(found)
 
 

@@ -39,7 +39,8 @@ def measure(
     """
     found = [_memory(host)]
     problems: tuple[str, ...] = ()
-    if os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 (torch is imported only where there are GPUs)
+    # torch is imported only where there are GPUs; the second are those under WSL.
+    if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         import torch
 
         if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:

@@ -19,6 +19,7 @@ from distrib.probe.networks import other_networks
 from distrib.probe.records import (
     CollectiveSeen,
     Ended,
+    GpusSeen,
     GroupsSeen,
     InsideSeen,
     PairSeen,
@@ -188,9 +189,11 @@ class Leader:
         )
         tasks: dict[int, Task] = dict.fromkeys(self.ranks.values(), task)
         replies = self._together(tasks, task.patience_seconds)
-        for reply in replies.values():
+        for rank, reply in replies.items():
             for link in reply.inside:
                 self.emit(InsideSeen(step=step.key, link=link))
+            if reply.gpus:
+                self.emit(GpusSeen(host=self._host_names[rank], gpus=reply.gpus))
         notes = self._failures(tasks, replies, "inside the hosts not everything was measured")
         return not notes, notes
 

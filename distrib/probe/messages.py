@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from distrib.cluster.measured import Collective, InsideLink, Point
-from distrib.probe.records import Facts, Load
+from distrib.probe.records import Facts, Gpu, Load
 from distrib.probe.settings import Mode, Way
 
 HELLO, SETUP, TASK, REPLY = 1, 2, 3, 4
@@ -121,5 +121,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     retransmits: int = 0
     path_mtu: int | None = None
     inside: tuple[InsideLink, ...] = ()
+    gpus: tuple[Gpu, ...] = ()
     collectives: tuple[Collective, ...] = ()
     failed: str | None = None

@@ -122,6 +122,13 @@ class InsideSeen(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
     link: InsideLink
 
 
+class GpusSeen(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
+    """The PCIe links of a host's GPUs right after they were used."""
+
+    host: str
+    gpus: tuple[Gpu, ...]
+
+
 class CollectiveSeen(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
     """A collective over some hosts."""
 
@@ -157,7 +164,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     notes: tuple[str, ...] = ()
 
 
-Record = Started | PairSeen | InsideSeen | CollectiveSeen | GroupsSeen | StepDone | Ended
+Record = Started | PairSeen | InsideSeen | GpusSeen | CollectiveSeen | GroupsSeen | StepDone | Ended
 _DECODER = msgspec.json.Decoder(Record)
 
 

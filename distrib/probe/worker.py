@@ -13,6 +13,7 @@ import msgspec
 
 from distrib.probe import inside, mpi, samples, tcp
 from distrib.probe.deadline import ProbeTimeout
+from distrib.probe.facts import gpu_links
 from distrib.probe.load import Load
 from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
 
@@ -52,7 +53,8 @@ class Worker:
         if isinstance(task, Inside):
             links, problems = inside.measure(self.host, task.seconds, backwards=task.backwards, deadline=deadline)
             failed = "; ".join(problems) or None
-            return Reply(number=task.number, rank=self.rank, inside=links, failed=failed)
+            gpus = gpu_links() if len(links) > 1 else ()
+            return Reply(number=task.number, rank=self.rank, inside=links, gpus=gpus, failed=failed)
         if isinstance(task, AllReduce):
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
             from distrib.probe import collective
