@@ -28,13 +28,13 @@ class RunResult(results.Result, frozen=True, kw_only=True):
 def run(
     target: str | os.PathLike[str] | Callable[..., Any],
     *args: Any,
-    hosts: str | os.PathLike[str] | Iterable[str] | None = None,
+    hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None = None,
     np: int | None = None,
     **options: Any,
 ) -> RunResult:
     """Run a script, or a function with `args`, on every rank, and wait for the end.
 
-    `hosts` is a hostfile, a list such as `"a:2,b:2"`, or its items; `np` the number of ranks. `options` are those of
+    `hosts` is a hostfile, a list such as `"a:2,b:2"`, its items, or slots by host; `np` the number of ranks. `options` are those of
     `distrib-launch` with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
     anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
     them). What it returns on each rank is in `return_values`.
@@ -68,9 +68,11 @@ def run(
     return RunResult(**told, run_dir=str(run_dir), return_values=values)
 
 
-def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | None) -> str | None:
+def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None) -> str | None:
     if hosts is None:
         return None
+    if isinstance(hosts, Mapping):
+        hosts = [f"{host}:{slots}" for host, slots in hosts.items()]
     return os.fspath(hosts) if isinstance(hosts, (str, os.PathLike)) else ",".join(hosts)
 
 

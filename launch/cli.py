@@ -101,7 +101,10 @@ def parser() -> Parser:
     out.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
     out.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
     out.add_argument(
-        "--run-dir", metavar="DIR", help="where logs and results go (default: distrib-runs/<time>-<script>)"
+        "--run-dir",
+        type=os.path.expanduser,
+        metavar="DIR",
+        help="where logs and results go (default: distrib-runs/<time>-<script>)",
     )
     out.add_argument("-q", "--quiet", action="store_true", help="do not show what the ranks print (the logs have it)")
     out.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank alone")

@@ -86,7 +86,9 @@ def add_options(probe: argparse.ArgumentParser) -> None:
     probe.add_argument("--engine", choices=["mpirun", "srun"], help="as for distrib-launch")
     probe.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")
     probe.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
-    probe.add_argument("--run-dir", metavar="DIR", help="where logs go (default: distrib-runs/<time>-probe)")
+    probe.add_argument(
+        "--run-dir", type=os.path.expanduser, metavar="DIR", help="where logs go (default: distrib-runs/<time>-probe)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def choose_run_dir(wanted: str | None, script: str) -> Path:
     """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
     if wanted:
         return Path(wanted).absolute()
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script).stem) or "script"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name) or "script"
     base = Path("distrib-runs").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
     return next(path for n in range(10_000) if not (path := Path(f"{base}-{n}" if n else base)).exists())
 

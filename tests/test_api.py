@@ -48,6 +48,13 @@ def test_a_function_runs_on_every_rank_and_its_values_come_back(tmp_path):
     assert json.loads(Path(result.run_dir, "result.json").read_text())["status"] == "succeeded"
 
 
+def test_hosts_may_be_a_dict_of_slots():
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert distrib_launch.run(scaled, 1, hosts={"localhost": 2}).world_size == 2
+        with pytest.raises(ConfigError, match="exclude"):  # both count
+            distrib_launch.run(scaled, 1, hosts=["localhost", "127.0.0.1"], exclude=["localhost", "127.0.0.1"])
+
+
 def test_a_script_runs_as_from_the_command(tmp_path):
     result = distrib_launch.run(
         JOB, "1:environment", np=2, run_dir=tmp_path / "run", env={"COLOUR": "blue = sky"}, quiet=True

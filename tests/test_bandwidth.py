@@ -771,8 +771,8 @@ def test_a_hundred_thousand_gpus_take_no_time():
 
 def test_advice_is_ranked_and_says_what_it_costs():
     found = advise(lab(), job(), hosts=4, ranks_per_host=2)
-    efficiencies = [round(advice.prediction.efficiency, 3) for advice in found]
-    assert efficiencies == sorted(efficiencies, reverse=True)
+    rates = [advice.prediction.samples_per_second for advice in found]
+    assert all(a > 0.999 * b for a, b in itertools.pairwise(rates)), rates
     assert {advice.strategy.mode for advice in found} == {"sync", "async", "local"}
     best = best_alike(found)
     assert best.exact

@@ -17,6 +17,7 @@ from distrib_launch import cli
 from distrib_launch.engines import mpirun
 from distrib_launch.job import read_hosts
 from distrib_launch.plan import LaunchPlan, is_secret
+from distrib_launch.results import choose_run_dir
 
 from tests.conftest import LAUNCH, SCRIPTS, our_processes
 
@@ -520,6 +521,13 @@ def test_open_mpi_takes_no_slots_from_slurm(launch):
 def test_a_thousand_hosts_are_planned_at_once(tmp_path):
     (tmp_path / "big.txt").write_text("".join(f"node{i:04d} slots=8\n" for i in range(1000)))
     assert dry_run(tmp_path, "-H", "big.txt")["world_size"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [("train.py", "train"), ("pkg.sub.tool", "pkg.sub.tool"), ("a/b c.v2.py", "b-c.v2")]
+)
+def test_run_directories_are_named_after_what_runs(script, name):
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}-{re.escape(name)}", choose_run_dir(None, script).name)
 
 
 SAVER = """

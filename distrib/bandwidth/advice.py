@@ -70,7 +70,10 @@ def advise(
     ]
     found += _larger_batches(fabric, workload, strategy)
     # Where two are as fast, what changes less comes first.
-    return tuple(sorted(found, key=lambda advice: (-round(advice.prediction.efficiency, 3), not advice.exact)))
+    most = max(advice.prediction.samples_per_second for advice in found)
+    return tuple(
+        sorted(found, key=lambda advice: (-round(advice.prediction.samples_per_second / most, 3), not advice.exact))
+    )
 
 
 def best_alike(advices: Iterable[Advice], strategy: Strategy = Strategy()) -> Advice | None:  # noqa: B008  # frozen
