@@ -380,12 +380,12 @@ class Leader:
         look("again/both", both, self.settings.stream_seconds, both_ways=True)
         seen = suspects.between_machines(self.seen, facts)
         baseline = suspects.Baseline(seen, way)
-        worst: Round = ()
-        for phase in suspects.slowed_phases(seen, baseline, way):
-            worst = tuple((numbers[a], numbers[b]) for a, b in phase)
-            break
-        if not worst:
+        phases = suspects.slowed_phases(seen, baseline, way)
+        if not phases:
             return ()
+        if suspects.processors_shared(seen, way):
+            return ("pairs slow each other down, and processors were busy: whether they share links cannot be told",)
+        worst: Round = tuple((numbers[a], numbers[b]) for a, b in phases[0])
 
         def run(key: str, phase: Round) -> dict[Pair, float]:
             step = Step(

@@ -15,6 +15,9 @@ SLOW = 0.95
 BUSY = 0.98
 """Processors busier than this may themselves have been what slowed a stream."""
 
+SHARED_BUSY = 0.9
+"""Where processors were busier than this, they may be what pairs that slow each other down share."""
+
 HALF_DUPLEX = 0.65
 """Of its own rate; what a link gets each way, when both ends send, below which it may be half duplex."""
 
@@ -81,7 +84,8 @@ def neighbours(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: i
     slowed = {
         frozenset((record.source, record.target))
         for record in one_way(seen, way, "together")
-        if record.busy < BUSY and record.bandwidth_bytes_per_second < SLOWED * baseline.of(record.source, record.target)
+        if record.busy < SHARED_BUSY
+        and record.bandwidth_bytes_per_second < SLOWED * baseline.of(record.source, record.target)
     }
     ring = zip(hosts, [*hosts[1:], *hosts[:1]], strict=True)
     found = [(a, b) for a, b in ring if frozenset((a, b)) in slowed and not baseline.alone(a, b)]
@@ -220,6 +224,12 @@ def half_duplex(
                 pair = min(record.source, record.target), max(record.source, record.target)
                 found[pair] = min(part, found.get(pair, 1.0))
     return sorted(found, key=lambda pair: found[pair])[:most]
+
+
+def processors_shared(seen: Iterable[PairSeen], way: Way) -> bool:
+    """Whether processors were busy in most of what was measured beside others: then nothing can be told of shared links."""
+    beside = [record for load in ("together", "bisection") for record in one_way(seen, way, load)]
+    return 2 * sum(record.busy > SHARED_BUSY for record in beside) > len(beside)
 
 
 def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> list[tuple[tuple[str, str], ...]]:

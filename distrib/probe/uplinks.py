@@ -11,13 +11,10 @@ from distrib.cluster.node import fold_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import GroupsSeen, PairSeen
 from distrib.probe.settings import Way
-from distrib.probe.suspects import Baseline, one_way
+from distrib.probe.suspects import SHARED_BUSY, Baseline, one_way, processors_shared
 
 ACROSS = 0.8
 """Hosts are said to stand in groups where so many of the pairs across are slowed, and none inside."""
-
-BUSY = 0.9
-"""Where processors were busier than this, they may be what the pairs share."""
 
 PAIRS_SHOWN = 6
 
@@ -27,6 +24,8 @@ def oversubscribed(
 ) -> list[Finding]:
     """Links that several hosts share and that are too narrow for them: one with two sides, or those of several racks."""
     baseline = Baseline(seen, way)
+    if processors_shared(seen, way):
+        return []
     if not groups:
         return _several(seen, baseline, way, hosts)
     left, right = (set(side) for side in groups[-1].sides)
@@ -48,7 +47,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
     for load in ("together", "bisection"):
         for record in one_way(seen, way, load):
             own = baseline.of(record.source, record.target)
-            if not own or record.busy > BUSY:
+            if not own or record.busy > SHARED_BUSY:
                 continue
             part = record.bandwidth_bytes_per_second / own
             if record.step == "sharing/once more":
