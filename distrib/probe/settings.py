@@ -60,7 +60,7 @@ DEFAULT = Settings(
     collective_seconds=6.0, both_ways=True, second_way=True, suspects=24,
 )  # fmt: skip
 FULL = Settings(
-    mode="full", inside_seconds=0.2, stream_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=6.5, streams=4, pings=30,
+    mode="full", inside_seconds=0.2, stream_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=5.6, streams=4, pings=30,
     variation=0.01, sizes=doubling(8, 4 * MIB), together_sizes=doubling(8 * MIB, 64 * MIB),
     collective_sizes=doubling(KIB, 256 * MIB), collective_seconds=13.5, both_ways=True, second_way=True, suspects=32,
 )  # fmt: skip

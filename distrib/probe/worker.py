@@ -16,6 +16,7 @@ from distrib.probe.deadline import ProbeTimeout
 from distrib.probe.facts import gpu_links
 from distrib.probe.load import Load
 from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
+from distrib.probe.steps import COLLECTIVE_START_SECONDS
 
 FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
 """What costs one measurement and not the probe."""
@@ -56,11 +57,15 @@ class Worker:
             gpus = gpu_links() if len(links) > 1 else ()
             return Reply(number=task.number, rank=self.rank, inside=links, gpus=gpus, failed=failed)
         if isinstance(task, AllReduce):
+            begun = time.monotonic()
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
             from distrib.probe import collective
 
             if self._collective is None:
                 self._collective = collective.Ranks(self.comm, self.host, task.patience_seconds)
+            late_seconds = max(0.0, time.monotonic() - begun - 2 * COLLECTIVE_START_SECONDS)
+            seconds = max(task.seconds / 2, task.seconds - late_seconds)  # so that the probe ends when it has said
+            task = msgspec.structs.replace(task, seconds=seconds)
             return Reply(number=task.number, rank=self.rank, collectives=self._collective.measure(task))
         assert isinstance(task, Transfer)
         return self._mpi(task, deadline) if task.way == "mpi" else self._tcp(task, deadline)
