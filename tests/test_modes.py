@@ -100,12 +100,12 @@ def test_what_the_wrapper_hides_of_a_model_is_told_of(tmp_path):
     assert result.stderr.count(told) == result.stderr.count("made of a") == 1, result.stderr
 
 
-def test_ranks_that_train_apart_are_named(tmp_path):
-    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "apart", DISTRIB_STRATEGY="{}")
+@pytest.mark.parametrize(("lesson", "steps"), [("apart", 10), ("apart_later", 14)])
+def test_ranks_that_train_apart_are_named(lesson, steps, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY="{}")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr.count("warning: after 10 steps 3.weight is another on rank 1 than on rank 0") == 1, (
-        result.stderr
-    )
+    told = f"warning: after {steps} steps 3.weight is another on rank 1 than on rank 0"
+    assert result.stderr.count(told) == result.stderr.count("train apart") == 1, result.stderr
 
 
 @pytest.mark.parametrize("mode", ["sync", "local"])

@@ -1266,6 +1266,8 @@ def test_a_worker_dies_and_the_other_goes_on_to_the_end(tmp_path):
 
 def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path):
     job = started(tmp_path, until="enough")
+    for pid in processes_of(tmp_path, 2):  # as Slurm does to all that it runs
+        os.kill(pid, signal.SIGUSR1)
     killed(tmp_path, 1)
     dead = noted(tmp_path)[1]
     reaches(job, lambda: noted(tmp_path)[1] >= dead + 10)

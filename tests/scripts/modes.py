@@ -864,6 +864,17 @@ def apart(job: distrib.Job) -> None:
     train(model, optimizer, job.rank, 6)
 
 
+def apart_later(job: distrib.Job) -> None:
+    """The same after the last step at which anybody looks while the job goes on."""
+    model = make_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, optimizer, job.rank, 12)
+    if job.rank == 1:
+        with torch.no_grad():
+            job.unwrap(model)[3].weight += 0.01  # type: ignore[index,operator]
+    train(model, optimizer, job.rank, 2)
+
+
 def unequal(job: distrib.Job) -> None:
     """Rank 1 leaves out steps."""
     plain = nn.Sequential(nn.Linear(6, 3))
