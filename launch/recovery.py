@@ -64,6 +64,8 @@ class Recovery:
         elif tolerance.goes_on_without(self._plan, ending, self.endings, self._again):
             self._say(state, again=False)
         else:
+            if self._is_training and (why := tolerance.why_over(self._plan, ending)):
+                self._warn(why)
             return False
         return True
 

@@ -73,6 +73,16 @@ def lines(plan: LaunchPlan, ending: Ending, how: str, *, again: bool, was_main: 
     return f"{role} rank {ending.rank} on {ending.host} {what}{next_one}"
 
 
+def why_over(plan: LaunchPlan, ending: Ending) -> str:
+    """What would have let the job go on without this failed rank; empty where nothing would."""
+    if plan.ranks[ending.rank].role != "server" or plan.strategy.replicas:
+        return ""
+    return (
+        f"parameter server rank {ending.rank} on {ending.host} is gone, and its part of the model with it: the job ends; "
+        "--replicas 1 survives the loss of a server"
+    )
+
+
 def _finished(endings: Sequence[Ending]) -> set[int]:
     """The ranks that reached their end and were not told to."""
     return {ending.rank for ending in endings if not ending.failed and not ending.stopped_by}

@@ -539,6 +539,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_hostfile("hosts.txt")
 
 
+def test_a_topology_in_place_of_a_hostfile_is_told_so():
+    with pytest.raises(HostfileError, match="this is a topology file, no hostfile"):
+        read_hostfile(EXAMPLES / "mixed-gpus.yaml")
+
+
 def test_the_examples_are_hostfiles() -> None:
     assert read_hostfile(EXAMPLES / "localhost.txt").hosts[0].name == "localhost"
     cluster = read_hostfile(EXAMPLES / "cluster.txt")

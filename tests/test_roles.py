@@ -106,6 +106,8 @@ def test_a_job_goes_on_without_some_and_not_without_all(tmp_path):
     assert not tolerance.goes_on_without(plan, ending(3), [ending(rank) for rank in range(4)])
     assert not tolerance.goes_on_without(plan, ending(4, lost=True), [ending(4, lost=True)])
     assert tolerance.goes_on_without(kept, ending(4, lost=True), [ending(4, lost=True)])
+    assert "--replicas 1 survives" in tolerance.why_over(plan, ending(4, lost=True))
+    assert not tolerance.why_over(plan, ending(3)) and not tolerance.why_over(kept, ending(4))
     assert tolerance.succeeded(plan, [ending(0), ending(1, code=0)]) and not tolerance.succeeded(plan, [ending(0)])
     assert not tolerance.succeeded(plan, [ending(0), ending(1, code=0, stopped_by="launcher")])
     assert not tolerance.succeeded(plan, [ending(4, code=0)])

@@ -122,6 +122,8 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
         raise Place(source, data.count(b"\n", 0, error.start) + 1).error(
             f"byte 0x{data[error.start]:02x} is not UTF-8", "name a text file, and save it as UTF-8"
         ) from None
+    if re.search(r"^nodes:\s*(#.*)?$", text, re.MULTILINE):
+        raise place.error("this is a topology file, no hostfile", "give it with --topology, and the hosts with -H")
     return parse_hostfile(text, source)
 
 

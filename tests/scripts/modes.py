@@ -853,26 +853,20 @@ def compiled(job: distrib.Job) -> None:
         assert_alike(plain)
 
 
-def apart(job: distrib.Job) -> None:
+def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:
     """What one rank changes by itself, after training has begun, is told of."""
     model = make_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train(model, optimizer, job.rank, 5)
+    train(model, optimizer, job.rank, before)
     if job.rank == 1:
         with torch.no_grad():
             job.unwrap(model)[3].weight += 0.01  # type: ignore[index,operator]
-    train(model, optimizer, job.rank, 6)
+    train(model, optimizer, job.rank, after)
 
 
 def apart_later(job: distrib.Job) -> None:
     """The same after the last step at which anybody looks while the job goes on."""
-    model = make_model()
-    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    train(model, optimizer, job.rank, 12)
-    if job.rank == 1:
-        with torch.no_grad():
-            job.unwrap(model)[3].weight += 0.01  # type: ignore[index,operator]
-    train(model, optimizer, job.rank, 2)
+    apart(job, 12, 2)
 
 
 def unequal(job: distrib.Job) -> None:
