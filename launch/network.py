@@ -333,10 +333,10 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
     ):
         return {}
     subnet = ipaddress.ip_network(network.subnet)
-    inside = any(_within(a, subnet) for interface in here.interfaces if interface.up for a in interface.parsed())
+    inside = {i.name for i in here.interfaces if i.up and any(_within(address, subnet) for address in i.parsed())}
     if not inside:
         return {}
     if subnet.version == 4:
         return {"PRTE_MCA_prte_if_include": network.subnet}
-    cards = {host.interface for host in network.hosts}
+    cards = {host.interface for host in network.hosts} | inside
     return {"PRTE_MCA_prte_if_include": cards.pop()} if len(cards) == 1 else {}

@@ -74,6 +74,7 @@ class Rank:
         self.grace_seconds = 0.0  # between SIGTERM and SIGKILL when the engine ends the job; known with the script
         self.kill_at = float("inf")
         self.streams: dict[int, Kind] = {}
+        self.parent = os.getppid()
         self.finished = False  # the exit record is sent
         self.ended = False  # the launcher has said goodbye, or is gone
         self.tail = bytearray()
@@ -104,7 +105,6 @@ class Rank:
             signal.signal(number, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
         self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)
-        parent = os.getppid()
         next_beat = 0.0
         while not self.ended:
             for key, _ in self.selector.select(timeout=0.2):
@@ -125,7 +125,7 @@ class Rank:
                     self._signal_child(signal.SIGKILL)
                 elif not self.stopping:
                     self.departed.look(self.child.pid, now)
-            elif self.is_away and (now >= self.give_up_at or os.getppid() != parent):
+            elif self.is_away and (now >= self.give_up_at or os.getppid() != self.parent):
                 self.ended = True
             elif now >= self.call_at:
                 self._call_again()
@@ -219,6 +219,7 @@ class Rank:
             self.call_at = time.monotonic() + RETURN_INTERVAL_SECONDS
         else:
             self.call_at = time.monotonic()
+            self.parent = os.getppid()  # the engine's process, if it is there still
             self.give_up_at = self.call_at + RETURN_SECONDS
 
     def _call_again(self) -> None:
@@ -248,6 +249,8 @@ class Rank:
         """
         with contextlib.suppress(OSError):
             parent = os.getppid()
+            if apart.FLAG in sys.argv:
+                parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
             if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
                 os.kill(parent, signal.SIGKILL)
 

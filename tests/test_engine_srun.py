@@ -376,6 +376,7 @@ def test_a_launcher_that_srun_has_started_for_each_task_is_refused():
         srun.refuse_several_launchers(environ)
     srun.refuse_several_launchers({**environ, "SLURM_STEP_NUM_TASKS": "1"})
     srun.refuse_several_launchers({"SLURM_JOB_ID": "7"})  # a batch script
+    srun.refuse_several_launchers({**environ, "SLURM_PTY_PORT": "40000"})  # in a shell
 
 
 def environ_of(cluster, host, name):

@@ -230,7 +230,9 @@ def test_subnets_of_ipv6_are_told_by_the_names_of_cards():
     network = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("eth0", "fd00::2/64"),)))
     environment = network.of("n1").environment
     assert (environment["OMPI_MCA_btl_tcp_if_include"], environment["NCCL_SOCKET_FAMILY"]) == ("eth0", "AF_INET6")
-    member = inventory("login", interfaces=(interface("eno1", "fd00::9/64"),))
+    member = inventory("login", interfaces=(interface("eth0", "fd00::9/64"),))
     assert engine_environment(network, member, {}) == {"PRTE_MCA_prte_if_include": "eth0"}
+    stranger = inventory("login", interfaces=(interface("eth0", "10.0.0.9/24"), interface("eth1", "fd00::9/64")))
+    assert engine_environment(network, stranger, {}) == {}  # its eth0 leads elsewhere
     other = choose_network(cluster((interface("eth0", "fd00::1/64"),), (interface("ens5", "fd00::2/64"),)))
     assert engine_environment(other, member, {}) == {}

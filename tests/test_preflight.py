@@ -178,14 +178,22 @@ def test_the_driver_and_whether_it_has_dma_buf(monkeypatch, tmp_path, told, vers
     assert not inventory_program.has_gpudirect()
 
 
-@pytest.mark.parametrize("usable", [True, False])
-def test_a_port_that_may_not_be_opened_is_not_active(monkeypatch, usable):
-    """As in a container that shows /sys/class/infiniband and has no /dev/infiniband."""
+@pytest.mark.parametrize(
+    ("usable", "layer", "told", "rate"),
+    [
+        (True, "InfiniBand", "400 Gb/sec (4X NDR)", 50e9),
+        (False, "InfiniBand", "400 Gb/sec (4X NDR)", 50e9),
+        (True, "InfiniBand", "40 Gb/sec (4X QDR)", 4e9),  # 8 of its 10 bits are data
+        (True, "Ethernet", "40 Gb/sec (4X QDR)", 5e9),
+    ],
+)
+def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, told, rate):
+    """They may not in a container that shows /sys/class/infiniband and has no /dev/infiniband."""
     files = {
         "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0",
         "/sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE",
-        "/sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand",
-        "/sys/class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)",
+        "/sys/class/infiniband/mlx5_0/ports/1/link_layer": layer,
+        "/sys/class/infiniband/mlx5_0/ports/1/rate": told,
     }
     folders = {
         "/sys/class/infiniband": ["mlx5_0"], "/sys/class/infiniband_verbs": ["uverbs3"],
@@ -195,7 +203,7 @@ def test_a_port_that_may_not_be_opened_is_not_active(monkeypatch, usable):
     monkeypatch.setattr(inventory_program, "entries", lambda path: folders.get(path, []))
     monkeypatch.setattr(os, "access", lambda path, _: usable and path == "/dev/infiniband/uverbs3")
     (found,) = inventory_program.rdma_ports()
-    assert (found["active"], found["rate_bytes_per_second"]) == (usable, 50e9)
+    assert (found["active"], found["rate_bytes_per_second"]) == (usable, rate)
 
 
 def test_without_nvml_the_device_files_tell_the_count(monkeypatch):

@@ -360,10 +360,18 @@ def test_hosts_behind_a_narrow_uplink_are_not_slow_themselves(sizes, rate, mode)
     assert [f.hosts for f in found if f.kind == "slow_host"] == [("n2",)]
 
 
-@pytest.mark.parametrize("mode", [QUICK, DEFAULT])
+@pytest.mark.parametrize("mode", [QUICK, DEFAULT, FULL])
 @pytest.mark.parametrize(
     ("sizes", "uplink", "alone"),
-    [((6, 10), 2.0, 1.0), ((8, 8, 8), 2.0, 1.0), ((4, 4, 4), 1.0, 1.0), ((8, 8), 0.4, 0.4)],
+    [
+        ((4, 4), 1.0, 1.0),
+        ((4, 5), 1.5, 1.0),
+        ((5, 5), 0.4, 0.4),
+        ((6, 10), 2.0, 1.0),
+        ((8, 8, 8), 2.0, 1.0),
+        ((4, 4, 4), 1.0, 1.0),
+        ((8, 8), 0.4, 0.4),
+    ],
 )
 def test_what_a_ring_gets_through_a_shared_uplink_is_what_one_stream_gets(sizes, uplink, alone, mode):
     racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
@@ -558,6 +566,24 @@ def test_a_gpu_whose_copies_are_slow_is_told_of():
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("slow_copies", "warning", ("n2",))]
     assert "n2: from memory to gpu2 (PCIe) bytes go at 24% of what is usual here" in found[0].what
     assert "usual between 8 of its kind on n[1-2]" in found[0].evidence
+
+
+def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
+    mesh = {(0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7)}  # a DGX-1's with two links
+    said = tuple(facts(f"n{n}", gpus=tuple(Gpu(index=g, name="V100") for g in range(8))) for n in range(1, 5))
+
+    def between(host, slow=None):
+        return [
+            InsideSeen(step="inside", link=InsideLink(
+                host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink", variation=0.01,
+                bandwidth_bytes_per_second=(48e9 if (a, b) in mesh else 24e9) * (0.5 if (a, b) == slow else 1.0)))
+            for a in range(8) for b in range(a + 1, 8)
+        ]  # fmt: skip
+
+    records = [*Network(4).records(facts=said), *between("n1"), *between("n2"), *between("n3")]
+    assert findings.find([*records, *between("n4")]) == ()
+    (found,) = findings.find([*records, *between("n4", slow=(2, 3))])
+    assert (found.kind, found.hosts) == ("slow_copies", ("n4",)) and "from gpu2 to gpu3 (NVLink)" in found.what
 
 
 def test_a_narrow_slot_is_known_once_the_gpu_was_used():

@@ -15,58 +15,72 @@ STRAY = 0.4
 
 
 def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[tuple[str, ...]]:
-    """Sort hosts into groups inside which hardly any pair was slowed by others, those first that are slowed with the same hosts."""
+    """Sort hosts into groups inside which hardly any pair was slowed by others, those first that are slowed with the same hosts.
+
+    `slowed`: of all pairs, each measured beside others.
+    """
     near = {host: {other for pair in slowed if host in pair for other in pair} - {host} for host in hosts}
-    group = {host: [host] for host in hosts}
+    group = {host: number for number, host in enumerate(hosts)}
+    members = {number: [host] for number, host in enumerate(hosts)}
+    between: dict[int, dict[int, int]] = {
+        number: {group[other]: 1 for other in near[host] if other in group} for number, host in enumerate(hosts)
+    }
+    """How many slowed pairs there are from a group to another."""
 
     def alike(pair: tuple[str, str]) -> float:
         one, other = (near[host] for host in pair)
-        return len(one & other) / max(1, len(one | other))
+        both = len(one & other)
+        return both / max(1, len(one) + len(other) - both)
 
     for a, b in sorted(itertools.combinations(hosts, 2), key=alike, reverse=True):
         one, other = group[a], group[b]
-        if one is other:
-            continue
         # Something else may have slowed one of many.
-        if sum(y in near[x] for x in one for y in other) > STRAY * len(one) * len(other):
+        if one == other or between[one].get(other, 0) > STRAY * len(members[one]) * len(members[other]):
             continue
-        one += other
-        for host in other:
+        for host in members[other]:
             group[host] = one
-    return [tuple(sorted(each, key=hosts.index)) for each in {id(each): each for each in group.values()}.values()]
+        members[one] += members.pop(other)
+        for third, count in between.pop(other).items():
+            between[third].pop(other)
+            if third != one:
+                between[one][third] = between[third][one] = between[one].get(third, 0) + count
+    return [tuple(sorted(each, key=hosts.index)) for each in members.values()]
 
 
 def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
     """What pairs may reach alone that others slowed down and that never were alone, by source, target and way.
 
     That is what both hosts reach, but no more than any pair reached alone that leaves the group of either. Nothing is said
-    where no such pair was measured. `pairs`: one way, alone and `together`.
+    where no such pair was measured. `pairs`: all that was measured one way, alone and `together`.
     """
     found: dict[tuple[str, str, str], float] = {}
     every = list(pairs)
     for way in {pair.way for pair in every}:
         mine = [pair for pair in every if pair.way == way]
         own: dict[str, float] = {}
+        alone: dict[frozenset[str], float] = {}
         for pair in mine:
             for host in (pair.source, pair.target):
                 own[host] = max(own.get(host, 0.0), pair.bandwidth_bytes_per_second)
-        slowed = [
-            pair
-            for pair in mine
-            if pair.load != "alone"
-            and pair.bandwidth_bytes_per_second < SLOWED * min(own[pair.source], own[pair.target])
-        ]
+            if pair.load == "alone":
+                ends = frozenset((pair.source, pair.target))
+                alone[ends] = max(alone.get(ends, 0.0), pair.bandwidth_bytes_per_second)
+        slowed: list[PairLink] = []
+        for pair in mine:
+            by_itself = alone.get(frozenset((pair.source, pair.target))) or min(own[pair.source], own[pair.target])
+            if pair.load == "together" and pair.bandwidth_bytes_per_second < SLOWED * by_itself:
+                slowed.append(pair)
         if not slowed:
             continue
         groups = groups_of(list(own), {frozenset((pair.source, pair.target)) for pair in slowed})
         of = {host: number for number, group in enumerate(groups) for host in group}
         leaving: dict[int, float] = {}
-        for pair in mine:
-            if pair.load == "alone" and of[pair.source] != of[pair.target]:
-                for host in (pair.source, pair.target):
-                    leaving[of[host]] = max(leaving.get(of[host], 0.0), pair.bandwidth_bytes_per_second)
+        for (a, b), rate in ((tuple(ends), rate) for ends, rate in alone.items()):
+            if of[a] != of[b]:
+                for host in (a, b):
+                    leaving[of[host]] = max(leaving.get(of[host], 0.0), rate)
         for pair in slowed:
-            ends = pair.source, pair.target
-            if of[ends[0]] != of[ends[1]]:
-                found[pair.source, pair.target, way] = min(min(own[host], leaving.get(of[host], 0.0)) for host in ends)
+            if frozenset((pair.source, pair.target)) not in alone and of[pair.source] != of[pair.target]:
+                rates = (min(own[host], leaving.get(of[host], 0.0)) for host in (pair.source, pair.target))
+                found[pair.source, pair.target, way] = min(rates)
     return found

@@ -470,9 +470,10 @@ def rdma_ports() -> list[dict[str, Any]]:
         for port in entries(base):
             told = text_of(f"{base}/{port}/rate")
             rate = re.match(r"([\d.]+) *Gb", told)
-            # Up to QDR, 8 of 10 bits on the wire are data, and the kernel tells of all.
-            data = 0.8 if re.search(r"\b[SDQ]DR\b", told) else 1.0
-            found.append({"device": device, "port": int(port), "link_layer": text_of(f"{base}/{port}/link_layer"),
+            layer = text_of(f"{base}/{port}/link_layer")
+            # Up to QDR, 8 of 10 bits on InfiniBand's wire are data, and the kernel tells of all; Ethernet it only names so.
+            data = 0.8 if layer == "InfiniBand" and re.search(r"\b[SDQ]DR\b", told) else 1.0
+            found.append({"device": device, "port": int(port), "link_layer": layer,
                           "active": usable and "ACTIVE" in text_of(f"{base}/{port}/state"),
                           "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
     return found

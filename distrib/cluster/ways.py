@@ -304,7 +304,8 @@ def _pairs(topology: Topology) -> dict[tuple[str, str], list[PairLink]]:
                     and not {ends, ends[::-1]} & before
                 ):
                     found.setdefault(ends, []).append(pair)
-        rates = rates_alone([pair for pairs in found.values() for pair in pairs])
+        every = topology.measured.pairs if topology.measured else ()
+        rates = rates_alone(pair for pair in every if not pair.both_ways and pair.network is None)
         return {ends: [_faster(pair, rates) for pair in pairs] for ends, pairs in found.items()}
 
     return _kept(topology, "pairs", make)

@@ -21,14 +21,18 @@ _Kind = tuple[str, ...]
 
 
 def slow_copies(links: Sequence[InsideLink], facts: Mapping[str, Facts]) -> list[Finding]:
-    """GPUs whose copies are slow, judged by those of GPUs of the same name, the same way and direction."""
+    """GPUs whose copies are slow, judged by those of GPUs of the same name, the same way and direction; of two GPUs, by those of
+    the same two of other hosts."""
     names = {(host, f"gpu{gpu.index}"): gpu.name for host, each in facts.items() for gpu in each.gpus}
     kinds: dict[_Kind, list[InsideLink]] = {}
     for link in links:
         ends = tuple(end if end == "memory" else names.get((link.host, end), "") for end in (link.source, link.target))
-        if ends != ("memory", "memory"):  # that of processors, which may differ
-            own = "itself" if link.source == link.target else ""
-            kinds.setdefault((*ends, own, link.path or ""), []).append(link)
+        if "" in ends or ends == ("memory", "memory"):  # copies of processors, which may differ
+            continue
+        # Two GPUs have as many NVLinks, and the sockets, of the same two of another host.
+        pair = (link.source, link.target) if "memory" not in ends and link.source != link.target else ()
+        own = ("itself",) if link.source == link.target else ()
+        kinds.setdefault((*ends, *own, *pair, link.path or ""), []).append(link)
     slow: dict[tuple[str, str], list[tuple[float, InsideLink, float]]] = {}
     for of_kind in kinds.values():
         usual = statistics.median(link.bandwidth_bytes_per_second for link in of_kind)

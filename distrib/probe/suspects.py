@@ -228,7 +228,12 @@ def half_duplex(
 
 def processors_shared(seen: Iterable[PairSeen], way: Way) -> bool:
     """Whether processors were busy in most of what was measured beside others: then nothing can be told of shared links."""
-    beside = [record for load in ("together", "bisection") for record in one_way(seen, way, load)]
+    beside = [
+        record
+        for load in ("together", "bisection")
+        for record in one_way(seen, way, load)
+        if not record.step.startswith("sharing")
+    ]
     return 2 * sum(record.busy > SHARED_BUSY for record in beside) > len(beside)
 
 

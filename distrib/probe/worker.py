@@ -54,7 +54,8 @@ class Worker:
         if isinstance(task, Inside):
             links, problems = inside.measure(self.host, task.seconds, backwards=task.backwards, deadline=deadline)
             failed = "; ".join(problems) or None
-            gpus = gpu_links() if len(links) > 1 else ()
+            used = {end for link in links for end in (link.source, link.target)}
+            gpus = tuple(gpu for gpu in gpu_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
             return Reply(number=task.number, rank=self.rank, inside=links, gpus=gpus, failed=failed)
         if isinstance(task, AllReduce):
             begun = time.monotonic()

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from distrib.training.alike import common
 from distrib.training.world import World
 
-_AFTER_STEPS = frozenset({10, 100, 1_000, 10_000})
+_AFTER_STEPS = frozenset({10, 30, 100, 300, 1_000, 3_000, 10_000})
 _MUCH = 1e-3
 """How far two ranks' values may be from each other, as a share of their size. Processors and GPUs of different kinds round
 differently, by 1e-7 a step; gradients that nobody averages part ranks by about the learning rate."""
@@ -45,18 +45,13 @@ class Drift:
     def after(self, steps: int) -> None:
         """The job's optimizers have taken so many steps, all together."""
         begun, self._steps = self._steps, steps
-        if steps != begun and steps in _AFTER_STEPS:
-            self._look(steps)
+        if steps != begun and steps in _AFTER_STEPS and not self._told:
+            own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
+            if self._world.rank:
+                self._write(steps, own)
+            else:
+                self._asked[steps] = own
         self.hear()
-
-    def _look(self, steps: int) -> None:
-        if self._told:
-            return
-        own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
-        if self._world.rank:
-            self._write(steps, own)
-        else:
-            self._asked[steps] = own
 
     def _write(self, steps: int, own: Sequence[_Digest]) -> None:
         key, numbers = _key(steps, self._world.rank), [number for digest in own for number in (digest.sum, digest.norm)]
@@ -87,8 +82,6 @@ class Drift:
 
     def leave(self) -> None:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
-        if self._steps and self._steps not in _AFTER_STEPS:
-            self._look(self._steps)
         with contextlib.suppress(RuntimeError, ValueError):
             store = _get_default_store()
             store.set(_key("all", self._world.rank), str(self._steps))

@@ -89,7 +89,8 @@ def allocation(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
 def refuse_several_launchers(environ: Mapping[str, str]) -> None:
     """Raises ConfigError where srun starts this launcher once for each of its tasks, each to run the whole job."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if in_allocation(environ) and tasks not in ("", "1") and not sys.stdin.isatty():  # a shell of --pty has one alone
+    shell = any(name.startswith("SLURM_PTY_") for name in environ) or (sys.stdin and sys.stdin.isatty())
+    if in_allocation(environ) and tasks not in ("", "1") and not shell:  # of --pty there is one alone
         raise ConfigError(
             f"srun has started this launcher {tasks} times, and each would run the whole job",
             hint="leave out srun: distrib-launch starts the ranks itself, on all hosts of the allocation",

@@ -865,8 +865,8 @@ def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:
 
 
 def apart_later(job: distrib.Job) -> None:
-    """The same after the last step at which anybody looks while the job goes on."""
-    apart(job, 12, 2)
+    """The same between two of the steps at which that is looked for."""
+    apart(job, 12, 20)
 
 
 def unequal(job: distrib.Job) -> None:

@@ -264,8 +264,7 @@ class HeldTable:
     def _tell_of_changes(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say, once, which of these parameters the script has changed since they were seen to: the servers' values come over them."""
         left = [(parameter, self._left.pop(parameter)) for parameter in parameters if parameter in self._left]
-        changed = [parameter for parameter, look in left if not torch.equal(look, _look(parameter.detach()))]
-        changed = [parameter for parameter in changed if bool(parameter.isfinite().all())]
+        changed = [parameter for parameter, look in left if _is_another(look, parameter.detach())]
         if changed and not self._told:
             self._told = True
             self._left.clear()
@@ -282,10 +281,14 @@ class HeldTable:
         ]
         if not same:
             return set()
-        before = torch.stack([look for _, look in same])
-        now = torch.stack([_look(parameter.grad) for parameter, _ in same])
-        changed = (before != now) & ~(before.isnan() & now.isnan())
-        return {parameter for (parameter, _), other in zip(same, changed.any(1).tolist(), strict=True) if not other}
+        unchanged = set()
+        for device in {look.device for _, look in same}:
+            mine = [(parameter, look) for parameter, look in same if look.device == device]
+            before = torch.stack([look for _, look in mine])
+            now = torch.stack([_look(parameter.grad) for parameter, _ in mine])
+            changed = ((before != now) & ~(before.isnan() & now.isnan())).any(1).tolist()
+            unchanged |= {parameter for (parameter, _), other in zip(mine, changed, strict=True) if not other}
+        return unchanged
 
     def _forget(self) -> None:
         self._doubtful = False
@@ -464,10 +467,18 @@ def _kind(name: str, parameter: torch.Tensor) -> str:
     raise TrainingError(f"parameter {name} is {parameter.dtype}: mode async trains real floating point numbers only")
 
 
-def _look(gradient: torch.Tensor | None) -> torch.Tensor:
-    """Two numbers that are others where the gradient is."""
-    assert gradient is not None
-    return torch.stack((gradient.sum(dtype=torch.float64), torch.linalg.vector_norm(gradient, dtype=torch.float64)))
+def _look(values: torch.Tensor | None) -> torch.Tensor:
+    """Sum and norm, which are others where the values are. In their own type, of which torch needs no copy."""
+    assert values is not None
+    wide = None if values.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.stack((values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)))
+
+
+def _is_another(look: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether values are not those of `look`, but for the order in which they are added up: a layout may have changed."""
+    before, now = look.double().cpu(), _look(values).double().cpu()
+    close = max(1e-4, 1e-6 * values.numel() ** 0.5) * max(float(before[1]), float(now[1]))
+    return bool(((before - now).abs() > close).any())
 
 
 def _refuse_sparse(gradient: torch.Tensor) -> None:
