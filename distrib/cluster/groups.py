@@ -75,10 +75,10 @@ def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
         groups = groups_of(list(own), {frozenset((pair.source, pair.target)) for pair in slowed})
         of = {host: number for number, group in enumerate(groups) for host in group}
         leaving: dict[int, float] = {}
-        for (a, b), rate in ((tuple(ends), rate) for ends, rate in alone.items()):
-            if of[a] != of[b]:
-                for host in (a, b):
-                    leaving[of[host]] = max(leaving.get(of[host], 0.0), rate)
+        for ends, rate in alone.items():
+            sides = {of[host] for host in ends}
+            for side in sides if len(sides) > 1 else ():
+                leaving[side] = max(leaving.get(side, 0.0), rate)
         for pair in slowed:
             if frozenset((pair.source, pair.target)) not in alone and of[pair.source] != of[pair.target]:
                 rates = (min(own[host], leaving.get(of[host], 0.0)) for host in (pair.source, pair.target))
