@@ -121,6 +121,25 @@ def notes(records):
     return [note for record in of(StepDone, records) for note in record.notes]
 
 
+def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts():
+    def answer(rank, task):
+        if isinstance(task, Inside) and not task.memory:
+            return Reply(number=task.number, rank=rank)
+        return usual(rank, task)
+
+    cluster = Cluster(4, answer=answer)
+    for number, machine in enumerate(("a", "b", "a", "")):
+        facts = msgspec.structs.replace(cluster.hellos[number].facts, machine=machine)
+        cluster.hellos[number] = Hello(facts=facts)
+    records = cluster.probe("quick")
+    assert [task.memory for task in cluster.tasks if isinstance(task, Inside)] == [
+        True,
+        False,
+        True,
+    ]  # rank 0 asks itself
+    assert sorted(record.link.host for record in of(InsideSeen, records)) == ["n1", "n2", "n3", "n4"]
+
+
 def test_what_an_all_reduce_failed_of_and_where_is_told():
     def answer(rank, task):
         if isinstance(task, AllReduce) and rank == 5:

@@ -30,14 +30,14 @@ WARM = 3
 
 
 def measure(
-    host: str, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
+    host: str, seconds: float, *, memory: bool = True, backwards: bool = True, deadline: float = float("inf")
 ) -> tuple[tuple[InsideLink, ...], tuple[str, ...]]:
     """The ways inside this host, and what could not be measured of them.
 
     Each way from, to and between GPUs takes about `seconds`; none is begun after `deadline` (monotonic seconds). Without
-    `backwards` a way between two GPUs is measured in one direction.
+    `memory` copies within it are left out, and without `backwards` one direction between two GPUs.
     """
-    found = [_memory(host)]
+    found = [_memory(host)] if memory else []
     problems: tuple[str, ...] = ()
     # torch is imported only where there are GPUs; the second are those under WSL.
     if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
@@ -58,6 +58,7 @@ def _memory(host: str) -> InsideLink:
     """One thread's memory copy, larger than the caches of most processors."""
     source, target = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
     target[:] = source
+    source[:] = target  # what nobody has written to is one page of zeros, which a cache holds
     rates = []
     for _ in range(REPETITIONS):
         begun = time.perf_counter()

@@ -179,21 +179,33 @@ class Leader:
         self._number += 1
         gpus = max(len(facts.gpus) for facts in self.facts.values())
         seconds = self.settings.inside_seconds
-        task = Inside(
-            number=self._number,
-            step=step.key,
-            seconds=seconds,
-            backwards=self.settings.mode != "quick",
-            # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
-            patience_seconds=INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1),
-        )
-        tasks: dict[int, Task] = dict.fromkeys(self.ranks.values(), task)
-        replies = self._together(tasks, task.patience_seconds)
+        machines: dict[str, list[str]] = {}
+        for facts in self.facts.values():
+            machines.setdefault(facts.machine or f"host {facts.host}", []).append(facts.host)
+        same_memory = {first: further for first, *further in machines.values()}
+        # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
+        patience_seconds = INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1)
+        tasks: dict[int, Task] = {
+            rank: Inside(
+                number=self._number,
+                step=step.key,
+                seconds=seconds,
+                backwards=self.settings.mode != "quick",
+                memory=self._host_names[rank] in same_memory,
+                patience_seconds=patience_seconds,
+            )
+            for rank in self.ranks.values()
+        }
+        replies = self._together(tasks, patience_seconds)
         for rank, reply in replies.items():
+            host = self._host_names[rank]
             for link in reply.inside:
                 self.emit(InsideSeen(step=step.key, link=link))
+                if link.source == link.target == "memory":
+                    for other in same_memory[host]:
+                        self.emit(InsideSeen(step=step.key, link=msgspec.structs.replace(link, host=other)))
             if reply.gpus:
-                self.emit(GpusSeen(host=self._host_names[rank], gpus=reply.gpus))
+                self.emit(GpusSeen(host=host, gpus=reply.gpus))
         notes = self._failures(tasks, replies, "inside the hosts not everything was measured")
         return not notes, notes
 

@@ -68,12 +68,16 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
 
 
 class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
-    """Measure the ways inside each host, each for about `seconds`; between two GPUs `backwards` too, or one way only."""
+    """Measure the ways inside each host, each for about `seconds`; between two GPUs `backwards` too, or one way only.
+
+    Copies within the memory of a machine count only where nobody else makes them: `memory` is for one of its hosts.
+    """
 
     number: int
     step: str
     seconds: float
     backwards: bool
+    memory: bool
     patience_seconds: float
 
 

@@ -52,7 +52,9 @@ class Worker:
 
     def _do(self, task: Task, deadline: float) -> Reply:
         if isinstance(task, Inside):
-            links, problems = inside.measure(self.host, task.seconds, backwards=task.backwards, deadline=deadline)
+            links, problems = inside.measure(
+                self.host, task.seconds, memory=task.memory, backwards=task.backwards, deadline=deadline
+            )
             failed = "; ".join(problems) or None
             used = {end for link in links for end in (link.source, link.target)}
             gpus = tuple(gpu for gpu in gpu_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
