@@ -4,7 +4,8 @@
     python benchmarks/gpu.py copies
 
 `train`: ResNet-50 in bf16 and channels last, a whole step with SGD: plain DistributedDataParallel over NCCL with one rank, and the same
-loop with `job.prepare`. They take turns in one process. `copies`: 64 MiB from and to pinned memory and inside the GPU, by the probe and by
+loop with `job.prepare`, which leaves a rank that is alone unwrapped, and once more wrapped as a rank of several is. They take turns in one
+process. `copies`: 64 MiB from and to pinned memory and inside the GPU, by the probe and by
 the loop here, in turns. Both say what machine and software they ran on. `train --device cpu --batch 2 --size 32` tries the script
 where there is no GPU.
 """
@@ -26,6 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import distrib
 from distrib.probe import inside
+from distrib.training.backend import Synchronous
+from distrib.training.synchronous import synchronous
 
 COPY_BYTES = 64 << 20
 COPIES, ROUNDS = 20, 15
@@ -87,6 +90,17 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
     return step
 
 
+class Wrapping(Synchronous):
+    """Wraps the model of a rank that is alone, too."""
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        options = {"find_unused_parameters": find_unused_parameters, "strategy": self.strategy}
+        wrapped = synchronous(model, self.device, 2, **options)  # type: ignore[arg-type]
+        assert isinstance(wrapped, DistributedDataParallel)
+        self.adopt(wrapped)
+        return wrapped
+
+
 def train(options: argparse.Namespace) -> None:
     with distrib.init() as job:
         device = torch.device(options.device) if options.device else job.device
@@ -108,6 +122,10 @@ def train(options: argparse.Namespace) -> None:
         for name, on_nan in (("distrib", "raise"), ("distrib, on_nan=ignore", "ignore")):
             model, optimizer, loader = job.prepare(*make(), on_nan=on_nan)
             contenders[name] = steps_of(model, optimizer, iter(loader))
+        job._backend = Wrapping(job._backend.strategy, job._backend.world, device)
+        model, optimizer, loader = job.prepare(*make())
+        assert isinstance(model, DistributedDataParallel)
+        contenders["distrib, wrapped"] = steps_of(model, optimizer, iter(loader))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.turns + 1):
             for name, step in contenders.items():
@@ -120,7 +138,6 @@ def train(options: argparse.Namespace) -> None:
                 _wait(device)
                 if turn:
                     seconds[name].append((time.perf_counter() - begun) / options.steps)
-        dist.destroy_process_group()
     print(
         f"\nResNet-50, bf16, channels last, {options.batch} images of {options.size} x {options.size}; {_machine(device)}"
     )
@@ -139,7 +156,10 @@ def copies() -> None:
     device = torch.device("cuda", 0)
     pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    ways = {("memory", "gpu0"): (one, pinned), ("gpu0", "memory"): (pinned, one), ("gpu0", "gpu0"): (other, one)}
+    gpu = next(
+        link.source for link in inside.measure("here", 0.05)[0] if link.source != "memory"
+    )  # of several GPUs the first seen
+    ways = {("memory", gpu): (one, pinned), (gpu, "memory"): (pinned, one), (gpu, gpu): (other, one)}
     own: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     probed: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):

@@ -13,18 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distrib.cluster.inventory import Question, own_inventory
 from distrib.errors import TrainingError
 from distrib.probe import inside
 from distrib.probe.facts import own_facts
-from distrib.strategy import Strategy, parse_gradients
+from distrib.strategy import Outer, Strategy, parse_gradients
 from distrib.training import flat
 from distrib.training.clock import Clock
 from distrib.training.finite import Finite
-from distrib.training.gradients.hook import GpuAveraging, GpuLowRank, attach
+from distrib.training.gradients.compression import EXACT_STEPS
+from distrib.training.local import Round
 from distrib.training.parameter_server.sharing import Arena
+from distrib.training.synchronous import synchronous
 from tests.conftest import ROOT, TOPO
 
 pytestmark = pytest.mark.gpu
@@ -98,21 +99,43 @@ def test_this_machine_is_probed(device, tmp_path):
 
 @pytest.mark.parametrize("gradients", ["fp32", "fp16", "bf16", "int8", "topk:1", "powersgd:4"])
 def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, gradients):
+    """Also once PowerSGD is past its exact steps: gradients of four samples are of rank four."""
     plain = network(device)
-    strategy = Strategy(gradients=parse_gradients(gradients))
-    wrapped = DistributedDataParallel(copy.deepcopy(plain), device_ids=[0], bucket_cap_mb=0.05)
-    if gradients.startswith("powersgd"):
-        attach(wrapped, GpuLowRank(4))
-    elif gradients in ("int8", "topk:1"):
-        attach(wrapped, GpuAveraging(device, strategy))
-    for step in range(4):
-        x = torch.randn(32, 64, device=device, generator=torch.Generator(device).manual_seed(step))
+    strategy = Strategy(gradients=parse_gradients(gradients), bucket_bytes=50_000)
+    wrapped = synchronous(copy.deepcopy(plain), device, 2, find_unused_parameters=False, strategy=strategy)
+    for step in range(EXACT_STEPS + 4):
+        x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
         for model in (plain, wrapped):
             model.zero_grad()
             model(x).square().mean().backward()
         for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
             scale = theirs.grad.abs().max().item() + 1e-6
             assert torch.allclose(mine.grad, theirs.grad, atol=0.05 * scale), (gradients, step)
+
+
+@pytest.mark.parametrize(
+    "outer", [Outer(lr=1.0, momentum=0.0), Outer(lr=1.0, momentum=0.0, fragments=3, overlap_steps=2)]
+)
+def test_what_one_rank_has_learnt_by_itself_is_what_all_agree_on(group, device, outer):
+    alone = network(device)
+    model = copy.deepcopy(alone)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (alone, model)]
+    round_ = Round(optimizers[1], Strategy(mode="local", inner_steps=6, outer=outer), 1)
+    round_.models = [model]
+    for step in range(20):
+        x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
+        round_.begin()
+        for one, optimizer in zip((alone, model), optimizers, strict=True):
+            one.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+        round_.go_on()
+    round_.end()
+    if outer.overlap_steps:  # what comes back late is mixed with what was learnt meanwhile
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    else:
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_a_nan_is_told_a_step_late_and_nobody_waits(device):

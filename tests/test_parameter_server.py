@@ -289,7 +289,7 @@ def test_checkpoints_of_a_compiled_model_are_the_servers_values(make, tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     prepared(backend, model, optimizer)
     checkpoint.write(tmp_path / "other.pt", {"model": other})
-    checkpoint.read((tmp_path / "other.pt").read_bytes(), {"model": model}, source="other.pt")
+    checkpoint.read((tmp_path / "other.pt").read_bytes(), {"model": model}, torch.device("cpu"), source="other.pt")
     assert torch.equal(cluster.servers[0].parts[0].tables[0].value(0), other.weight[0])
     step(model, optimizer)
     checkpoint.write(tmp_path / "mine.pt", {"model": model})

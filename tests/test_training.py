@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 import json
 import os
@@ -35,10 +37,11 @@ from torch.utils.data import (
 
 import distrib
 from distrib.errors import TrainingError
-from distrib.training import Job, ShardedLoader
+from distrib.training import Job, ShardedLoader, alike, checkpoint, drift
 from distrib.training import job as job_module
 from distrib.training.batches import every_nth, moved
 from distrib.training.epochs import Lessons
+from distrib.training.normalization import with_synchronized_batches
 from distrib.training.rendezvous import own_address
 from distrib.training.shards import global_batches, share
 from distrib.training.world import find_device, find_world
@@ -462,6 +465,57 @@ def test_batches_are_moved_however_they_are_nested():
     assert (there["a"][1][1], there["b"]) == ("text", 3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    words: tuple[str, torch.Tensor]
+    half: torch.Tensor = dataclasses.field(init=False, default=torch.ones(1))
+
+
+class Graph:
+    """Has a way of its own to go to a device."""
+
+    def to(self, device):
+        self.at = device
+        return self
+
+
+def test_batches_of_classes_of_their_own_are_moved_too():
+    meta = torch.device("meta")
+    batch = collections.UserDict(ids=torch.ones(2, dtype=torch.long), pair=Pair(torch.ones(3), ("a", torch.ones(1))))
+    there = moved([batch, Graph()], meta)
+    assert isinstance(there[0], collections.UserDict) and there[0]["ids"].is_meta
+    pair = there[0]["pair"]
+    assert pair.x.is_meta and pair.half.is_meta and pair.words[0] == "a" and pair.words[1].is_meta
+    assert there[1].at == meta
+    assert not batch["ids"].is_meta and not batch["pair"].x.is_meta  # the script's own are what they were
+
+
+def test_sums_are_of_all_parts_whatever_the_layout(monkeypatch):
+    monkeypatch.setattr(alike, "_PART_ELEMENTS", 7)
+    values = torch.arange(60.0).view(3, 4, 5)
+    for same in (values, values.permute(2, 0, 1), values.double(), values[None, None]):
+        digest = drift._Digest.of("weight", same)
+        assert (digest.sum, digest.norm) == (pytest.approx(1770), pytest.approx(values.norm().item()))
+        assert all(part.numel() <= 12 for part in alike.in_parts(same))
+    own = drift._Digest.of("weight", values)
+    assert own.is_far_from(1770.0 + own.norm, own.norm)
+    unknown = drift._Digest.of("weight", torch.eye(3).to_sparse())
+    assert not own.is_far_from(unknown.sum, unknown.norm) and not unknown.is_far_from(own.sum, own.norm)
+
+
+class Activated(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_normalization_that_does_more_is_not_replaced():
+    plain = with_synchronized_batches(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm2d(2)), torch.device("cpu"))
+    assert [type(layer).__name__ for layer in plain] == ["SyncBatchNorm"] * 2
+    with pytest.raises(TrainingError, match=r"sync_batchnorm: body\.0 is a Activated, which does more than normalize"):
+        with_synchronized_batches(nn.ModuleDict({"body": nn.Sequential(Activated(2))}), torch.device("cpu"))
+
+
 # Who and where
 
 
@@ -559,6 +613,21 @@ def test_checkpoints_come_back(job, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True))
     assert other_optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert [entry.name for entry in path.parent.iterdir()] == ["last.pt"]
+
+
+def test_values_come_back_to_where_they_were(job, tmp_path, monkeypatch):
+    """The state of random numbers must be on the CPU, an average of the weights beside them."""
+    average, state = torch.ones(3), torch.get_rng_state()
+    tag = torch.serialization.location_tag
+    on_gpu = average.untyped_storage().data_ptr()
+    monkeypatch.setattr(
+        torch.serialization, "location_tag", lambda storage: "cuda:3" if storage.data_ptr() == on_gpu else tag(storage)
+    )
+    job.save(tmp_path / "last.pt", average=average, state=state)
+    data = (tmp_path / "last.pt").read_bytes()
+    values, _ = checkpoint.read(data, {}, torch.device("meta"), source="last.pt")
+    assert values["average"].is_meta
+    torch.set_rng_state(values["state"])
 
 
 def test_checkpoints_that_are_none(job, tmp_path, capfd):

@@ -100,6 +100,15 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART_ELEMENTS = 1 << 22
 
 
+def in_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`values` in views along the longest dimension, small enough to be copied to 8 bytes an element each."""
+    if not values.dim():
+        return (values,)
+    longest = max(range(values.dim()), key=values.size)
+    rows = _PART_ELEMENTS * values.size(longest) // max(1, values.numel())
+    return torch.split(values, max(1, rows), longest)
+
+
 def _sum_of_bits(values: torch.Tensor) -> int:
     """0 for what has no bits to be read in the common way."""
     values = values.detach()
@@ -107,9 +116,7 @@ def _sum_of_bits(values: torch.Tensor) -> int:
         values = torch.view_as_real(values)
     try:
         bits = values.view(_INTEGERS[values.element_size()])
-        # In parts, as each is copied to 8 bytes an element.
-        parts = torch.split(bits.view(-1), _PART_ELEMENTS) if bits.is_contiguous() else [bits]
-        return sum(int(part.sum(dtype=torch.int64)) for part in parts)
+        return sum(int(part.sum(dtype=torch.int64)) for part in in_parts(bits))
     except (KeyError, RuntimeError, NotImplementedError, TypeError):
         return 0
 

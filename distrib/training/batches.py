@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import inspect
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from itertools import chain, count, islice
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
@@ -343,19 +346,38 @@ def every_nth(batches: Iterator[Any], rank: int, ranks: int, *, whole_rounds: Ca
             yield own
 
 
-def moved(batch: Any, device: torch.device) -> Any:
-    """`batch` with every tensor in it on `device`: in tuples, lists and dicts however nested; the rest as it is.
+def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Any:
+    """`batch` with every tensor in it, of those that `which` picks, on `device`; the rest as it is.
 
-    Pinned tensors are copied while the script goes on.
+    Looks into tuples, lists, mappings and dataclasses however nested; what has a `to` of its own, such as a graph or the batch of a
+    tokenizer, is asked to go. Pinned tensors are copied while the script goes on.
     """
+
+    def one(value: Any) -> Any:
+        return moved(value, device, which)
+
     if isinstance(batch, torch.Tensor):
+        if not which(batch):
+            return batch
         return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
     if isinstance(batch, PackedSequence):
         return batch.to(device)  # type: ignore[arg-type]
     if isinstance(batch, dict):
-        return {key: moved(value, device) for key, value in batch.items()}
+        return {key: one(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(moved(value, device) for value in batch))
+        return type(batch)(*map(one, batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(moved(value, device) for value in batch)
+        return type(batch)(map(one, batch))
+    if callable(getattr(batch, "to", None)) and not isinstance(batch, (type, nn.Module)):
+        return batch.to(device)
+    if isinstance(batch, MutableMapping):
+        there = copy.copy(batch)
+        for key, value in batch.items():
+            there[key] = one(value)
+        return there
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(changed, field.name, one(getattr(batch, field.name)))  # also where it is frozen
+        return changed
     return batch

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
+from distrib.training.batches import moved
 from distrib.training.copies import NO_STAMP, Stamp
 from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import Wrapped
@@ -137,13 +138,23 @@ def content(path: str | os.PathLike[str]) -> bytes | None:
         return None
 
 
-def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(
+    data: bytes, objects: dict[str, Any], device: torch.device, *, source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gives the states in `data` to `objects`; returns the plain values, over the ones in `objects`, and the backend's state.
 
+    Of the values, tensors that were on a GPU come on `device`; all else is on the CPU.
     Raises TrainingError when `data` is no checkpoint, or lacks the state of an object.
     """
+    from_gpus: set[int] = set()
+
+    def place(storage: Any, where: str) -> Any:
+        if where != "cpu":
+            from_gpus.add(storage.data_ptr())
+        return storage  # on the CPU, as GPUs may have no room for all of it
+
     try:
-        saved = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        saved = torch.load(io.BytesIO(data), map_location=place, weights_only=True)
     except Exception as error:  # torch raises a dozen kinds here
         raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
     try:
@@ -163,9 +174,9 @@ def read(data: bytes, objects: dict[str, Any], *, source: str) -> tuple[dict[str
             _load(thing, states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise TrainingError(f"{source}: the state of {name} does not fit: {error}") from error
-    return {**{name: thing for name, thing in objects.items() if name not in wanted}, **values}, saved.get(
-        "backend", {}
-    )
+    values = moved(values, device, lambda tensor: tensor.untyped_storage().data_ptr() in from_gpus)
+    given = {name: thing for name, thing in objects.items() if name not in wanted}
+    return {**given, **values}, saved.get("backend", {})
 
 
 _COMPILED = "_orig_mod."

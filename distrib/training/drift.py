@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from distrib.training.alike import common
+from distrib.training.alike import common, in_parts
 from distrib.training.world import World
 
 _AFTER_STEPS = frozenset({10, 30, 100, 300, 1_000, 3_000, 10_000})
@@ -21,6 +21,8 @@ _MUCH = 1e-3
 differently, by 1e-7 a step; gradients that nobody averages part ranks by about the learning rate."""
 _SMALL = 1e-3
 """The size that values have at least, in this comparison: what is next to zero may be so on each rank by itself."""
+_UNKNOWN = -1.0
+"""A norm that none is."""
 _WHY = (
     "the ranks train apart. What model(...) computes is averaged, where model is what job.prepare returned; what its methods "
     "or parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
@@ -118,19 +120,21 @@ class _Digest(NamedTuple):
 
     @classmethod
     def of(cls, name: str, values: torch.Tensor) -> _Digest:
-        """Both are nan for what torch cannot add up."""
+        """Both are `_UNKNOWN` for what torch cannot add up, or has no memory for."""
         values = values.detach()
         much = max(_MUCH, 10 * torch.finfo(values.dtype).eps) if values.is_floating_point() else _MUCH
         try:
-            if values.is_complex():
-                values = torch.view_as_real(values)
-            sum_ = values.sum(dtype=torch.float64).item()
-            norm = torch.linalg.vector_norm(values, dtype=torch.float64).item()
+            parts = in_parts(torch.view_as_real(values) if values.is_complex() else values)
+            sum_ = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum().item()
+            norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
+            norm = torch.linalg.vector_norm(torch.stack(norms)).item()
         except (RuntimeError, NotImplementedError, TypeError):
-            sum_ = norm = math.nan
+            sum_ = norm = _UNKNOWN
         return cls(name, values.numel(), much, sum_, norm)
 
     def is_far_from(self, sum_: float, norm: float) -> bool:
+        if _UNKNOWN in (self.norm, norm):
+            return False
         if not (math.isfinite(self.sum) and math.isfinite(sum_)):
             return math.isfinite(self.sum) != math.isfinite(sum_)
         scale = max(self.norm, norm, _SMALL * math.sqrt(self.size))

@@ -510,7 +510,8 @@ class Job:
         Values passed in are what is returned where the file does not hold them, or where there is no file: then
         nothing is restored, and a note says so. Rank 0 reads the file and hands it to the others, which need not see the
         file system; so every rank must call it. In a job that may be started again (`--max-restarts`) that rank reads its
-        file whose host has the newest. Tensors among the values come on `device`.
+        file whose host has the newest. Tensors among the values that were on a GPU come on `device`, and those of the CPU, such as
+        the states of random numbers, on the CPU.
         Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
@@ -528,10 +529,9 @@ class Job:
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
         if source and self.rank == source:
             print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
-        values, state = checkpoint.read(data, objects, source=os.fspath(path))
+        values, state = checkpoint.read(data, objects, self.device, source=os.fspath(path))
         self._backend.load_state_dict(moved(state, self.device))
-        restored: dict[str, Any] = moved(values, self.device)
-        return restored
+        return values
 
     def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
         """Whether this rank writes a copy of checkpoints for its host."""
@@ -633,6 +633,8 @@ class Job:
             if not self._elastic:
                 meet_at_end(self._backend.world, tell=not self._status.is_read)
             self._backend.settle()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # leaving NCCL may cut off what is still on its way
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:

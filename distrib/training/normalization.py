@@ -8,12 +8,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distrib.errors import TrainingError
+
 
 def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Module:
     """`model`, every batch normalization in which takes mean and variance of all ranks' samples while it trains.
 
-    On GPUs torch's own SyncBatchNorm, which refuses CPUs; there one of ours.
+    On GPUs torch's own SyncBatchNorm, which refuses CPUs; there one of ours. Raises TrainingError for a layer that does more than
+    normalize, such as timm's BatchNormAct2d, of which the rest would be lost.
     """
+    for name, module in model.named_modules():
+        is_normalization = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if is_normalization and not isinstance(module, nn.SyncBatchNorm) and type(module).forward not in _PLAIN:
+            raise TrainingError(
+                f"sync_batchnorm: {name or 'the model'} is a {type(module).__name__}, which does more than normalize",
+                hint="convert the model before job.prepare by what its library has for that, such as timm's "
+                "timm.layers.convert_sync_batchnorm, and leave sync_batchnorm out",
+            )
     if device.type != "cpu":
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-any-return,no-untyped-call]
     for module in model.modules():
@@ -64,6 +75,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum or 0.0)
             unbiased = variance * (count / max(count - 1, 1))
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum or 0.0)
+
+
+_PLAIN = (nn.modules.batchnorm._BatchNorm.forward, SyncBatchNorm.forward)
 
 
 class _Moments(torch.autograd.Function):

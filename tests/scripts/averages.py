@@ -23,9 +23,20 @@ from distrib.training.gradients.hook import SETTLED_STEPS, Averaging, attach
 STEPS = 50
 
 
+class Sharper(nn.Module):
+    """A parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def fresh() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 3))
+    return nn.Sequential(nn.Linear(40, 300), nn.Tanh(), nn.Linear(300, 700), nn.Tanh(), nn.Linear(700, 3), Sharper())
 
 
 def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple[nn.Module, Averaging]:

@@ -263,7 +263,7 @@ class PowerSgd:
                 start += self._dust_for(index, start)
             return done.value()
 
-        return powerSGD_hook(self.state, bucket).then(tidied)
+        return powerSGD_hook(self.state, _Rows(bucket)).then(tidied)
 
     def rescale(self, factor: torch.Tensor) -> None:
         for errors in self.state.error_dict.values():
@@ -275,6 +275,19 @@ class PowerSgd:
             numbers = torch.randn(start.shape, generator=torch.Generator().manual_seed(index))
             self._dust[index] = (max(DUST, torch.finfo(start.dtype).tiny) * numbers).to(start)
         return self._dust[index]
+
+
+class _Rows:
+    """A bucket whose scalars, such as CLIP's temperature, are vectors of one: torch's hook asks each gradient for its rows."""
+
+    def __init__(self, bucket: Any) -> None:
+        self._bucket = bucket
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [gradient if gradient.dim() else gradient.view(1) for gradient in self._bucket.gradients()]
 
 
 class LowRank(Way):
