@@ -140,6 +140,17 @@ def cuda(e: Evidence) -> Iterator[Check]:
                 host, "cuda", f"the NVIDIA driver does not answer: {facts.nvml_error}",
                 "run nvidia-smi there; after an update of the driver, reboot or reload its modules",
             )  # fmt: skip
+        for gpu in facts.gpus:
+            if gpu.problem and gpu.index in _gpu_indices(e, host):
+                yield error(
+                    host, "cuda", f"GPU {gpu.index} does not answer: {gpu.problem}",
+                    f"look at nvidia-smi there; --exclude {host}:{gpu.index} does without it until the host is rebooted",
+                )  # fmt: skip
+        if least := _least_driver(facts):
+            yield warning(
+                host, "cuda", f"driver {facts.driver} is older than the {least} that torch for CUDA {facts.torch_cuda} asks for",
+                "install a newer driver there, or everywhere a build of torch for an earlier CUDA",
+            )  # fmt: skip
         if facts.torch_cuda == "":
             yield error(
                 host, "cuda", f"torch {facts.packages['torch']} there is built without CUDA", "install a build with CUDA",
@@ -168,6 +179,18 @@ def cuda(e: Evidence) -> Iterator[Check]:
                 host, "cuda", "neither nvidia_peermem nor a driver with DMA-BUF: GPUDirect RDMA is off",
                 "modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later",
             )  # fmt: skip
+
+
+LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""By the major version of CUDA, the branch of drivers that all of its minor versions run with: NVIDIA's CUDA compatibility document,
+"minor version compatibility". Data centers' GPUs bear older ones where the package cuda-compat is installed."""
+
+
+def _least_driver(facts: Inventory) -> int | None:
+    """The driver that torch asks for there, where it has an older one."""
+    major, driver = (text.partition(".")[0] for text in (facts.torch_cuda or "", facts.driver or ""))
+    least = LEAST_DRIVERS.get(int(major)) if major.isdigit() and driver.isdigit() else None
+    return least if least and int(driver) < least else None
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -139,7 +139,9 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
     """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return len([part for part in chosen.split(",") if part.strip() not in ("", "-1", "NoDevFiles")])
+        names = [part for part in map(str.strip, chosen.split(",")) if part not in ("", "-1", "NoDevFiles")]
+        # Of the parts of GPUs (MIG) a process sees the first alone, as NVIDIA's user guide of MIG has it.
+        return 1 if any(name.startswith("MIG-") for name in names) else len(names)
     with contextlib.suppress(OSError):
         files = [f"/dev/{name}" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
         if files:
@@ -220,6 +222,7 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machin
 def _read_gpus(root: Path) -> tuple[Gpu, ...]:
     """The GPUs that this process may use: CUDA counts no others, and /proc has all, also where a job's cgroup forbids some."""
     gpus = []
+    files = any(root.glob("dev/nvidia[0-9]*"))
     for folder in sorted(root.glob("proc/driver/nvidia/gpus/*")):
         uuid, node, words = "", None, ""
         with contextlib.suppress(OSError):
@@ -228,7 +231,7 @@ def _read_gpus(root: Path) -> tuple[Gpu, ...]:
             uuid = told[1]
         if told := re.search(r"Device Minor:\s*(\d+)", words):
             file = root / f"dev/nvidia{told[1]}"
-            if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+            if files and not os.access(file, os.R_OK | os.W_OK):  # a container may have files of some
                 continue
         with contextlib.suppress(OSError, ValueError):
             node = int((root / "sys/bus/pci/devices" / folder.name.lower() / "numa_node").read_text())

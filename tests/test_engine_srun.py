@@ -408,6 +408,7 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
     assert count_gpus({}) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == 0
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "MIG-1c, MIG-2d"}) == 1  # CUDA shows a process one part
 
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])

@@ -178,6 +178,17 @@ def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
     assert placement.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("GPU-2", 2)]
 
 
+def test_gpus_without_a_file_in_the_container_are_left_out(tmp_path):
+    """What hands GPUs to a container need not hide the others in /proc."""
+    for number in range(3):
+        address = f"0000:0{number}:00.0"
+        words = f"GPU UUID: \t GPU-{number}\nDevice Minor: \t {number}\n"
+        write(tmp_path, {f"proc/driver/nvidia/gpus/{address}/information": words})
+    assert len(read_machine(tmp_path, {0}).gpus) == 3  # under WSL there are no such files
+    write(tmp_path, {"dev/nvidia1": "", "dev/nvidiactl": ""})
+    assert read_machine(tmp_path, {0}).gpus == (Gpu("GPU-1", None),)
+
+
 def test_a_machine_that_tells_nothing_is_one_node(tmp_path):
     assert read_machine(tmp_path, {0, 3}) == Machine({0: ((0,), (3,))}, (), None)
     write(tmp_path, {"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"})

@@ -15,6 +15,7 @@ import time
 import types
 from pathlib import Path
 
+import msgspec
 import pynvml
 import pytest
 from distrib_launch import ask
@@ -144,10 +145,21 @@ def test_a_driver_that_is_older_than_the_binding_is_no_error(nvml):
     assert {holder.pid for holder in facts.gpu_holders} == {1, os.getppid()}  # by the device files
 
 
-def test_a_gpu_that_is_lost_is_an_error(nvml):
-    nvml("nvmlDeviceGetHandleByIndex", refuse(pynvml.NVMLError_GpuIsLost))
+def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
+    def handle(index):
+        if index == 0:
+            raise pynvml.NVMLError_GpuIsLost()
+        return index
+
+    nvml("nvmlDeviceGetHandleByIndex", handle)
     facts = own_inventory(Question())
-    assert len(facts.gpus) == 2 and "GpuIsLost" in facts.nvml_error
+    assert facts.nvml_error is None
+    assert [(gpu.index, gpu.kind) for gpu in facts.gpus] == [(0, None), (1, "NVIDIA H200")]
+    assert "lost" in facts.gpus[0].problem and facts.gpus[1].problem is None
+    nvml(
+        "nvmlDeviceGetHandleByIndex", lambda index: handle(index) if index else refuse(pynvml.NVMLError_NoPermission)()
+    )
+    assert [(gpu.index, gpu.minor) for gpu in own_inventory(Question()).gpus] == [(0, 0)]  # as CUDA counts
 
 
 def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
@@ -319,6 +331,8 @@ def gpu_hosts(**odd):
         ({"gpus": ()}, "gpus", "error", "no GPU there, but 3 other host(s) have some"),
         ({"gpus": gpus(2, kind="NVIDIA H200")}, "gpus", "warning", "GPUs of kind NVIDIA H200, 3 others have NVIDIA A100"),
         ({"driver": "550.2"}, "cuda", "warning", "driver 550.2, 3 others have 570.1"),
+        ({"gpus": (gpus(2)[0], msgspec.structs.replace(gpus(2)[1], problem="GPU is lost"))}, "cuda", "error",
+         "GPU 1 does not answer: GPU is lost"),
         ({"torch_cuda": ""}, "cuda", "error", "built without CUDA"),
         ({"packages": packages(nccl="2.21.5")}, "cuda", "error", "NCCL 2.21.5, 3 others have 2.27.3"),
         ({"nvml_error": "NVMLError_LibRmVersionMismatch: Driver/library version mismatch"}, "cuda", "error", "mismatch"),
@@ -333,6 +347,15 @@ def test_gpu_hosts(facts, check, status, reason):
     assert found["n4", check].status == status
     assert reason in found["n4", check].reason
     assert found["n4", check].fix
+
+
+def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
+    hosts = gpu_hosts()
+    for host, facts in hosts.items():
+        hosts[host] = msgspec.structs.replace(facts, driver="520.61.05")
+    found = judged(hosts, ranks=2)
+    reason = "driver 520.61.05 is older than the 525 that torch for CUDA 12.8 asks for"
+    assert {cell.reason for cell in found.values()} == {reason} and len(found) == len(hosts)
 
 
 def test_who_holds_gpu_memory():

@@ -541,6 +541,9 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(TrainingError, match=r"local rank 2 was given GPU 2, but torch sees 2 GPU"):
         find_device(2, {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainingError, match=r"torch cannot use GPUs here: Torch not compiled with CUDA"):
+        find_device(0, {"DISTRIB_DEVICE": "cuda:0"})
 
 
 def test_addresses(monkeypatch):

@@ -17,7 +17,7 @@ Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """One GPU. `index` counts as NVML does, `minor` is the number of its device file, -1 where it has none."""
+    """One GPU. `index` counts those that may be used, as CUDA does, `minor` is the number of its device file, -1 where it has none."""
 
     index: int
     minor: int
@@ -26,6 +26,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     used_memory_bytes: int | None
     bus_id: str | None
     numa_node: int | None
+    problem: str | None = None
+    """Why NVML says nothing of it."""
 
 
 class GpuHolder(msgspec.Struct, frozen=True, kw_only=True):

@@ -216,11 +216,19 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
             return otherwise
 
     try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            device = pynvml.nvmlDeviceGetHandleByIndex(index)
-            total, used = asked(lambda device=device: gpu_memory(pynvml, device), (None, None))
-            name = pynvml.nvmlDeviceGetName(device)
-            bus = pynvml.nvmlDeviceGetPciInfo(device).busId
+        for number in range(pynvml.nvmlDeviceGetCount()):
+            index = len(gpus)
+            try:
+                device = pynvml.nvmlDeviceGetHandleByIndex(number)
+                name = pynvml.nvmlDeviceGetName(device)
+                bus = pynvml.nvmlDeviceGetPciInfo(device).busId
+                total, used = asked(lambda device=device: gpu_memory(pynvml, device), (None, None))
+            except pynvml.NVMLError_NoPermission:  # NVML counts it, CUDA does not
+                continue
+            except pynvml.NVMLError as problem:  # one that has fallen off the bus says nothing of the others
+                gpus.append({"index": index, "minor": -1, "kind": None, "memory_bytes": None, "used_memory_bytes": None,
+                             "bus_id": None, "numa_node": None, "problem": str(problem)})  # fmt: skip
+                continue
             bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
             gpus.append({"index": index, "minor": asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1),
                          "kind": name.decode() if isinstance(name, bytes) else name,

@@ -82,6 +82,11 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
         raise TrainingError(f"DISTRIB_DEVICE={name} names no device", hint="use cpu or cuda:N") from error
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
+        if not gpus and (why := _why_no_cuda()):
+            raise TrainingError(
+                f"local rank {local_rank} was given GPU {device.index}, but torch cannot use GPUs here: {why}",
+                hint="nvidia-smi says which CUDA the driver bears, torch.version.cuda which this torch was built for",
+            )
         if device.index >= gpus:
             raise TrainingError(
                 f"local rank {local_rank} was given GPU {device.index}, but torch sees {gpus} GPU(s) on this host",
@@ -90,6 +95,17 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
             )
         torch.cuda.set_device(device)
     return device
+
+
+def _why_no_cuda() -> str:
+    """What torch says of a driver that it cannot use, or of a build without CUDA; nothing where there are just no GPUs."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
+    except (RuntimeError, AssertionError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return ""
 
 
 def _start_mpi(threads: bool) -> Any:
