@@ -1,6 +1,6 @@
 # A worker image: distrib, CUDA-enabled torch, sshd for Open MPI's launcher, what NCCL and UCX need for InfiniBand, and a
-# user that is not root.
-FROM nvidia/cuda:12.8.1-cudnn-runtime-ubuntu24.04
+# user that is not root. Its CUDA is that of torch's package, so that a host whose driver is too old for it is refused at the start.
+FROM nvidia/cuda:13.0.1-cudnn-runtime-ubuntu24.04
 
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
