@@ -347,7 +347,7 @@ def test_a_distributed_sampler_stays_and_has_its_epochs_set():
     sampler = DistributedSampler(range(20), num_replicas=2, rank=0)
     loader = sharded(DataLoader(range(20), 5, sampler=sampler), 0, 2)
     assert read(loader) != read(loader)
-    with pytest.raises(TrainingError, match="shares with 2 ranks, the job has 3"):
+    with pytest.raises(TrainingError, match="shares with 2 rank.s., the job has 3"):
         sharded(DataLoader(range(20), 5, sampler=sampler), 0, 3)
 
 
@@ -356,7 +356,7 @@ def test_a_distributed_sampler_in_a_batch_sampler_stays_too():
     loader = sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 1, 2)
     first, second = flat(read(loader)), flat(read(loader))
     assert len(first) == len(second) == 10 and first != second
-    with pytest.raises(TrainingError, match="shares with 2 ranks, the job has 3"):
+    with pytest.raises(TrainingError, match="shares with 2 rank.s., the job has 3"):
         sharded(DataLoader(range(20), batch_sampler=BatchSampler(sampler, 4, False)), 0, 3)
 
 
@@ -911,6 +911,19 @@ def test_weights_that_one_rank_alone_has_loaded_are_refused(tmp_path, mode):
     result = run_ranks(2, script, "loaded", DISTRIB_STRATEGY=json.dumps({"mode": mode}))
     assert result.returncode == 1
     assert result.stderr.count("training begins with other values in 0.bias on rank 1 than on rank 0") == 2
+
+
+def test_ranks_whose_samples_or_orders_differ(tmp_path):
+    """The script says what is read once; here is what was told, by rank 0 alone."""
+    result = run_ranks(2, SCRIPTS / "samples.py")
+    assert result.returncode == 0, result.stderr
+    sampler, files, words = [line for line in result.stderr.splitlines() if line.startswith("distrib: note")]
+    assert "a sampler given to job.prepare with its DataLoader yields other samples on every rank" in sampler
+    assert "on rank 1 than on rank 0 (Subset.dataset.names): samples are shared out by their numbers" in files
+    assert "DataLoader 2 of 2 given to job.prepare has other samples, or others first" in words
+    first, second = result.stdout.splitlines()
+    assert "rank 1 has chosen other samples than rank 0 for DataLoader 1 of 2" in first and "manual_seed" in first
+    assert "rank 1 has chosen other samples than rank 0 for DataLoader 2 of 2" in second
 
 
 FIRST_STEP = """

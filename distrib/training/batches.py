@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
@@ -76,6 +76,7 @@ class ShardedLoader(Iterable[Any]):
     - Another sampler is read on every rank, and its indices are shared out. It must yield the same on every rank.
     - A batch sampler likewise, batch by batch.
     - A DistributedSampler, also one in a batch sampler, stays as it is: the samples are shared out already. Its epoch is set for you.
+      So does every other sampler that has a `num_replicas`, such as timm's.
     - An IterableDataset is read whole on every rank, which must see the same stream, and each rank keeps every
       `world_size`-th batch. While a model trains, an incomplete last round of batches is left out. How many samples
       a batch has nobody knows here: all count the same, as with a DistributedSampler.
@@ -112,6 +113,7 @@ class ShardedLoader(Iterable[Any]):
         which share of how many this rank reads then, where ranks may come and go.
         """
         self._view = view
+        self._given = loader
         self.batch_size = loader.batch_size
         self.drop_last = loader.drop_last
         self._rank, self._ranks, self._device = rank, ranks, device
@@ -123,18 +125,19 @@ class ShardedLoader(Iterable[Any]):
         """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
-        self.first_batch = ""
-        """Of a stream, a word for the first batch of the first epoch in which a model trained: that of every rank."""
+        self._first_batch = ""
         self._stream = isinstance(loader.dataset, IterableDataset)
         self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
         # Also that of a batch sampler which the script has made.
-        self._sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        sharing = next((one for one in (loader.batch_sampler, inner) if hasattr(one, "num_replicas")), None)
+        self._sampler: Any = inner if sharing is None else sharing
         if self._stream:
             self._loader = loader
-        elif isinstance(self._sampler, DistributedSampler):
-            if self._sampler.num_replicas != ranks:
+        elif sharing is not None:
+            if sharing.num_replicas != ranks:
                 raise TrainingError(
-                    f"the loader's DistributedSampler shares with {self._sampler.num_replicas} ranks, the job has {ranks}",
+                    f"the loader's {type(sharing).__name__} shares with {sharing.num_replicas} rank(s), the job has {ranks}",
                     hint="leave the sampler out: prepare() shards the loader",
                 )
             self._loader = loader
@@ -176,6 +179,33 @@ class ShardedLoader(Iterable[Any]):
         training = self._training()
         return self._shuffled if training is None else training
 
+    @property
+    def sampler(self) -> Any:
+        """The script's own, of which `set_epoch` may be called; it is anyway."""
+        return self._given.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The script's own."""
+        return self._given.batch_sampler
+
+    @property
+    def is_stream(self) -> bool:
+        return self._stream
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether other ranks may read other samples or another order, without which a share of it makes no sense."""
+        return self._stream or (
+            self._shard is not None and type(self._shard.source) not in (SequentialSampler, RandomSampler)
+        )
+
+    @property
+    def first_read(self) -> str:
+        """A word for what was read first of all, where every rank reads all of it to keep its share: the first batch of a stream in the
+        first epoch in which a model trained, or the order of a sampler of the script's."""
+        return self._first_batch or (self._shard.first_order if self._shard else "")
+
     def __len__(self) -> int:
         """The number of batches of this rank, of the same size on all of them while a model trains."""
         if self._stream:
@@ -197,7 +227,7 @@ class ShardedLoader(Iterable[Any]):
         watch = _Watch(self._evenly(), self._training, self._parameters)
         batches: Iterator[Any] = iter(self._loader)
         if self._stream:
-            if watch.trains and ranks > 1 and not self._view and not self.first_batch:
+            if watch.trains and ranks > 1 and not self._view and not self._first_batch:
                 batches = self._noting_the_first(batches)
             batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)
         here = passed.of(self._read(batches, self._shard.sizes if self._shard else deque(), watch, passed))
@@ -205,7 +235,7 @@ class ShardedLoader(Iterable[Any]):
 
     def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in islice(batches, 1):
-            self.first_batch = digest_of(batch)
+            self._first_batch = digest_of(batch)
             return chain((batch,), batches)  # and keeps none of them
         return batches
 

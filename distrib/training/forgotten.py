@@ -67,6 +67,21 @@ class Forgotten:
             f"give it the same order on every rank. If only augmentation differs, all is well"
         )
 
+    def other_order(self) -> None:
+        """A first step was taken, and a sampler yielded another order on each rank, of which each keeps a part."""
+        self._note(
+            f"a sampler given to job.prepare with its DataLoader yields other samples on every rank, and each keeps one of "
+            f"{self._backend.world.size} of its own: if it shares samples out by rank, let it have a num_replicas, or leave its loader "
+            "out of job.prepare; else seed it alike on every rank"
+        )
+
+    def other_data(self, what: str) -> None:
+        """Loaders were prepared whose datasets have other samples under the same numbers."""
+        self._note(
+            f"{what}: samples are shared out by their numbers, so that some are read twice and others never; sort what is listed "
+            "(os.listdir, glob and sets have no order), seed what is drawn alike on every rank, and leave sharing out to job.prepare"
+        )
+
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:
         """The job ends. Of this rank's `loaders` it took batches without a step of those in `read`, and to its end where that says so.
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import DistribError, TrainingError
@@ -30,6 +30,7 @@ from distrib.training.alike import check_alike, check_same_values, differ, gathe
 from distrib.training.backend import Backend, backend_for
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
+from distrib.training.datasets import check_same_data
 from distrib.training.drift import Drift
 from distrib.training.epochs import Lessons
 from distrib.training.finite import OnNan
@@ -150,7 +151,7 @@ class Job:
         """Those of them of which this rank took a batch: whether it read them to their end without a step, None if never without."""
         self._begun = False
         """Whether a first step was taken."""
-        self._streams: list[ShardedLoader] = []
+        self._compared: list[ShardedLoader] = []
         """Until then: what is read whole on every rank."""
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
@@ -239,6 +240,8 @@ class Job:
                 )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
+            if other := check_same_data(things):
+                self._forgotten.other_data(other)
         if sync_batchnorm and self._backend.strategy.balance:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
@@ -328,8 +331,8 @@ class Job:
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
-        if not self._begun and isinstance(loader.dataset, IterableDataset):
-            self._streams.append(sharded)
+        if not self._begun and sharded.may_differ:
+            self._compared.append(sharded)
         return sharded
 
     def _alike(self) -> Sequence[nn.Module]:
@@ -347,9 +350,13 @@ class Job:
         begun, self._begun = self._begun, True
         if not begun and self.world_size > 1 and not self._elastic:
             check_same_values(self._models)
-            if self._streams and any(differ([stream.first_batch for stream in self._streams])):
-                self._forgotten.other_stream()
-        self._streams.clear()
+            if self._compared:
+                differing = differ([loader.first_read for loader in self._compared])
+                for stream in sorted(
+                    {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
+                ):
+                    self._forgotten.other_stream() if stream else self._forgotten.other_order()
+        self._compared.clear()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from distrib.errors import TrainingError
+from distrib.training.datasets import order_of
 
 
 class Edges(Sequence[int]):
@@ -128,6 +129,8 @@ class ShardSampler(Sampler[Any]):
         self.batch_size, self.drop_last = batch_size, drop_last
         self.seed = seed
         self.epoch = 0
+        self.first_order = ""
+        """A word for what `source` yielded first, where that is not known to be the same on every rank."""
         self._wrap = wrap
         self._speeds = speeds
 
@@ -174,7 +177,9 @@ class ShardSampler(Sampler[Any]):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with _seeded(self.seed + epoch, self.source):
-            return list(self.source)
+            order = list(self.source)
+        self.first_order = self.first_order or order_of(order)
+        return order
 
 
 class _Drawn(Sequence[int]):

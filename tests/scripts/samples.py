@@ -1,0 +1,112 @@
+"""What two ranks read of datasets and samplers that differ between them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, Subset, TensorDataset, random_split
+
+import distrib
+from distrib.errors import TrainingError
+
+NUMBERS = torch.arange(24.0)[:, None]
+
+
+class Sharing(Sampler[int]):
+    """As timm's and torchvision's have it: a rank's share, by their own arithmetic."""
+
+    def __init__(self, rank: int, replicas: int) -> None:
+        self.rank, self.num_replicas, self.epoch = rank, replicas, -1
+
+    def __len__(self) -> int:
+        return len(NUMBERS) // self.num_replicas
+
+    def __iter__(self):
+        yield from range(self.rank, len(NUMBERS), self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Drawn(Sampler[int]):
+    """Random numbers of its own."""
+
+    def __len__(self) -> int:
+        return len(NUMBERS)
+
+    def __iter__(self):
+        yield from np.random.default_rng().permutation(len(NUMBERS)).tolist()
+
+
+class Files(Dataset[torch.Tensor]):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(self.names[index][-2:])])
+
+
+job = distrib.init()
+
+
+def seen(loader) -> list[int]:
+    """The numbers that all ranks have read in an epoch, in order."""
+    model, optimizer = nn.Linear(1, 1), None
+    model = job.prepare(model)
+    optimizer = job.prepare(torch.optim.SGD(model.parameters(), lr=0.0))
+    read = torch.zeros(len(NUMBERS))
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+        for number in batch[:, 0].long():
+            read[number] += 1
+    return [int(count) for count in job.all_reduce(read, "sum")]
+
+
+once = [1] * len(NUMBERS)
+loaded = TensorDataset(NUMBERS)
+
+# A sampler with random numbers of its own: told at the job's first step.
+assert seen(job.prepare(DataLoader(loaded, batch_size=3, sampler=Drawn()))) != once
+
+# Whoever shares samples out by itself is let.
+loader = job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(job.rank, 2)))
+loader.sampler.set_epoch(7)
+assert seen(loader) == once
+batches = BatchSampler(Sharing(job.rank, 2), 3, drop_last=False)
+loader = job.prepare(DataLoader(loaded, batch_sampler=batches))
+assert seen(loader) == once
+assert loader.batch_sampler is batches and batches.sampler.epoch == 0
+try:
+    job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(0, 1)))
+    raise AssertionError
+except TrainingError as error:
+    assert "Sharing shares with 1 rank(s), the job has 2" in str(error)
+
+# The same in another folder, numbers that were rounded differently, and a split that was seeded.
+rounded = NUMBERS.repeat(1, 3) * (1 + 1e-7 * job.rank)
+files = [f"/data{job.rank}/{number:02}" for number in range(24)]
+job.prepare(DataLoader(TensorDataset(rounded)), DataLoader(Files(files)), DataLoader(range(9)))
+torch.manual_seed(3)
+for part in random_split(loaded, [20, 4]):
+    job.prepare(DataLoader(part))
+
+# Other orders are told of.
+job.prepare(DataLoader(Subset(Files(files[:: 1 - 2 * job.rank]), range(3, 9))))
+words = [f"{number:02}" for number in range(24)]
+job.prepare(DataLoader(loaded), DataLoader(words[job.rank :] + words[: job.rank]))
+
+# Other choices are refused.
+split = random_split(loaded, [20, 4], torch.Generator().manual_seed(job.rank))
+slices = [loaded, Subset(loaded, range(job.rank, len(NUMBERS), 2))]
+for parts in (split, slices):
+    try:
+        job.prepare(*map(DataLoader, parts))
+        raise AssertionError
+    except TrainingError as error:
+        job.print(f"refused: {error}")
