@@ -180,6 +180,17 @@ def checked(strategy: Strategy) -> Strategy:
     return strategy
 
 
+def asked(strategy: Strategy) -> tuple[str, ...]:
+    """The options that make `strategy` another than the default, as they were typed, such as `--mode local`."""
+    values = ((field, getattr(strategy, field)) for field in strategy.__struct_fields__)
+    default = Strategy()
+    return tuple(
+        _option(field, value) + (f" {value}" if field in ("mode", "backend", "gradients", "accumulate") else "")
+        for field, value in values
+        if value != getattr(default, field)
+    )
+
+
 def _option(field: str, value: object) -> str:
     """What was typed to give `field` a value that is not the default."""
     if isinstance(value, Outer):

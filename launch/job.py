@@ -154,6 +154,14 @@ def make_plan(
     notes = []
     if topology and hosts and (note := _not_described(topology, hosts)):
         notes.append(note)
+    if (
+        options.hosts is None
+        and options.ranks is None
+        and (late := [w for w in options.arguments if w in ("-np", "-H")])
+    ):
+        notes.append(
+            f"{late[0]} after the script is an argument of the script; what is for distrib-launch stands before it"
+        )
     if plan.world_size > 1 and not options.module and alone.trains_alone(script):
         notes.append(alone.NOTE.format(script=options.script, copies=plan.world_size))
     if notes:

@@ -26,6 +26,7 @@ from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
 from distrib_launch.recovery import Recovery
 
+from distrib import strategy
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 
@@ -610,6 +611,16 @@ class Supervisor:
         with contextlib.suppress(OSError, DistribError):
             self._turn(0.01)
 
+    def _idle_options(self) -> str:
+        """That options were given which nothing in the script has heard of; empty where that is not so."""
+        asked = strategy.asked(self.plan.strategy)
+        if not asked or self.plan.mode == "async" or any(state.step >= 0 for state in self.ranks):  # its servers say it
+            return ""
+        return (
+            f"{', '.join(asked)} changed nothing: no optimizer that was given to job.prepare took a step "
+            "(README.md, In a script)"
+        )
+
     def _result(self) -> results.Result:
         endings = self.recovery.first_endings
         first = None if self.recovery.succeeded else failures.first_failure(endings)
@@ -622,6 +633,8 @@ class Supervisor:
         if not self.verdict and self._ended_with_the_engine():
             self.verdict, self.failure = ("failed", 1), self.engine_left
         status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
+        if status == "succeeded" and (idle := self._idle_options()):
+            self._warn(idle)
         failure = self.failure
         if first and status == "failed" and not failure:
             interpreter = self.plan.script_on(self.hosts[first.host])[0]

@@ -38,6 +38,22 @@ def test_every_rank_runs_once_and_leaves_a_record(launch):
     assert json.loads((run.run_dir / "plan.json").read_text())["world_size"] == 4
 
 
+def test_options_that_changed_nothing_are_told_of(launch, tmp_path):
+    """Here nothing has heard of them; and where they stand is whose they are."""
+    script = tmp_path / "script.py"
+    script.write_text("print(1)")
+    run = launch("--mode", "local", "--accumulate", "2", script, "-np", "2")
+    assert run.code == 0, run
+    (warning,) = run.result["warnings"]
+    assert warning.startswith(
+        "--mode local, --accumulate 2 changed nothing: no optimizer that was given to job.prepare"
+    )
+    assert f"distrib-launch: warning: {warning}" in run.err
+    assert "note: -np after the script is an argument of the script" in run.err
+    script.write_text("import os; os.write(int(os.environ['DISTRIB_STATUS_FD']), b'{\"step\": 1}\\n')")
+    assert launch("--accumulate", "2", script).result["warnings"] == []
+
+
 def test_the_environment_is_the_one_that_torchrun_sets(launch):
     run = launch("-np", "2", "-x", "COLOUR=blue sky", "-x", "TASTE", JOB, "*:environment", env={"TASTE": "sweet"})
     assert run.code == 0, run

@@ -219,7 +219,8 @@ class Synchronous(Together):
             if not _was_called(model) and any(p.grad is not None for p in self._averaged_by(model)):
                 raise TrainingError(
                     f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called: nobody averages them",
-                    hint="model = job.prepare(model), and call model(...) itself: neither what it was before nor job.unwrap(model)",
+                    hint="model = job.prepare(model), and call model(...) itself: neither what it was before nor job.unwrap(model), and "
+                    "of what its methods compute, such as model.loss(...), nothing is averaged: let forward do it",
                 )
             if model.find_unused_parameters or model.static_graph:
                 continue
@@ -273,6 +274,11 @@ def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:
     """What `parameter` is called in the one of `models` that has it."""
     names = (pair for model in models for pair in unwrapped(model).named_parameters())
     return next((str(name) for name, one in names if one is parameter), None)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Whether a rank has a part of it only, as with FSDP or tensor parallelism."""
+    return type(parameter).__name__ in ("DTensor", "FlatParameter")  # by name, as importing either takes long
 
 
 def of_no_model(parameter: torch.Tensor) -> TrainingError:

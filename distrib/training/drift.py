@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.training.alike import common, in_parts
 from distrib.training.world import World
+from distrib.training.wrapped import in_join
 
 _AFTER_STEPS = frozenset({10, 30, 100, 300, 1_000, 3_000, 10_000})
 _MUCH = 1e-3
@@ -92,7 +93,7 @@ class Drift:
     def hear_of_steps(self) -> None:
         """Rank 0 tells of ranks that have taken more steps than others."""
         self.hear()
-        if self._world.rank or self._told:
+        if self._world.rank or self._told or any(map(in_join, self._models())):
             return
         with contextlib.suppress(RuntimeError, ValueError):
             store = _get_default_store()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
-from distrib.training.backend import Backend
+from distrib.training.backend import Backend, is_sharded
 from distrib.training.steps import Steps
 
 _READ = {None: "-", False: "b", True: "e"}
@@ -23,6 +26,15 @@ _READ = {None: "-", False: "b", True: "e"}
 
 def _key(rank: int) -> str:
     return f"distrib/read/{rank}"
+
+
+def _sees_to_it(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one of these is of a model that the script has wrapped itself, in DistributedDataParallel or FSDP."""
+    if any(map(is_sharded, parameters)):
+        return True
+    own = {id(parameter) for parameter in parameters}
+    wrapped = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    return any(id(parameter) in own for model in wrapped for parameter in model.parameters())
 
 
 class Forgotten:
@@ -136,12 +148,12 @@ class Forgotten:
                 return
         if optimizer not in self._known and (self._backend.world.size > 1 or self._accumulates()):
             self._known.add(optimizer)
-            self._never_prepared(type(optimizer).__name__, {id(parameter) for parameter in parameters})
+            self._never_prepared(type(optimizer).__name__, parameters)
 
-    def _never_prepared(self, name: str, parameters: set[int]) -> None:
-        models = self._models()
-        if not any(id(parameter) in parameters for model in models for parameter in model.parameters()):
-            if not models and self._backend.world.size > 1:
+    def _never_prepared(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
+        models, own = self._models(), {id(parameter) for parameter in parameters}
+        if not any(id(parameter) in own for model in models for parameter in model.parameters()):
+            if not models and self._backend.world.size > 1 and not _sees_to_it(parameters):
                 what = f"{name} takes a step, and no model was given to job.prepare"
                 self._note(f"{what}: every rank trains one of its own, unless the script averages their gradients")
             return

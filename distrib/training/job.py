@@ -27,7 +27,7 @@ from distrib.errors import DistribError, TrainingError
 from distrib.strategy import from_environment
 from distrib.training import checkpoint, copies, forking, leaving
 from distrib.training.alike import check_alike, check_same_values, differ, gather_numbers
-from distrib.training.backend import Backend, backend_for
+from distrib.training.backend import Backend, backend_for, is_sharded
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
 from distrib.training.datasets import check_same_data
@@ -238,6 +238,11 @@ class Job:
                     f"{type(thing).__name__} has lazy layers, whose parameters are not there yet",
                     hint="let it compute one batch before job.prepare",
                 )
+            if isinstance(thing, nn.Module) and any(map(is_sharded, thing.parameters())):
+                raise TrainingError(
+                    f"the parameters of {type(thing).__name__} are shared out already, as by FSDP",
+                    hint="FSDP sees to its gradients and its optimizer: prepare the DataLoader alone",
+                )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
             if other := check_same_data(things):
@@ -300,7 +305,8 @@ class Job:
             return thing
         raise TrainingError(
             f"cannot prepare a {type(thing).__name__}",
-            hint="prepare modules, optimizers, schedulers, GradScalers and DataLoaders",
+            hint="prepare modules, optimizers, schedulers, GradScalers and DataLoaders; leave other loaders out, and let them share "
+            "samples out by job.rank (webdataset's split_by_node does)",
         )
 
     def _add(self, model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
 from distrib.training.samples import Mean, Samples
+from distrib.training.wrapped import in_join
 
 
 class Steps:
@@ -151,6 +152,8 @@ class Steps:
 
         `by_closure`: `update` itself computes the gradients, and sees to what must be seen to between them and the step.
         """
+        if any(map(in_join, self._models)):
+            self._check_join()
         result = None
         self.calls += 1
         last = self.mean.last
@@ -243,6 +246,17 @@ class Steps:
             "of what should become one step",
             hint="with accumulate every rank must call step() after each batch; on_nan='skip' leaves bad steps out on all",
         )
+
+    def _check_join(self) -> None:
+        """Raises TrainingError where a rank in join() that has come to its end would be waited for: it answers DDP's exchanges alone."""
+        what = "the ranks compare their batches" if self._compares else ""
+        if any(buffer.numel() for model in self._models for buffer in model.buffers()):
+            what = "rank 0 sends the model's buffers to all after each step"
+        if what:
+            raise TrainingError(
+                f"join(): {what}, and those that have come to their end would be waited for",
+                hint="leave join() out and prepare the DataLoader, which gives all ranks as many batches",
+            )
 
     def _check_owned(self) -> None:
         """Raises TrainingError where the optimizer has parameters that no model of the job has: nobody would average them."""

@@ -122,6 +122,11 @@ class Wrapped(DistributedDataParallel):
         return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
 
 
+def in_join(model: nn.Module) -> bool:
+    """Whether `model` is in DistributedDataParallel's `join()`, where ranks take different numbers of steps, or was."""
+    return isinstance(model, DistributedDataParallel) and bool(model._join_config.enable)
+
+
 def hidden(model: Wrapped) -> list[str]:
     """What the module in `model` has, too, under names that are DistributedDataParallel's there."""
     names = (model._own or frozenset()) - {*dir(nn.Module()), *_THE_SAME}

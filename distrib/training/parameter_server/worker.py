@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from distrib.errors import DistribError, TrainingError
@@ -484,6 +485,7 @@ class _Hook:
     def __init__(self, owner: nn.Module | None = None, work: Callable[..., None] | None = None) -> None:
         self._owner, self._work = owner, work
 
+    @_disable_dynamo  # torch.compile would read on into it, and say at length what it cannot compile there
     def __call__(self, module: nn.Module, *told: Any) -> None:
         if self._work and module is self._owner:
             self._work(module, *told)

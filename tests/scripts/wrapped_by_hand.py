@@ -1,0 +1,58 @@
+"""Two ranks of a script that wraps models itself: in DistributedDataParallel, its join(), and FSDP."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import distrib
+from distrib.errors import TrainingError
+
+job = distrib.init()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+
+def refused(words: str, *things: object, steps: int = 0, **options: object) -> None:
+    try:
+        model, optimizer = job.prepare(*things, **options)
+        with model.join():
+            train(model, optimizer, steps)
+        raise AssertionError(words)
+    except TrainingError as error:
+        assert words in str(error), error
+
+
+# Nobody is told that each rank trains a model of its own.
+own = DistributedDataParallel(nn.Linear(4, 1))
+train(own, torch.optim.SGD(own.parameters(), lr=0.1), 1)
+sharded = fully_shard(nn.Linear(4, 1))
+optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+train(sharded, optimizer, 1)
+refused("the parameters of FSDPLinear are shared out already", sharded, optimizer)
+
+# As with DDP itself; and nobody is told that ranks train apart, as they do not.
+torch.manual_seed(2)
+ours, theirs = nn.Linear(4, 1), DistributedDataParallel(nn.Linear(4, 1))
+theirs.module.load_state_dict(ours.state_dict())
+model, optimizer = job.prepare(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+with model.join():
+    train(model, optimizer, 3 + 4 * job.rank)
+with theirs.join():
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), 3 + 4 * job.rank)
+assert torch.allclose(ours.weight, theirs.module.weight, atol=1e-6)
+
+for words, model, options in (
+    ("rank 0 sends the model's buffers", nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), {}),
+    ("the ranks compare their batches", nn.Linear(4, 1), {"accumulate": 2}),
+):
+    refused(words, model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4, **options)
+job.accumulate(1)  # of all that was prepared
+print("all is well")
