@@ -35,6 +35,8 @@ class RankState:
         self.step = -1
         self.closing = False
         """Whether its script has come to its end."""
+        self.prepared = False
+        """Whether it has given a model that learns to `job.prepare`."""
         self.clock_offset = 0.0
         self.best_round_trip = float("inf")
         self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}

@@ -374,6 +374,7 @@ class Supervisor:
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
                 state.closing = state.closing or "closing" in status
+                state.prepared = state.prepared or "prepared" in status
                 self.standstill.progress()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
@@ -614,10 +615,10 @@ class Supervisor:
     def _idle_options(self) -> str:
         """That options were given which nothing in the script has heard of; empty where that is not so."""
         asked = strategy.asked(self.plan.strategy)
-        if not asked or self.plan.mode == "async" or any(state.step >= 0 for state in self.ranks):  # its servers say it
+        if not asked or self.plan.mode == "async" or any(state.prepared for state in self.ranks):  # its servers say it
             return ""
         return (
-            f"{', '.join(asked)} changed nothing: no optimizer that was given to job.prepare took a step "
+            f"{', '.join(asked)} changed nothing: the script has given no model that learns to job.prepare "
             "(README.md, In a script)"
         )
 

@@ -16,7 +16,7 @@ from tests.cluster.calm import wait_for_calm
 from tests.cluster.virtual import OWN_NAMES
 from tests.conftest import ROOT
 
-pytestmark = [pytest.mark.cluster, pytest.mark.alone]
+pytestmark = pytest.mark.cluster
 
 
 def traces() -> set[str]:
@@ -37,6 +37,7 @@ def test_hosts_have_names_addresses_and_memory_of_their_own(make_cluster):
     assert cluster.left_over() == {}
 
 
+@pytest.mark.alone
 def test_a_link_has_the_rate_it_was_given(make_cluster):
     cluster = make_cluster(2, rate="200mbit")
     rates = []

@@ -276,9 +276,10 @@ def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:
     return next((str(name) for name, one in names if one is parameter), None)
 
 
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a rank has a part of it only, as with FSDP or tensor parallelism."""
-    return type(parameter).__name__ in ("DTensor", "FlatParameter")  # by name, as importing either takes long
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank has parts of its parameters only, as with FSDP or tensor parallelism."""
+    kinds = {type(thing).__name__ for things in (model.modules(), model.parameters()) for thing in things}
+    return not kinds.isdisjoint(("DTensor", "FullyShardedDataParallel"))  # by name, as importing either takes long
 
 
 def of_no_model(parameter: torch.Tensor) -> TrainingError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
@@ -58,6 +59,12 @@ def _no_parameters() -> list[torch.Tensor]:
 
 def _evenly(step: int) -> tuple[float, ...]:
     return ()
+
+
+def _shares_out(sampler: Any) -> bool:
+    """Whether it yields a rank's share by itself."""
+    ranks = getattr(sampler, "num_replicas", None)
+    return isinstance(sampler, DistributedSampler) or (isinstance(ranks, int) and ranks > 1)
 
 
 class ShardedLoader(Iterable[Any]):
@@ -130,7 +137,7 @@ class ShardedLoader(Iterable[Any]):
         self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
         # Also that of a batch sampler which the script has made.
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
-        sharing = next((one for one in (loader.batch_sampler, inner) if hasattr(one, "num_replicas")), None)
+        sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
         self._sampler: Any = inner if sharing is None else sharing
         if self._stream:
             self._loader = loader
@@ -186,19 +193,12 @@ class ShardedLoader(Iterable[Any]):
 
     @property
     def batch_sampler(self) -> Any:
-        """The script's own."""
-        return self._given.batch_sampler
+        """The script's own, where it has made one."""
+        return (self._loader if self._given.batch_size is not None else self._given).batch_sampler
 
     @property
     def is_stream(self) -> bool:
         return self._stream
-
-    @property
-    def may_differ(self) -> bool:
-        """Whether other ranks may read other samples or another order, without which a share of it makes no sense."""
-        return self._stream or (
-            self._shard is not None and type(self._shard.source) not in (SequentialSampler, RandomSampler)
-        )
 
     @property
     def first_read(self) -> str:
@@ -399,12 +399,15 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(one, batch))
     if callable(getattr(batch, "to", None)) and not isinstance(batch, (type, nn.Module)):
-        return batch.to(device)
+        with contextlib.suppress(TypeError):  # one that goes to other things than devices
+            there = batch.to(device)
+            return batch if there is None else there
+        return batch
     if isinstance(batch, MutableMapping):
-        there = copy.copy(batch)
+        mapping = copy.copy(batch)
         for key, value in batch.items():
-            there[key] = one(value)
-        return there
+            mapping[key] = one(value)
+        return mapping
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         changed = copy.copy(batch)
         for field in dataclasses.fields(batch):

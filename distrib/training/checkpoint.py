@@ -174,9 +174,18 @@ def read(
             _load(thing, states[name])
         except (RuntimeError, ValueError, KeyError) as error:
             raise TrainingError(f"{source}: the state of {name} does not fit: {error}") from error
-    values = moved(values, device, lambda tensor: tensor.untyped_storage().data_ptr() in from_gpus)
+    values = moved(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}
     return {**given, **values}, saved.get("backend", {})
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its numbers are in memory."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:  # the compressed ones
+        tensor = tensor.values()
+    return tensor.untyped_storage().data_ptr()
 
 
 _COMPILED = "_orig_mod."

@@ -1,4 +1,4 @@
-"""Whether the ranks have the same samples under the same numbers, by what their datasets tell without reading a sample.
+"""Whether the ranks have the same samples under the same numbers, by what their datasets keep in memory of each sample.
 
 A loader's samples are shared out by number. Where a dataset was split at random on each rank by itself, or lists its files in no
 order, some samples are read twice, others never, and what was put aside for validation is trained on: on one GPU all was well.
@@ -6,10 +6,15 @@ order, some samples are read twice, others never, and what was put aside for val
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import mmap
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
@@ -18,7 +23,8 @@ from distrib.errors import TrainingError
 from distrib.training.alike import digest_of
 
 _LOOKED_AT = 32
-"""Samples that are compared, spread over the dataset."""
+"""Samples that are compared, spread over the dataset; and parts of one that is put together, and numbers of a sample."""
+_PLACES = 256
 _DEPTH = 4
 _CHOSEN = "Subset.indices"
 
@@ -32,41 +38,53 @@ def check_same_data(things: Sequence[Any]) -> str:
     if not loaders:
         return ""
     own = [_words(loader.dataset) for loader in loaders]
-    all_: list[list[dict[str, str]]] = [[] for _ in range(dist.get_world_size())]
+    digests: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return ""
+    all_: list[list[dict[str, str]]] = [[] for _ in digests]
     dist.all_gather_object(all_, own)
-    found = ""
-    for rank, others in enumerate(all_):
-        for number, (first, other) in enumerate(zip(all_[0], others, strict=True)):
-            place = next((place for place in first if place in other and first[place] != other[place]), "")
-            which = f"DataLoader {number + 1} of {len(loaders)}" if len(loaders) > 1 else "the DataLoader"
-            if place.endswith(_CHOSEN):
-                raise TrainingError(
-                    f"rank {rank} has chosen other samples than rank 0 for {which} given to job.prepare: {place} differ",
-                    hint="choose the same on every rank, with torch.manual_seed(SEED) before random_split or a generator given to it; "
-                    "job.prepare shares them out, or leave the loader out of it",
-                )
-            if place and not found:
-                found = f"{which} given to job.prepare has other samples, or others first, on rank {rank} than on rank 0 ({place})"
-    return found
+    differing = [
+        (place, rank, f"DataLoader {number + 1} of {len(loaders)}" if len(loaders) > 1 else "the DataLoader")
+        for rank, others in enumerate(all_)
+        for number, (first, other) in enumerate(zip(all_[0], others, strict=True))
+        for place in first
+        if place in other and first[place] != other[place]
+    ]
+    for place, rank, which in differing:
+        if place.endswith(_CHOSEN):
+            raise TrainingError(
+                f"rank {rank} has chosen other samples than rank 0 for {which} given to job.prepare: {place} differ",
+                hint="choose the same on every rank, with torch.manual_seed(SEED) before random_split or a generator given to it; "
+                "job.prepare shares them out, or leave the loader out of it",
+            )
+    for place, rank, which in differing:
+        return (
+            f"{which} given to job.prepare has other samples, or others first, on rank {rank} than on rank 0 ({place})"
+        )
+    return ""
 
 
 def order_of(numbers: Sequence[Any]) -> str:
     """A word for the order of what a sampler yields: another where it is another."""
-    return f"{len(numbers)} {digest_of(_spread(numbers))}"
+    return _word(_spread(numbers), len(numbers))
+
+
+def _word(entries: Sequence[Any], length: int) -> str:
+    return f"{length} {digest_of([_plain(entry) for entry in entries])}"
 
 
 def _spread(values: Any) -> list[Any]:
     length = len(values)
-    return (
-        [_plain(values[length * number // _LOOKED_AT]) for number in range(min(_LOOKED_AT, length))] if length else []
-    )
+    return [values[length * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if length else []
 
 
 def _words(dataset: Any) -> dict[str, str]:
-    try:
-        return dict(_told(dataset))
-    except Exception:  # whatever a class of the script's raises where its insides are looked at
-        return {}
+    found: dict[str, str] = {}
+    with contextlib.suppress(Exception):  # whatever a class of the script's raises where its insides are looked at
+        for place, word in islice(_told(dataset), _PLACES):
+            found[place] = word
+    return found
 
 
 def _told(dataset: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
@@ -78,79 +96,75 @@ def _told(dataset: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[s
             yield from _told(dataset.dataset, f"{place}.dataset", depth - 1)
         return
     if isinstance(dataset, (list, tuple)):
-        yield place, order_of(dataset)
+        yield from _column(place, dataset, len(dataset))
         return
-    try:
-        samples = len(dataset)
-        attributes = vars(dataset)
-    except (TypeError, NotImplementedError):
-        return
-    parts = dataset.datasets if isinstance(dataset, ConcatDataset) else ()
-    for number, part in enumerate(parts):
+    samples, attributes = len(dataset), vars(dataset)
+    for number, part in enumerate(_few(dataset.datasets) if isinstance(dataset, ConcatDataset) else ()):
         if depth:
             yield from _told(part, f"{place}.datasets[{number}]", depth - 1)
     for key, value in attributes.items():
         inner = f"{place}.{key}"
-        if isinstance(value, Dataset) and depth:
-            yield from _told(value, inner, depth - 1)
-            continue
-        # What torch's TensorDataset has is a tuple of tensors.
-        columns = value if isinstance(value, (list, tuple)) and len(value) != samples and len(value) <= 8 else (value,)
-        for column in columns:
-            if word := _column(column, samples):
-                yield inner, word
+        if isinstance(value, Dataset):
+            if depth:
+                yield from _told(value, inner, depth - 1)
+        elif (
+            key == "_indices" and getattr(value, "num_rows", None) == samples
+        ):  # the chosen rows of Hugging Face's datasets
+            rows = value.column(0)
+            yield inner, _word([rows[samples * n // _LOOKED_AT].as_py() for n in range(_LOOKED_AT)], samples)
+        elif isinstance(value, (list, tuple)) and len(value) != samples:  # as the tensors of a TensorDataset
+            for number, column in enumerate(_few(value)):
+                yield from _column(f"{inner}[{number}]", column, samples)
+        else:
+            yield from _column(inner, value, samples)
 
 
-def _column(value: Any, samples: int) -> str:
-    """A word for what has one entry for each sample, in their order; empty for anything else."""
-    if not samples:
-        return ""
-    if hasattr(value, "iloc") and hasattr(value, "index"):  # pandas
-        return order_of(_Rows(value)) if len(value) == samples else ""
-    if (
-        hasattr(value, "column") and getattr(value, "num_rows", None) == samples
-    ):  # the chosen rows of Hugging Face's datasets
-        return order_of(_Cells(value.column(0)))
-    if (isinstance(value, (list, tuple)) or getattr(value, "ndim", None)) and len(value) == samples:
-        return order_of(value)
-    return ""
+def _few(parts: Sequence[Any]) -> Sequence[Any]:
+    return parts if len(parts) <= _LOOKED_AT else _spread(parts)
 
 
-class _Rows(Sequence[Any]):
-    def __init__(self, table: Any) -> None:
-        self._table = table
+def _column(place: str, value: Any, samples: int) -> Iterator[tuple[str, str]]:
+    """A word for what has an entry for each sample; none for anything else, nor for what is read from elsewhere or filled by and by."""
+    with contextlib.suppress(Exception):  # see `_words`: this one shall not hide the others
+        if hasattr(value, "iloc") and len(value) == samples:  # pandas
+            rows = [value.iloc[samples * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if samples else []
+            yield place, _word([row.tolist() if hasattr(row, "tolist") else row for row in rows], samples)
+        elif _is_in_memory(value) and len(value) == samples:
+            entries = _spread(value)
+            if not any(entry is None for entry in entries):
+                yield place, _word(entries, samples)
 
-    def __len__(self) -> int:
-        return len(self._table)
 
-    def __getitem__(self, number: Any) -> Any:
-        row = self._table.iloc[number]
-        return row.tolist() if hasattr(row, "tolist") else row
-
-
-class _Cells(_Rows):
-    def __getitem__(self, number: Any) -> Any:
-        return self._table[number].as_py()
+def _is_in_memory(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and value.device.type == "cpu"
+    if type(value) is np.ndarray:
+        base: Any = value
+        while isinstance(base, np.ndarray):
+            base = base.base
+        return value.ndim > 0 and not isinstance(base, mmap.mmap)
+    return isinstance(value, (list, tuple))
 
 
 def _plain(value: Any) -> Any:
     """`value` without what may differ between hosts: folders of files, and how numbers were rounded."""
     if isinstance(value, (str, PurePath)):
         return PurePath(value).name
-    if isinstance(value, (bool, int, bytes, type(None))):
+    if isinstance(value, (bool, int, bytes)):
         return value
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(one) for one in value[:_LOOKED_AT]]
     if isinstance(value, float):
         return f"{value:.1e}"
-    if hasattr(value, "dtype") and hasattr(value, "shape"):  # of torch or numpy
-        try:
-            values = torch.as_tensor(value)
-            if values.is_floating_point() or values.is_complex():
-                return f"{float(values.abs().double().sum()):.1e}"
-            return values
-        except (TypeError, RuntimeError, NotImplementedError):
-            return str(value) if not getattr(value, "shape", None) else None
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        while value.ndim > 1:
+            value = value[len(value) // 2]
+        numbers = value[:_LOOKED_AT].tolist() if value.ndim else [value.item()]
+        if any(isinstance(number, (float, complex)) for number in numbers):
+            return f"{sum(map(abs, numbers)):.1e}"
+        return [_plain(number) for number in numbers]
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import sys
 import weakref
@@ -12,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
-from distrib.training.backend import Backend, is_sharded
+from distrib.training.backend import Backend
 from distrib.training.steps import Steps
 
 _READ = {None: "-", False: "b", True: "e"}
@@ -28,12 +28,17 @@ def _key(rank: int) -> str:
     return f"distrib/read/{rank}"
 
 
+@functools.cache  # there may be ten million objects, of few kinds
+def _wraps(kind: type) -> bool:
+    return any(one.__name__ in ("DistributedDataParallel", "FullyShardedDataParallel") for one in kind.__mro__)
+
+
 def _sees_to_it(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether one of these is of a model that the script has wrapped itself, in DistributedDataParallel or FSDP."""
-    if any(map(is_sharded, parameters)):
+    if any(type(parameter).__name__ == "DTensor" for parameter in parameters):
         return True
     own = {id(parameter) for parameter in parameters}
-    wrapped = (thing for thing in gc.get_objects() if issubclass(type(thing), DistributedDataParallel))
+    wrapped = [thing for thing in gc.get_objects() if _wraps(type(thing))]  # type: ignore[arg-type]
     return any(id(parameter) in own for model in wrapped for parameter in model.parameters())
 
 
@@ -153,7 +158,8 @@ class Forgotten:
     def _never_prepared(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
         models, own = self._models(), {id(parameter) for parameter in parameters}
         if not any(id(parameter) in own for model in models for parameter in model.parameters()):
-            if not models and self._backend.world.size > 1 and not _sees_to_it(parameters):
+            world = self._backend.world
+            if not models and world.size > 1 and not world.rank and not _sees_to_it(parameters):
                 what = f"{name} takes a step, and no model was given to job.prepare"
                 self._note(f"{what}: every rank trains one of its own, unless the script averages their gradients")
             return

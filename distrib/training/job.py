@@ -238,14 +238,14 @@ class Job:
                     f"{type(thing).__name__} has lazy layers, whose parameters are not there yet",
                     hint="let it compute one batch before job.prepare",
                 )
-            if isinstance(thing, nn.Module) and any(map(is_sharded, thing.parameters())):
+            if isinstance(thing, nn.Module) and is_sharded(thing):
                 raise TrainingError(
                     f"the parameters of {type(thing).__name__} are shared out already, as by FSDP",
                     hint="FSDP sees to its gradients and its optimizer: prepare the DataLoader alone",
                 )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
-            if other := check_same_data(things):
+            if (other := check_same_data(things)) and not self._begun:  # later some may have filled what they keep
                 self._forgotten.other_data(other)
         if sync_batchnorm and self._backend.strategy.balance:
             raise TrainingError(
@@ -312,6 +312,7 @@ class Job:
     def _add(self, model: nn.Module) -> None:
         """Trains `model`, in place of what it was before it was prepared again."""
         self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
+        self._status.prepared()
 
     def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
         self._loaders += 1
@@ -337,7 +338,7 @@ class Job:
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
-        if not self._begun and sharded.may_differ:
+        if not self._begun:
             self._compared.append(sharded)
         return sharded
 

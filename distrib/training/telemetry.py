@@ -48,6 +48,10 @@ class StatusPipe:
             self._late.daemon = True
             self._late.start()
 
+    def prepared(self) -> None:
+        """Says that the script has prepared a model that learns: what was asked for at launch has a meaning."""
+        self._write({"prepared": True})
+
     def closing(self) -> None:
         """Says that the script is at its end and waits for the others there."""
         self._write({"closing": True})

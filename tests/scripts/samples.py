@@ -71,6 +71,23 @@ def seen(loader) -> list[int]:
 once = [1] * len(NUMBERS)
 loaded = TensorDataset(NUMBERS)
 
+# The same in another folder, numbers that were rounded differently, and a split that was seeded.
+rounded = NUMBERS.repeat(1, 3) * (1 + 1e-7 * job.rank)
+files = [f"/data{job.rank}/{number:02}" for number in range(24)]
+job.prepare(DataLoader(TensorDataset(rounded)), DataLoader(Files(files)), DataLoader(range(9)))
+filled = Files([f"{number:02}" for number in range(24)])
+filled.kept = [None, *range(23)] if job.rank else [None] * 24  # type: ignore[attr-defined]
+job.prepare(DataLoader(filled))
+torch.manual_seed(3)
+for part in random_split(loaded, [20, 4]):
+    job.prepare(DataLoader(part))
+
+# Other orders are told of.
+job.prepare(DataLoader(Subset(Files(files[:: 1 - 2 * job.rank]), range(3, 9))))
+job.prepare(DataLoader(TensorDataset(NUMBERS.roll(job.rank), torch.zeros(24))))
+words = [f"{number:02}" for number in range(24)]
+job.prepare(DataLoader(loaded), DataLoader(words[job.rank :] + words[: job.rank]))
+
 # A sampler with random numbers of its own: told at the job's first step.
 assert seen(job.prepare(DataLoader(loaded, batch_size=3, sampler=Drawn()))) != once
 
@@ -83,27 +100,16 @@ loader = job.prepare(DataLoader(loaded, batch_sampler=batches))
 assert seen(loader) == once
 assert loader.batch_sampler is batches and batches.sampler.epoch == 0
 try:
-    job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(0, 1)))
+    job.prepare(DataLoader(loaded, batch_size=3, sampler=Sharing(0, 3)))
     raise AssertionError
 except TrainingError as error:
-    assert "Sharing shares with 1 rank(s), the job has 2" in str(error)
-
-# The same in another folder, numbers that were rounded differently, and a split that was seeded.
-rounded = NUMBERS.repeat(1, 3) * (1 + 1e-7 * job.rank)
-files = [f"/data{job.rank}/{number:02}" for number in range(24)]
-job.prepare(DataLoader(TensorDataset(rounded)), DataLoader(Files(files)), DataLoader(range(9)))
-torch.manual_seed(3)
-for part in random_split(loaded, [20, 4]):
-    job.prepare(DataLoader(part))
-
-# Other orders are told of.
-job.prepare(DataLoader(Subset(Files(files[:: 1 - 2 * job.rank]), range(3, 9))))
-words = [f"{number:02}" for number in range(24)]
-job.prepare(DataLoader(loaded), DataLoader(words[job.rank :] + words[: job.rank]))
+    assert "Sharing shares with 3 rank(s), the job has 2" in str(error)
 
 # Other choices are refused.
 split = random_split(loaded, [20, 4], torch.Generator().manual_seed(job.rank))
-slices = [loaded, Subset(loaded, range(job.rank, len(NUMBERS), 2))]
+odd = Files([f"{(number + job.rank) % 24:02}" for number in range(24)])
+odd.pictures = np.zeros((24, 2, 3))[..., ::-1]  # type: ignore[attr-defined]
+slices = [loaded, Subset(odd, range(job.rank, len(NUMBERS), 2))]
 for parts in (split, slices):
     try:
         job.prepare(*map(DataLoader, parts))
