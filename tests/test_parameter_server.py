@@ -1412,3 +1412,29 @@ def test_nobody_waits_long_for_a_rank_that_died_before_it_began(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "worker rank 0 on localhost" in done.stderr
     assert time.monotonic() - begun < 60  # servers by themselves would wait for two minutes
+
+
+SPLIT = """
+import torch, distrib
+from torch.utils.data import DataLoader, TensorDataset, random_split
+job = distrib.init()
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+mine, alike = (torch.Generator().manual_seed(seed) for seed in (job.rank, 0))
+data = TensorDataset(torch.arange(20.0)[:, None])
+loaders = [DataLoader(random_split(data, [16, 4], generator)[0], 2) for generator in (mine, alike)]
+model, optimizer, *loaders = job.prepare(model, optimizer, *loaders)
+for loader in loaders:
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_worker_with_other_samples_than_main_says_so(launch, tmp_path):
+    (tmp_path / "split.py").write_text(SPLIT)
+    run = launch("-np", "2", "--mode", "async", tmp_path / "split.py")
+    assert run.code == 0, run
+    told = [line for line in run.err.splitlines() if "has other samples" in line]
+    assert len(told) == 1 and told[0].startswith("[1@localhost] distrib: warning: rank 1 has other samples"), run

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import PurePath
 from typing import Any
@@ -27,6 +27,9 @@ _LOOKED_AT = 32
 _PLACES = 256
 _DEPTH = 4
 _CHOSEN = "Subset.indices"
+CHOOSE_ALIKE = (
+    "choose the same on every rank, with torch.manual_seed(SEED) before random_split or a generator given to it"
+)
 
 
 def check_same_data(things: Sequence[Any]) -> str:
@@ -37,7 +40,7 @@ def check_same_data(things: Sequence[Any]) -> str:
     loaders = [one for one in things if isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)]
     if not loaders:
         return ""
-    own = [_words(loader.dataset) for loader in loaders]
+    own = [words_of(loader.dataset) for loader in loaders]
     digests: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -45,24 +48,29 @@ def check_same_data(things: Sequence[Any]) -> str:
     all_: list[list[dict[str, str]]] = [[] for _ in digests]
     dist.all_gather_object(all_, own)
     differing = [
-        (place, rank, f"DataLoader {number + 1} of {len(loaders)}" if len(loaders) > 1 else "the DataLoader")
+        (not place.endswith(_CHOSEN), rank, number, place)
         for rank, others in enumerate(all_)
         for number, (first, other) in enumerate(zip(all_[0], others, strict=True))
-        for place in first
-        if place in other and first[place] != other[place]
+        if (place := difference(first, other))
     ]
-    for place, rank, which in differing:
-        if place.endswith(_CHOSEN):
-            raise TrainingError(
-                f"rank {rank} has chosen other samples than rank 0 for {which} given to job.prepare: {place} differ",
-                hint="choose the same on every rank, with torch.manual_seed(SEED) before random_split or a generator given to it; "
-                "job.prepare shares them out, or leave the loader out of it",
-            )
-    for place, rank, which in differing:
+    if not differing:
+        return ""
+    guessed, rank, number, place = min(differing)
+    which = f"DataLoader {number + 1} of {len(loaders)}" if len(loaders) > 1 else "the DataLoader"
+    if guessed:
         return (
             f"{which} given to job.prepare has other samples, or others first, on rank {rank} than on rank 0 ({place})"
         )
-    return ""
+    raise TrainingError(
+        f"rank {rank} has chosen other samples than rank 0 for {which} given to job.prepare: {place} differ",
+        hint=f"{CHOOSE_ALIKE}; job.prepare shares them out, or leave the loader out of it",
+    )
+
+
+def difference(first: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The place where two ranks' `words_of` a dataset differ, first of all in what was chosen of another one; empty where they do not."""
+    places = [place for place in first if place in other and first[place] != other[place]]
+    return min(places, key=lambda place: not place.endswith(_CHOSEN), default="")
 
 
 def order_of(numbers: Sequence[Any]) -> str:
@@ -79,7 +87,8 @@ def _spread(values: Any) -> list[Any]:
     return [values[length * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if length else []
 
 
-def _words(dataset: Any) -> dict[str, str]:
+def words_of(dataset: Any) -> dict[str, str]:
+    """By places in a dataset that have something of each sample, a word for what that is."""
     found: dict[str, str] = {}
     with contextlib.suppress(Exception):  # whatever a class of the script's raises where its insides are looked at
         for place, word in islice(_told(dataset), _PLACES):
@@ -125,7 +134,7 @@ def _few(parts: Sequence[Any]) -> Sequence[Any]:
 
 def _column(place: str, value: Any, samples: int) -> Iterator[tuple[str, str]]:
     """A word for what has an entry for each sample; none for anything else, nor for what is read from elsewhere or filled by and by."""
-    with contextlib.suppress(Exception):  # see `_words`: this one shall not hide the others
+    with contextlib.suppress(Exception):  # see `words_of`: this one shall not hide the others
         if hasattr(value, "iloc") and len(value) == samples:  # pandas
             rows = [value.iloc[samples * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if samples else []
             yield place, _word([row.tolist() if hasattr(row, "tolist") else row for row in rows], samples)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
 from distrib.training.backend import Backend
+from distrib.training.datasets import CHOOSE_ALIKE
 from distrib.training.steps import Steps
 
 _READ = {None: "-", False: "b", True: "e"}
@@ -97,6 +98,13 @@ class Forgotten:
         self._note(
             f"{what}: samples are shared out by their numbers, so that some are read twice and others never; sort what is listed "
             "(os.listdir, glob and sets have no order), seed what is drawn alike on every rank, and leave sharing out to job.prepare"
+        )
+
+    def other_than_main(self, place: str) -> None:
+        """This rank has prepared a loader whose dataset has other samples under the same numbers than that of the main rank."""
+        what = f"rank {self._backend.world.rank} has other samples, or others first, than the main rank in a DataLoader given to job.prepare"
+        print(
+            f"distrib: warning: {what} ({place}): {CHOOSE_ALIKE}, and sort what is listed", file=sys.stderr, flush=True
         )
 
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:

@@ -30,7 +30,7 @@ from distrib.training.alike import check_alike, check_same_values, differ, gathe
 from distrib.training.backend import Backend, backend_for, is_sharded
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader, moved
-from distrib.training.datasets import check_same_data
+from distrib.training.datasets import check_same_data, difference, words_of
 from distrib.training.drift import Drift
 from distrib.training.epochs import Lessons
 from distrib.training.finite import OnNan
@@ -317,7 +317,12 @@ class Job:
     def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
         self._loaders += 1
         number, generator = self._loaders - 1, loader.generator  # which scripts may seed by rank; the order must be one
-        seed = self._from_main(lambda: generator.initial_seed() if generator else torch.initial_seed() + number)
+        own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
+        seed, of_main = self._from_main(
+            lambda: (generator.initial_seed() if generator else torch.initial_seed() + number, own)
+        )
+        if place := difference(of_main, own):
+            self._forgotten.other_than_main(place)
         balance = None
         if self._backend.strategy.balance and self.world_size > 1:
             balance = Balance(
