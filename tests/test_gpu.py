@@ -116,26 +116,30 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
 @pytest.mark.parametrize(
     "outer", [Outer(lr=1.0, momentum=0.0), Outer(lr=1.0, momentum=0.0, fragments=3, overlap_steps=2)]
 )
-def test_what_one_rank_has_learnt_by_itself_is_what_all_agree_on(group, device, outer):
-    alone = network(device)
-    model = copy.deepcopy(alone)
-    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (alone, model)]
-    round_ = Round(optimizers[1], Strategy(mode="local", inner_steps=6, outer=outer), 1)
-    round_.models = [model]
-    for step in range(20):
-        x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
-        round_.begin()
-        for one, optimizer in zip((alone, model), optimizers, strict=True):
-            one.zero_grad()
-            one(x).square().mean().backward()
+def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
+    """Without overlap they are what it has learnt by itself."""
+    learnt = []
+    for place in (device, torch.device("cpu"), None):
+        model = network(torch.device("cpu")).to(place)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        round_ = Round(optimizer, Strategy(mode="local", inner_steps=6, outer=outer), 1) if place else None
+        if round_:
+            round_.models = [model]
+        for step in range(20):
+            x = torch.randn(4, 64, generator=torch.Generator().manual_seed(step))
+            if round_:
+                round_.begin()
+            optimizer.zero_grad()
+            model(x.to(place)).square().mean().backward()
             optimizer.step()
-        round_.go_on()
-    round_.end()
-    if outer.overlap_steps:  # what comes back late is mixed with what was learnt meanwhile
-        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    else:
-        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+            if round_:
+                round_.go_on()
+        if round_:
+            round_.end()
+        learnt.append(torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()]))
+    here, cpu, alone = learnt
+    torch.testing.assert_close(here, cpu, rtol=1e-2, atol=1e-3)
+    assert torch.allclose(here, alone, rtol=1e-2, atol=1e-3) == (not outer.overlap_steps)
 
 
 def test_a_nan_is_told_a_step_late_and_nobody_waits(device):

@@ -26,6 +26,7 @@ from distrib.probe.records import (
     Record,
     Started,
     StepDone,
+    by_machine,
 )
 from distrib.probe.schedule import Pair, Round
 from distrib.probe.settings import MODES, Way
@@ -179,10 +180,7 @@ class Leader:
         self._number += 1
         gpus = max(len(facts.gpus) for facts in self.facts.values())
         seconds = self.settings.inside_seconds
-        machines: dict[str, list[str]] = {}
-        for facts in self.facts.values():
-            machines.setdefault(facts.machine or f"host {facts.host}", []).append(facts.host)
-        same_memory = {first: further for first, *further in machines.values()}
+        same_memory = {first.host: further for first, *further in by_machine(self.facts.values())}
         # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
         patience_seconds = INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1)
         tasks: dict[int, Task] = {
@@ -203,7 +201,7 @@ class Leader:
                 self.emit(InsideSeen(step=step.key, link=link))
                 if link.source == link.target == "memory":
                     for other in same_memory[host]:
-                        self.emit(InsideSeen(step=step.key, link=msgspec.structs.replace(link, host=other)))
+                        self.emit(InsideSeen(step=step.key, link=msgspec.structs.replace(link, host=other.host)))
             if reply.gpus:
                 self.emit(GpusSeen(host=host, gpus=reply.gpus))
         notes = self._failures(tasks, replies, "inside the hosts not everything was measured")

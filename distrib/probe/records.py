@@ -224,7 +224,10 @@ def measured(records: Iterable[Record]) -> Measured | None:
         when=start.when,
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
-        machines=_machines(tuple(facts.values())),
+        machines=tuple(
+            Machine(hosts=tuple(facts.host for facts in same), processors=_processors(same))
+            for same in by_machine(facts.values())
+        ),
         pairs=tuple(
             PairLink(
                 source=seen.source,
@@ -255,17 +258,12 @@ def measured(records: Iterable[Record]) -> Measured | None:
     )
 
 
-def _machines(hosts: tuple[Facts, ...]) -> tuple[Machine, ...]:
+def by_machine(hosts: Iterable[Facts]) -> list[list[Facts]]:
+    """The hosts that are one machine, together; one that does not tell is a machine by itself."""
     on: dict[str, list[Facts]] = {}
     for facts in hosts:
         on.setdefault(facts.machine or f"host {facts.host}", []).append(facts)
-    return tuple(
-        Machine(
-            hosts=tuple(facts.host for facts in same),
-            processors=_processors(same),
-        )
-        for same in on.values()
-    )
+    return list(on.values())
 
 
 def _processors(hosts: list[Facts]) -> int:

@@ -133,13 +133,13 @@ class ShardedLoader(Iterable[Any]):
         self._generator = torch.Generator()
         self._shard: ShardSampler | None = None
         self._first_batch = ""
-        self._stream = isinstance(loader.dataset, IterableDataset)
-        self._shuffled = not self._stream and not isinstance(loader.sampler, SequentialSampler)
+        self.is_stream = isinstance(loader.dataset, IterableDataset)
+        self._shuffled = not self.is_stream and not isinstance(loader.sampler, SequentialSampler)
         # Also that of a batch sampler which the script has made.
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
         self._sampler: Any = inner if sharing is None else sharing
-        if self._stream:
+        if self.is_stream:
             self._loader = loader
         elif sharing is not None:
             if sharing.num_replicas != ranks:
@@ -197,10 +197,6 @@ class ShardedLoader(Iterable[Any]):
         return (self._loader if self._given.batch_size is not None else self._given).batch_sampler
 
     @property
-    def is_stream(self) -> bool:
-        return self._stream
-
-    @property
     def first_read(self) -> str:
         """A word for what was read first of all, where every rank reads all of it to keep its share: the first batch of a stream in the
         first epoch in which a model trained, or the order of a sampler of the script's."""
@@ -208,7 +204,7 @@ class ShardedLoader(Iterable[Any]):
 
     def __len__(self) -> int:
         """The number of batches of this rank, of the same size on all of them while a model trains."""
-        if self._stream:
+        if self.is_stream:
             batches, left = divmod(len(self._loader), self._ranks)
             return batches + (self._rank < left and not self._evenly())
         return len(self._loader)
@@ -226,7 +222,7 @@ class ShardedLoader(Iterable[Any]):
             self._balance.epoch()
         watch = _Watch(self._evenly(), self._training, self._parameters)
         batches: Iterator[Any] = iter(self._loader)
-        if self._stream:
+        if self.is_stream:
             if watch.trains and ranks > 1 and not self._view and not self._first_batch:
                 batches = self._noting_the_first(batches)
             batches = every_nth(batches, rank, ranks, whole_rounds=lambda: watch.trains)

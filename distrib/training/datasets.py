@@ -83,8 +83,12 @@ def _word(entries: Sequence[Any], length: int) -> str:
 
 
 def _spread(values: Any) -> list[Any]:
-    length = len(values)
-    return [values[length * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if length else []
+    return [values[number] for number in _numbers(len(values))]
+
+
+def _numbers(samples: int) -> list[int]:
+    """Those that are looked at."""
+    return [samples * part // _LOOKED_AT for part in range(_LOOKED_AT)] if samples else []
 
 
 def words_of(dataset: Any) -> dict[str, str]:
@@ -116,11 +120,9 @@ def _told(dataset: Any, name: str = "", depth: int = _DEPTH) -> Iterator[tuple[s
         if isinstance(value, Dataset):
             if depth:
                 yield from _told(value, inner, depth - 1)
-        elif (
-            key == "_indices" and getattr(value, "num_rows", None) == samples
-        ):  # the chosen rows of Hugging Face's datasets
-            rows = value.column(0)
-            yield inner, _word([rows[samples * n // _LOOKED_AT].as_py() for n in range(_LOOKED_AT)], samples)
+        elif key == "_indices" and getattr(value, "num_rows", None) == samples:
+            rows = value.column(0)  # those that one of Hugging Face's datasets has chosen
+            yield inner, _word([rows[number].as_py() for number in _numbers(samples)], samples)
         elif isinstance(value, (list, tuple)) and len(value) != samples:  # as the tensors of a TensorDataset
             for number, column in enumerate(_few(value)):
                 yield from _column(f"{inner}[{number}]", column, samples)
@@ -136,7 +138,7 @@ def _column(place: str, value: Any, samples: int) -> Iterator[tuple[str, str]]:
     """A word for what has an entry for each sample; none for anything else, nor for what is read from elsewhere or filled by and by."""
     with contextlib.suppress(Exception):  # see `words_of`: this one shall not hide the others
         if hasattr(value, "iloc") and len(value) == samples:  # pandas
-            rows = [value.iloc[samples * number // _LOOKED_AT] for number in range(_LOOKED_AT)] if samples else []
+            rows = [value.iloc[number] for number in _numbers(samples)]
             yield place, _word([row.tolist() if hasattr(row, "tolist") else row for row in rows], samples)
         elif _is_in_memory(value) and len(value) == samples:
             entries = _spread(value)

@@ -152,7 +152,7 @@ class Job:
         self._begun = False
         """Whether a first step was taken."""
         self._compared: list[ShardedLoader] = []
-        """Until then: what is read whole on every rank."""
+        """The loaders that were prepared until then: what they read first is compared at it."""
         self._profiler: Profiler | None = None
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
@@ -364,10 +364,11 @@ class Job:
             check_same_values(self._models)
             if self._compared:
                 differing = differ([loader.first_read for loader in self._compared])
-                for stream in sorted(
-                    {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
-                ):
-                    self._forgotten.other_stream() if stream else self._forgotten.other_order()
+                streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
+                if True in streams:
+                    self._forgotten.other_stream()
+                if False in streams:
+                    self._forgotten.other_order()
         self._compared.clear()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
