@@ -25,6 +25,7 @@ from distrib_launch.outlook import during
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.rankstate import RankState
 from distrib_launch.recovery import Recovery
+from distrib_launch.verdict import Verdict
 
 from distrib import strategy
 from distrib.cluster.node import name_hosts
@@ -44,8 +45,7 @@ PING_SECONDS = 0.4
 HOST_SILENCE_SECONDS = 1.8
 DEAD_CONNECTION_SECONDS = 30.0
 """After which the kernel gives up a connection whose bytes nobody acknowledges; a host that vanished is known before."""
-ORPHANED_SECONDS = 30.0
-"""For how long the daemons of an engine that has left may still be ending its ranks."""
+
 
 INPUT_PIECE_BYTES = 1 << 20
 
@@ -93,13 +93,9 @@ class Supervisor:
         self.stopping = False
         self.stop_deadline = float("inf")
         self.interrupts = 0
-        self.verdict: tuple[results.Status, int] | None = (
-            None  # status and exit code that were decided from outside the ranks
-        )
-        self.failure: results.Failure | None = None  # what was found from outside the ranks
+        self.verdict = Verdict(plan, self.recovery)
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
         self.log_lost = False  # and said so
-        self.engine_left: results.Failure | None = None  # before its ranks; without it a job of mode async may go on
         self.warnings: list[str] = []
         self.watch = during.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
@@ -182,16 +178,16 @@ class Supervisor:
                     continue
                 if not self.assigned:
                     self._start_failed(engine, "it ended before every rank had called back")
-                if not self.engine_left:
+                if not self.verdict.engine_left:
                     self._hear_all()
                     if not self.stopping and not all(state.ending for state in self.ranks):
                         self._engine_lost(engine, engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(engine, f"not every rank has called back within {START_SECONDS:.0f} s")
             spent_seconds = now - begun + self.spent_seconds
-            if self.timeout_seconds and spent_seconds > self.timeout_seconds and self.verdict is None:
+            if self.timeout_seconds and spent_seconds > self.timeout_seconds and not self.verdict.is_decided:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
-                self.verdict = ("stopped", 124)
+                self.verdict.stop(124)
                 self._stop(self.grace_seconds)
             if not self.stopping and not self.first_bad:
                 self.recovery.start_waiting(now)
@@ -239,7 +235,7 @@ class Supervisor:
                 self.console.say("the job goes on; --hang-timeout TIME would end it")
             return
         guilty = (hangs.culprits(stacks) or stacks)[0]
-        self.failure = results.Failure(
+        failure = results.Failure(
             rank=guilty.rank,
             host=guilty.host,
             time=time.time(),
@@ -249,7 +245,7 @@ class Supervisor:
             traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in guilty.frames),
             log=str(self.ranks[guilty.rank].error_log),
         )
-        self.verdict = ("failed", 1)
+        self.verdict.fail(failure)
         self._stop(self.grace_seconds)
 
     def _turn(self, seconds: float) -> bool:
@@ -524,8 +520,7 @@ class Supervisor:
 
     def _interrupted(self, number: int) -> None:
         self.interrupts += 1
-        if self.verdict is None:
-            self.verdict = ("stopped", 128 + number)
+        self.verdict.stop(128 + number)
         if self.interrupts == 1:
             self.console.say(f"{failures.signal_name(number)}: stopping the job (once more: at once)")
             self._stop(self.grace_seconds)
@@ -575,7 +570,7 @@ class Supervisor:
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if lost in self.hosts:
             where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
-        self.engine_left = results.Failure(
+        failure = results.Failure(
             rank=None,
             host=where,
             time=time.time(),
@@ -585,19 +580,12 @@ class Supervisor:
             traceback="",
             log=str(engine.log),
         )
+        self.verdict.engine_left = failure
         if self.plan.mode == "async":
-            self._warn(f"{self.engine_left.message}; mode async needs it no more")
+            self._warn(f"{failure.message}; mode async needs it no more")
         else:
-            self.verdict, self.failure = ("failed", 1), self.engine_left
+            self.verdict.fail(failure)
             self._stop(self.grace_seconds)
-
-    def _ended_with_the_engine(self) -> bool:
-        """Whether a job that may go on without the engine did not, as ranks were ended when it left."""
-        left = self.engine_left
-        if left is None or self.recovery.succeeded:
-            return False
-        ended = [ending for ending in self.recovery.endings if ending.stopped_by == "engine"]
-        return any(abs(ending.time - left.time) < ORPHANED_SECONDS for ending in ended)
 
     def _say_goodbye(self) -> None:
         """Tell the ranks that nothing more is wanted, and see the engine go, by force if it must."""
@@ -623,23 +611,12 @@ class Supervisor:
         )
 
     def _result(self) -> results.Result:
-        endings = self.recovery.first_endings
-        first = None if self.recovery.succeeded else failures.first_failure(endings)
-        status: results.Status
-        words = self.engine.words if self.engine else ""
-        if first and first.signal == signal.SIGTERM and not self.verdict and (why := self.runtime.cancelled(words)):
-            self.verdict = ("stopped", first.code)
+        if self.engine and (why := self.verdict.hear_engine(self.engine.words)):
             self.warnings.append(why)
             self.console.say(why)
-        if not self.verdict and self._ended_with_the_engine():
-            self.verdict, self.failure = ("failed", 1), self.engine_left
-        status, code = self.verdict or (("failed", first.code) if first else ("succeeded", 0))
+        status, code, failure = self.verdict.final({state.plan.rank: state.error_log for state in self.ranks})
         if status == "succeeded" and (idle := self._idle_options()):
             self._warn(idle)
-        failure = self.failure
-        if first and status == "failed" and not failure:
-            interpreter = self.plan.script_on(self.hosts[first.host])[0]
-            failure = failures.describe(first, endings, self.ranks[first.rank].error_log, interpreter)
         return results.Result(
             status=status,
             exit_code=code,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import multiprocessing
 import os
 import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -22,25 +17,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
-from distrib.bandwidth.workload import Workload, write_workload
-from distrib.errors import DistribError, TrainingError
+from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import checkpoint, copies, forking, leaving
-from distrib.training.alike import check_alike, check_same_values, differ, gather_numbers
+from distrib.training import copies, forking, leaving
+from distrib.training.alike import check_alike, check_same_values
 from distrib.training.backend import Backend, backend_for, is_sharded
-from distrib.training.balance import Balance
-from distrib.training.batches import ShardedLoader, moved
-from distrib.training.datasets import check_same_data, difference, words_of
+from distrib.training.batches import ShardedLoader
+from distrib.training.datasets import check_same_data
 from distrib.training.drift import Drift
-from distrib.training.epochs import Lessons
+from distrib.training.exchange import Exchange, Operation
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten
+from distrib.training.loaders import Loaders
 from distrib.training.meter import Meter
 from distrib.training.normalization import bear_cpus, with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
-from distrib.training.profiling import STEPS, WARMUP_STEPS, Profiler, Wish, answer, wish_from
+from distrib.training.profiles import Profiles
+from distrib.training.profiling import STEPS, WARMUP_STEPS
 from distrib.training.rendezvous import join, meet_at_end
 from distrib.training.samples import Samples
+from distrib.training.saving import Checkpoints
 from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped
 from distrib.training.telemetry import StatusPipe
@@ -56,9 +52,6 @@ class _Options(NamedTuple):
     sync_batchnorm: bool
     on_nan: OnNan
 
-
-Operation = Literal["mean", "sum", "max", "min"]
-_OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 _job: Job | None = None
 
@@ -89,8 +82,6 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         if world.size > 1:
             forking.make_safe()
         _job = Job(world, device, backend)
-        if wish := wish_from(os.environ):
-            _job._profile_for_launcher(wish)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -134,26 +125,30 @@ class Job:
         self._backend = backend
         self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._comm = world.comm
-        self._run = copies.Run.from_environment(os.environ)
-        self.restarts = self._run.restarts
-        self._saves: Counter[str] = Counter()
+        run = copies.Run.from_environment(os.environ)
+        self.restarts = run.restarts
+        self._exchange = Exchange(world, self._elastic)
+        self._checkpoints = Checkpoints(run, backend, device, self._exchange, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
-        self._lessons = Lessons(lambda: sum(steps.calls for steps in self._steps) if self._steps else None)
         self._stepped: bool | torch.Tensor = False
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._drift = Drift(world, self._alike) if not self._elastic and world.size > 1 else None
-        self._loaders = 0
-        self._read: dict[int, bool | None] = {}
-        """Those of them of which this rank took a batch: whether it read them to their end without a step, None if never without."""
+        self._loaders = Loaders(
+            backend,
+            self._exchange,
+            self._forgotten,
+            elastic=self._elastic,
+            models=lambda: self._models,
+            steps=lambda: sum(steps.calls for steps in self._steps) if self._steps else None,
+            samples=self._next_batch,
+            ended=self._settle,
+        )
         self._begun = False
         """Whether a first step was taken."""
-        self._compared: list[ShardedLoader] = []
-        """The loaders that were prepared until then: what they read first is compared at it."""
-        self._profiler: Profiler | None = None
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -161,6 +156,7 @@ class Job:
             )
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
+        self._profiles = Profiles(device, os.environ, alone=world.size == 1)
 
     def __repr__(self) -> str:
         return f"<distrib.Job rank {self.rank} of {self.world_size} on {self.device}>"
@@ -259,10 +255,10 @@ class Job:
             )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         prepared = [self._prepare(thing, options) for thing in things]
-        for observer in (self._profiler, self._meter):
-            if observer:
-                for thing in prepared:
-                    observer.watch(thing)
+        for thing in prepared:
+            self._profiles.watch(thing)
+            if self._meter:
+                self._meter.watch(thing)
         if accumulate is not None:
             self.accumulate(accumulate)
         for steps in self._steps:
@@ -297,7 +293,7 @@ class Job:
             steps.accumulate(self._batches)
             return thing
         if isinstance(thing, DataLoader):
-            return self._prepare_loader(thing)
+            return self._loaders.prepare(thing)
         if isinstance(thing, torch.amp.GradScaler):
             follow_scaler(thing, self._steps)
             return thing
@@ -314,67 +310,22 @@ class Job:
         self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
         self._status.prepared()
 
-    def _prepare_loader(self, loader: DataLoader[Any]) -> ShardedLoader:
-        self._loaders += 1
-        number, generator = self._loaders - 1, loader.generator  # which scripts may seed by rank; the order must be one
-        own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
-        seed, of_main = self._from_main(
-            lambda: (generator.initial_seed() if generator else torch.initial_seed() + number, own)
-        )
-        if place := difference(of_main, own):
-            self._forgotten.other_than_main(place)
-        balance = None
-        if self._backend.strategy.balance and self.world_size > 1:
-            balance = Balance(
-                gather=gather_numbers, parameters=lambda: [p for model in self._models for p in model.parameters()]
-            )
-        sharded = ShardedLoader(
-            loader,
-            rank=self.rank,
-            ranks=self.world_size,
-            device=self.device,
-            seed=seed,
-            training=self._training,
-            samples=self._next_batch,
-            parameters=lambda: [p for model in self._models for p in model.parameters() if p.requires_grad],
-            ended=self._settle,
-            read=functools.partial(self._was_read, number),
-            lessons=self._lessons,
-            balance=balance,
-            view=self._elastic.view if self._elastic else None,
-        )
-        if not self._begun:
-            self._compared.append(sharded)
-        return sharded
-
     def _alike(self) -> Sequence[nn.Module]:
         """The models that have the same parameters on all ranks after every step."""
         return self._models if self._backend.together else ()
 
-    def _was_read(self, number: int, evaluated: bool | None) -> None:
-        if evaluated is None:
-            self._read.setdefault(number, None)
-        else:
-            self._read[number] = evaluated or bool(self._read.get(number))
-
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
-        begun, self._begun = self._begun, True
-        if not begun and self.world_size > 1 and not self._elastic:
-            check_same_values(self._models)
-            if self._compared:
-                differing = differ([loader.first_read for loader in self._compared])
-                streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
-                if True in streams:
-                    self._forgotten.other_stream()
-                if False in streams:
-                    self._forgotten.other_order()
-        self._compared.clear()
+        if not self._begun:
+            self._begun = True
+            if self.world_size > 1 and not self._elastic:
+                check_same_values(self._models)
+            self._loaders.begin()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped
-        if step == 1 and not self._status.begun and not self._read and self.world_size > 1:
-            self._forgotten.no_loader(self._loaders)
+        if step == 1 and not self._status.begun and not self._loaders.read and self.world_size > 1:
+            self._forgotten.no_loader(self._loaders.prepared)
         if step:
             self._status.step(step)
         if self._drift:
@@ -442,9 +393,6 @@ class Job:
             optimizer, start_factor=1 / self._backend.ranks_in_step, end_factor=1.0, total_iters=steps
         )
 
-    def _training(self) -> bool | None:
-        return any(unwrapped(model).training for model in self._models) if self._models else None
-
     # Between the ranks
 
     def barrier(self) -> None:
@@ -462,37 +410,7 @@ class Job:
         of its type except that the mean of whole numbers is float. Raises TrainingError for another `op`.
         """
         self._check_open()
-        if op not in _OPERATIONS:
-            raise TrainingError(f"all_reduce has no op {op!r}", hint=f"use {', '.join(_OPERATIONS)}")
-        if not isinstance(value, torch.Tensor):
-            return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
-        result = value.detach().clone(memory_format=torch.contiguous_format)
-        if self._elastic:
-            return self._elastic.reduce(result, op)
-        if self.world_size > 1:
-            dist.all_reduce(result, op=_OPERATIONS[op])
-        return result / self.world_size if op == "mean" else result
-
-    def _from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank."""
-        return self._elastic.from_main(work) if self._elastic else self._from_one(work, 0)
-
-    def _from_one(self, work: Callable[[], T], source: int) -> T:
-        """The same of rank `source`, where ranks go in step."""
-        if self.world_size == 1:
-            return work()
-        answer: list[Any] = [None, None]
-        problem: Exception | None = None
-        if self.rank == source:
-            try:
-                answer = [work(), None]
-            except (OSError, DistribError) as error:
-                problem, answer = error, [None, str(error)]
-        dist.broadcast_object_list(answer, src=source)
-        if answer[1] is not None:
-            raise problem or TrainingError(f"on rank {source}: {answer[1]}")
-        result: T = answer[0]
-        return result
+        return self._exchange.all_reduce(value, op)
 
     # What is kept and told
 
@@ -510,17 +428,7 @@ class Job:
         self._check_open()
         for steps in self._steps:
             steps.look(alone=True)
-        place = os.path.realpath(path)
-        self._saves[place] += 1
-        stamp = self._run.stamp(self._saves[place])
-        if self.is_main:
-            checkpoint.write(path, objects, self._backend.state_dict(), stamp)
-        elif self._keeps_copies(path):
-            try:
-                checkpoint.write(path, objects, self._backend.state_dict(), stamp)
-            # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
-            except Exception as error:
-                warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=2)
+        self._checkpoints.save(path, objects, is_main=self.is_main)
 
     def restore(self, path: str | os.PathLike[str], /, **objects: Any) -> dict[str, Any]:
         """Gives each object the state that `save` wrote under its name, and returns the plain values.
@@ -535,36 +443,7 @@ class Job:
         Raises TrainingError when the file is no checkpoint or does not fit.
         """
         self._check_open()
-        source = self._newest(path) if self._run.max_restarts else 0
-
-        def read() -> bytes | None:
-            return checkpoint.content(path)
-
-        data = self._from_one(read, source) if source else self._from_main(read)
-        place = Path(path).absolute()
-        if data is None:
-            if self.rank == 0:
-                how = "warning: the job was started again, but there is" if self.restarts else "note:"
-                print(f"distrib: {how} no file {place}: nothing is restored", file=sys.stderr, flush=True)
-            return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
-        if source and self.rank == source:
-            print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
-        values, state = checkpoint.read(data, objects, self.device, source=os.fspath(path))
-        self._backend.load_state_dict(moved(state, self.device))
-        return values
-
-    def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
-        """Whether this rank writes a copy of checkpoints for its host."""
-        one_of_its_host = self.local_rank == 0 and self.local_world_size < self.world_size
-        return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not copies.is_shared(path)
-
-    def _newest(self, path: str | os.PathLike[str]) -> int:
-        """The rank that sees the newest checkpoint. Every rank."""
-        if self._elastic or self.world_size == 1:
-            return 0
-        stamps: list[copies.Stamp | None] = [None] * self.world_size
-        dist.all_gather_object(stamps, copies.stamp_of(path))
-        return copies.newest(stamps, self._run)
+        return self._checkpoints.restore(path, objects)
 
     def log(self, /, **metrics: Any) -> None:
         """Tells the launcher what this rank measured: numbers, strings, or lists and dicts of them.
@@ -589,52 +468,9 @@ class Job:
         are other ranks, as the profile is of one alone; `prepare` does for a second optimizer.
         """
         self._check_open()
-        if self._profiler and not self._profiler.finished:
-            raise TrainingError("a profile is being measured already", hint="leave out job.profile() or --profile")
-        if self._models or self._loaders:
+        if self._models or self._loaders.prepared:
             raise TrainingError("something is prepared already", hint="call job.profile() before job.prepare()")
-        wish = Wish(name=Path(sys.argv[0] or "script").stem, warmup_steps=warmup_steps, steps=steps)
-        self._start_profile(wish, lambda workload, _: write_workload(path, workload))
-
-    def _profile_for_launcher(self, wish: Wish) -> None:
-        """Measure for `distrib-launch --profile`, and end the script when enough is known."""
-
-        def done(workload: Workload, steps: int) -> None:
-            answer(workload, steps=steps)
-            leaving.succeed_no_later_than(3.0)
-            raise SystemExit(0)
-
-        def hopeless(what: str) -> None:
-            answer(None, problem=what)
-            leaving.succeed_no_later_than(3.0)
-            raise SystemExit(0)
-
-        self._start_profile(wish, done, hopeless)
-
-    def _start_profile(
-        self, wish: Wish, done: Callable[[Workload, int], None], hopeless: Callable[[str], None] | None = None
-    ) -> None:
-        if self.world_size > 1:
-            raise TrainingError("a profile is measured on one rank alone", hint="run the script without other ranks")
-        self._profiler = Profiler(self.device, wish, done, hopeless=hopeless)
-        atexit.register(self._profile_at_exit)
-
-    def _end_profile(self) -> None:
-        if self._profiler and not self._profiler.finished:
-            try:
-                self._profiler.close()
-            except TrainingError as error:
-                if not wish_from(os.environ):
-                    raise
-                answer(None, problem=error.what)
-            except SystemExit:
-                pass  # the script is at its end anyway
-
-    def _profile_at_exit(self) -> None:
-        try:
-            self._end_profile()
-        except TrainingError as error:
-            print(f"distrib: {error}", file=sys.stderr, flush=True)
+        self._profiles.begin(path, warmup_steps=warmup_steps, steps=steps)
 
     # Leaving
 
@@ -645,7 +481,7 @@ class Job:
         """
         if self.closed:
             return
-        self._end_profile()
+        self._profiles.end()
         self._status.closing()
         try:
             for steps in self._steps:
@@ -658,7 +494,7 @@ class Job:
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:
-                self._forgotten.tell_what_was_read(self._read, self._loaders)
+                self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared)
                 if self._drift:
                     self._drift.leave()
                 self.barrier()

@@ -31,7 +31,6 @@ from distrib.cluster.catalog import find_gpu
 from distrib.errors import TrainingError
 from distrib.training.clock import Clock, usual
 
-ENVIRONMENT = "DISTRIB_PROFILE"
 WARMUP_STEPS = 5
 STEPS = 20
 FEWEST_STEPS = 5
@@ -39,33 +38,11 @@ FEWEST_STEPS = 5
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """What `distrib-launch --profile` asks of a rank, in `DISTRIB_PROFILE`."""
+    """What is to be measured, and what the workload is to be called."""
 
     name: str
     warmup_steps: int = WARMUP_STEPS
     steps: int = STEPS
-
-
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What it gets, through `DISTRIB_VALUE_FD`: the workload and how many steps were measured, or why there is none."""
-
-    workload: Workload | None = None
-    steps: int = 0
-    problem: str = ""
-
-
-def wish_from(environ: Mapping[str, str]) -> Wish | None:
-    """The launcher's wish for a profile, if there is one."""
-    text = environ.get(ENVIRONMENT)
-    return msgspec.json.decode(text, type=Wish) if text else None
-
-
-def answer(workload: Workload | None, *, steps: int = 0, problem: str = "") -> None:
-    """Hand a profile to the launcher."""
-    descriptor = int(os.environ["DISTRIB_VALUE_FD"])
-    data = msgspec.json.encode(Answer(workload=workload, steps=steps, problem=problem))
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 class _Step:

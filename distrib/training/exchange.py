@@ -1,0 +1,59 @@
+"""What the ranks of a job tell each other besides gradients: numbers, and what one of them knows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from distrib.errors import DistribError, TrainingError
+from distrib.training.parameter_server.worker import Asynchronous
+from distrib.training.world import World
+
+T = TypeVar("T")
+
+Operation = Literal["mean", "sum", "max", "min"]
+_OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class Exchange:
+    """Between all ranks: through torch, or where ranks may come and go (`elastic`) through the servers."""
+
+    def __init__(self, world: World, elastic: Asynchronous | None) -> None:
+        self._world, self._elastic = world, elastic
+
+    def all_reduce(self, value: float | torch.Tensor, op: Operation) -> float | torch.Tensor:
+        """See `Job.all_reduce`. Every rank."""
+        if op not in _OPERATIONS:
+            raise TrainingError(f"all_reduce has no op {op!r}", hint=f"use {', '.join(_OPERATIONS)}")
+        if not isinstance(value, torch.Tensor):
+            return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
+        result = value.detach().clone(memory_format=torch.contiguous_format)
+        if self._elastic:
+            return self._elastic.reduce(result, op)
+        if self._world.size > 1:
+            dist.all_reduce(result, op=_OPERATIONS[op])
+        return result / self._world.size if op == "mean" else result
+
+    def from_main(self, work: Callable[[], T]) -> T:
+        """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank. Every rank."""
+        return self._elastic.from_main(work) if self._elastic else self.from_rank(0, work)
+
+    def from_rank(self, source: int, work: Callable[[], T]) -> T:
+        """The same of rank `source`, where ranks go in step."""
+        if self._world.size == 1:
+            return work()
+        answer: list[Any] = [None, None]
+        problem: Exception | None = None
+        if self._world.rank == source:
+            try:
+                answer = [work(), None]
+            except (OSError, DistribError) as error:
+                problem, answer = error, [None, str(error)]
+        dist.broadcast_object_list(answer, src=source)
+        if answer[1] is not None:
+            raise problem or TrainingError(f"on rank {source}: {answer[1]}")
+        result: T = answer[0]
+        return result

@@ -1,0 +1,109 @@
+"""The loaders of a job: whether all ranks see the same samples under the same numbers, and what each has read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from distrib.training.alike import differ, gather_numbers
+from distrib.training.backend import Backend
+from distrib.training.balance import Balance
+from distrib.training.batches import ShardedLoader
+from distrib.training.datasets import difference, words_of
+from distrib.training.epochs import Lessons
+from distrib.training.exchange import Exchange
+from distrib.training.forgotten import Forgotten
+from distrib.training.parameter_server.worker import Asynchronous
+from distrib.training.synchronous import unwrapped
+
+
+class Loaders:
+    """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
+
+    `samples` is told before each batch how many samples this rank has of it and all have together, and says what it was told before;
+    `ended` is called at the end of an epoch; `steps` says how many calls of `step()` there were, None while there is no optimizer.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        exchange: Exchange,
+        forgotten: Forgotten,
+        *,
+        elastic: Asynchronous | None,
+        models: Callable[[], Sequence[nn.Module]],
+        steps: Callable[[], int | None],
+        samples: Callable[[int, int], tuple[int, int]],
+        ended: Callable[[], None],
+    ) -> None:
+        self._backend, self._world, self._exchange, self._forgotten = backend, backend.world, exchange, forgotten
+        self._elastic, self._models, self._samples, self._ended = elastic, models, samples, ended
+        self._lessons = Lessons(steps)
+        self.prepared = 0
+        """How many there are."""
+        self.read: dict[int, bool | None] = {}
+        """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
+        self._begun = False
+        self._compared: list[ShardedLoader] = []
+        """Those that were prepared before the first step: what they read first is compared at it."""
+
+    def prepare(self, loader: DataLoader[Any]) -> ShardedLoader:
+        """This rank's share of `loader`. Every rank."""
+        self.prepared += 1
+        number, generator = self.prepared - 1, loader.generator  # which scripts may seed by rank; the order must be one
+        own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
+        seed, of_main = self._exchange.from_main(
+            lambda: (generator.initial_seed() if generator else torch.initial_seed() + number, own)
+        )
+        if place := difference(of_main, own):
+            self._forgotten.other_than_main(place)
+        balance = None
+        if self._backend.strategy.balance and self._world.size > 1:
+            balance = Balance(
+                gather=gather_numbers, parameters=lambda: [p for model in self._models() for p in model.parameters()]
+            )
+        sharded = ShardedLoader(
+            loader,
+            rank=self._world.rank,
+            ranks=self._world.size,
+            device=self._backend.device,
+            seed=seed,
+            training=self._training,
+            samples=self._samples,
+            parameters=lambda: [p for model in self._models() for p in model.parameters() if p.requires_grad],
+            ended=self._ended,
+            read=functools.partial(self._was_read, number),
+            lessons=self._lessons,
+            balance=balance,
+            view=self._elastic.view if self._elastic else None,
+        )
+        if not self._begun and not self._elastic:
+            self._compared.append(sharded)
+        return sharded
+
+    def begin(self) -> None:
+        """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
+        self._begun = True
+        if self._compared and self._world.size > 1:
+            differing = differ([loader.first_read for loader in self._compared])
+            streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
+            if True in streams:
+                self._forgotten.other_stream()
+            if False in streams:
+                self._forgotten.other_order()
+        self._compared.clear()
+
+    def _training(self) -> bool | None:
+        models = self._models()
+        return any(unwrapped(model).training for model in models) if models else None
+
+    def _was_read(self, number: int, evaluated: bool | None) -> None:
+        if evaluated is None:
+            self.read.setdefault(number, None)
+        else:
+            self.read[number] = evaluated or bool(self.read.get(number))

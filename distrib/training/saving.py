@@ -1,0 +1,80 @@
+"""Who writes a job's checkpoints, and from whose file all ranks go on.
+
+The main rank writes. A job that may be started again has copies on its other hosts (`distrib.training.copies`), and goes on from
+the newest that any rank sees. What is in the file is `distrib.training.checkpoint`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distrib.training import checkpoint, copies
+from distrib.training.backend import Backend
+from distrib.training.batches import moved
+from distrib.training.exchange import Exchange
+
+
+class Checkpoints:
+    """Those that a job writes and reads. `elastic`: ranks may come and go."""
+
+    def __init__(
+        self, run: copies.Run, backend: Backend, device: torch.device, exchange: Exchange, *, elastic: bool
+    ) -> None:
+        self._run, self._backend, self._world, self._device = run, backend, backend.world, device
+        self._exchange, self._elastic = exchange, elastic
+        self._saves: Counter[str] = Counter()
+
+    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
+        """See `Job.save`."""
+        place = os.path.realpath(path)
+        self._saves[place] += 1
+        stamp = self._run.stamp(self._saves[place])
+        if is_main:
+            checkpoint.write(path, objects, self._backend.state_dict(), stamp)
+        elif self._keeps_copies(path):
+            try:
+                checkpoint.write(path, objects, self._backend.state_dict(), stamp)
+            # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
+            except Exception as error:
+                warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
+
+    def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
+        """See `Job.restore`. Every rank."""
+        source = self._newest(path) if self._run.max_restarts else 0
+
+        def read() -> bytes | None:
+            return checkpoint.content(path)
+
+        data = self._exchange.from_rank(source, read) if source else self._exchange.from_main(read)
+        place = Path(path).absolute()
+        if data is None:
+            if self._world.rank == 0:
+                how = "warning: the job was started again, but there is" if self._run.restarts else "note:"
+                print(f"distrib: {how} no file {place}: nothing is restored", file=sys.stderr, flush=True)
+            return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
+        if source and self._world.rank == source:
+            print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
+        values, state = checkpoint.read(data, objects, self._device, source=os.fspath(path))
+        self._backend.load_state_dict(moved(state, self._device))
+        return values
+
+    def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
+        """Whether this rank writes a copy of checkpoints for its host."""
+        one_of_its_host = self._world.local_rank == 0 and self._world.local_size < self._world.size
+        return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not copies.is_shared(path)
+
+    def _newest(self, path: str | os.PathLike[str]) -> int:
+        """The rank that sees the newest checkpoint. Every rank."""
+        if self._elastic or self._world.size == 1:
+            return 0
+        stamps: list[copies.Stamp | None] = [None] * self._world.size
+        dist.all_gather_object(stamps, copies.stamp_of(path))
+        return copies.newest(stamps, self._run)
