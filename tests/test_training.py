@@ -784,6 +784,25 @@ def test_a_loader_that_was_not_prepared_is_told_of_once(tmp_path):
     assert result.returncode == 0 and "DataLoader" not in result.stderr, result.stderr
 
 
+def test_a_script_that_changes_parameters_itself_is_told_of_its_loader_too(tmp_path):
+    script = tmp_path / "by_hand.py"
+    script.write_text(
+        "import sys, distrib, torch\n"
+        "job = distrib.init()\n"
+        "model = job.prepare(torch.nn.Linear(2, 1))\n"
+        "inputs = torch.full((4, 2), job.rank + 1.0)\n"
+        "for _ in range(12):\n"
+        "    model.zero_grad()\n"
+        "    model(inputs).sum().backward()\n"
+        "    for parameter in model.parameters():\n"
+        "        parameter.data.add_(parameter.grad, alpha=-0.1)\n"
+        "print(model.weight.grad.tolist())\n"
+    )
+    result = run_ranks(2, script)
+    assert result.returncode == 0 and result.stderr.count("no DataLoader was given to job.prepare") == 1, result.stderr
+    assert result.stdout.splitlines() == ["[[6.0, 6.0]]"] * 2
+
+
 def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
     script = tmp_path / "by_hand.py"
     script.write_text(
@@ -930,6 +949,70 @@ def test_ranks_whose_samples_or_orders_differ(tmp_path):
     first, second = result.stdout.splitlines()
     assert "rank 1 has chosen other samples than rank 0 for DataLoader 1 of 2" in first and "manual_seed" in first
     assert "rank 1 has chosen other samples than rank 0 for DataLoader 2 of 2" in second
+
+
+TWO_HEADS = """
+import sys
+import distrib, torch
+from torch import nn
+
+class Generator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, noise):
+        return self.layer(noise)
+
+class Judge(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.true, self.kind = nn.Linear(2, 4), nn.Linear(4, 1), nn.Linear(4, 5)
+
+    def forward(self, image):
+        found = self.layer(image)
+        return self.true(found), self.kind(found)
+
+job = distrib.init()
+generator, judge = Generator(), Judge()
+of_generator, of_judge, of_both = (
+    torch.optim.SGD(parameters, lr=0.1)
+    for parameters in (generator.parameters(), judge.parameters(), [*generator.parameters(), *judge.parameters()])
+)
+generator, judge, of_generator, of_judge, of_both = job.prepare(
+    generator, judge, of_generator, of_judge, of_both, find_unused_parameters="unused" in sys.argv
+)
+torch.manual_seed(job.rank)
+for step in range(6):
+    of_generator.zero_grad()
+    judge(generator(torch.randn(4, 3)))[0].mean().backward()
+    of_generator.step()
+    of_judge.zero_grad()
+    sum(map(torch.sum, judge(torch.randn(4, 2)))).backward()
+    of_judge.step()
+    of_both.zero_grad()
+    loss = judge(generator(torch.randn(4, 3)))[1].square().mean()
+    (loss * float("nan") if "nan" in sys.argv and step == 4 and job.rank else loss).backward()
+    of_both.step()
+whole = torch.cat([p.flatten() for model in (generator, judge) for p in model.parameters()])
+assert torch.equal(whole, job.all_reduce(whole, "max")), whole
+print("alike")
+"""
+
+
+def test_a_model_trained_by_one_output_at_a_time(tmp_path):
+    """As in an InfoGAN, whose models have parameters of the same names in one optimizer."""
+    script = tmp_path / "heads.py"
+    script.write_text(TWO_HEADS)
+    result = run_ranks(2, script)
+    assert (
+        result.returncode
+        and "kind.weight, kind.bias got no gradient in the last backward through Judge" in result.stderr
+    )
+    result = run_ranks(2, script, "unused")
+    assert (result.returncode, result.stdout) == (0, "alike\n" * 2), result.stderr
+    result = run_ranks(2, script, "unused", "nan")
+    assert "step 5: the gradient of Generator.layer.weight (and of" in result.stderr and "on rank 1" in result.stderr
 
 
 def test_models_that_the_script_wraps_itself(tmp_path):

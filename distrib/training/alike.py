@@ -167,5 +167,10 @@ def _difference(first: list[list[str]], other: list[list[str]]) -> str:
     return "nothing that has a name"
 
 
+def several(names: Sequence[str]) -> str:
+    """The first few of them, for a message."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _listed(words: Sequence[str]) -> str:
     return ", ".join(words) or "nothing"

@@ -18,11 +18,14 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
+from distrib.training.alike import several
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
 from distrib.training.rendezvous import timeout_of_job
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
 from distrib.training.world import World
+
+torch.serialization.add_safe_globals([nullcontext])  # in files of whole models, which have it as their no_sync
 
 
 class Backend:
@@ -229,12 +232,12 @@ class Synchronous(Together):
                 continue
             if frozen := [name for name, p in unused.items() if not p.requires_grad]:
                 raise TrainingError(
-                    f"{_several(frozen)} of {type(inner).__name__} was frozen after job.prepare, and its gradient is waited for",
+                    f"{several(frozen)} of {type(inner).__name__} was frozen after job.prepare, and its gradient is waited for",
                     hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
                     "or job.prepare(..., find_unused_parameters=True)",
                 )
             raise TrainingError(
-                f"rank {self.world.rank}: {_several(list(unused))} "
+                f"rank {self.world.rank}: {several(list(unused))} "
                 f"got no gradient in this step of {type(inner).__name__}, and is waited for",
                 hint="job.prepare(..., find_unused_parameters=True), or, if no rank uses it, freeze it with "
                 "requires_grad_(False) before job.prepare",
@@ -288,10 +291,6 @@ def of_no_model(parameter: torch.Tensor) -> TrainingError:
         f"a parameter {list(parameter.shape)} of the optimizer is of no prepared model: every rank would have its own",
         hint="prepare its model too",
     )
-
-
-def _several(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def backend_for(strategy: Strategy, world: World, device: torch.device) -> Backend:

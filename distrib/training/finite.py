@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -26,7 +26,7 @@ class _Seen(NamedTuple):
     step: int
     norms: torch.Tensor
     names: list[str]
-    witnesses: dict[str, torch.Tensor]
+    witnesses: list[torch.Tensor]
     verdict: torch.Tensor
     """Whether all norms are finite: of a GPU that is not waited for, on its way into the host's memory."""
     arrived: Any
@@ -50,7 +50,8 @@ class Finite:
             raise TrainingError(f"on_nan={on_nan!r}", hint=f"give {', '.join(get_args(OnNan))}")
         self._optimizer, self._on_nan, self._together, self._late = optimizer, on_nan, together, late
         self._names: Mapping[torch.Tensor, str] = {}
-        self._witnesses: dict[str, torch.Tensor] = {}
+        self._witnesses: dict[torch.Tensor, torch.Tensor] = {}
+        """What the step's backward passes have computed for some parameters."""
         self._handles: list[RemovableHandle] = []
         self._waiting: _Seen | None = None
 
@@ -63,13 +64,15 @@ class Finite:
         if not self._together or self._on_nan == "ignore":
             small = []
         chosen = small[:: max(-(-len(small) // WITNESSES), 1)]
-        self._handles = [p.register_hook(self._keep(self._name(p))) for p in chosen]  # type: ignore[no-untyped-call]
+        self._handles = [p.register_hook(self._keep(p)) for p in chosen]  # type: ignore[no-untyped-call]
 
-    def _keep(self, name: str) -> Any:
-        def keep(gradient: torch.Tensor) -> None:
+    def _keep(self, parameter: torch.Tensor) -> Any:
+        def keep(gradient: torch.Tensor | None) -> None:
+            if gradient is None:  # of an output that the loss does not use
+                return
             # Itself: a detached one would be averaged with it. The sum of several is no number if one of them is none.
-            before = self._witnesses.get(name)
-            self._witnesses[name] = gradient if before is None else before + gradient
+            before = self._witnesses.get(parameter)
+            self._witnesses[parameter] = gradient if before is None else before + gradient
 
         return keep
 
@@ -109,10 +112,10 @@ class Finite:
                 self._waiting = seen  # for the others, who name the rank when they come to it
             raise self._error(seen, alone=alone)
 
-    def forget(self) -> dict[str, torch.Tensor]:
+    def forget(self) -> list[torch.Tensor]:
         """The witnesses of a step, which is over."""
         witnesses, self._witnesses = self._witnesses, {}
-        return witnesses
+        return [*witnesses.values()]
 
     def _error(self, seen: _Seen, *, alone: bool = False) -> TrainingError:
         bad = [name for name, norm in zip(seen.names, seen.norms.tolist(), strict=True) if not math.isfinite(norm)]
@@ -121,14 +124,14 @@ class Finite:
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
         )
 
-    def _whose(self, witnesses: Mapping[str, torch.Tensor], *, alone: bool) -> str:
+    def _whose(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:
         """Every rank is here, as their gradients are the same, unless this one is `alone`."""
-        mine = sorted(name for name, gradient in witnesses.items() if not bool(gradient.isfinite().all()))
+        mine = not all(bool(gradient.isfinite().all()) for gradient in witnesses)
         if alone or not self._together:
             return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
-        all_: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        all_ = [False] * dist.get_world_size()
         dist.all_gather_object(all_, mine)
-        ranks = [str(rank) for rank, names in enumerate(all_) if names]
+        ranks = [str(rank) for rank, has_some in enumerate(all_) if has_some]
         if not ranks:
             return ", on a rank that cannot be told" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"
@@ -137,9 +140,7 @@ class Finite:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _name(self, parameter: torch.Tensor) -> str:
-        if name := self._names.get(parameter):
-            return name.removeprefix("module.")
-        return f"a parameter {list(parameter.shape)}"
+        return self._names.get(parameter) or f"a parameter {list(parameter.shape)}"
 
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:

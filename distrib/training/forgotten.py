@@ -66,7 +66,7 @@ class Forgotten:
         self._hook.remove()
 
     def no_loader(self, prepared: int) -> None:
-        """A first step was taken, and no DataLoader was prepared, or no batch was taken of those that were."""
+        """The job learns, and no DataLoader was prepared, or no batch was taken of those that were."""
         what = (
             "the DataLoader that job.prepare returned was not read"
             if prepared

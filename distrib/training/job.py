@@ -309,6 +309,8 @@ class Job:
         """Trains `model`, in place of what it was before it was prepared again."""
         self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
         self._status.prepared()
+        if self._backend.averages_backward:
+            self._loaders.watch(model)
 
     def _alike(self) -> Sequence[nn.Module]:
         """The models that have the same parameters on all ranks after every step."""
@@ -324,9 +326,8 @@ class Job:
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
         self._stepped = stepped
-        if step == 1 and not self._status.begun and not self._loaders.read and self.world_size > 1:
-            self._forgotten.no_loader(self._loaders.prepared)
         if step:
+            self._loaders.learn()
             self._status.step(step)
         if self._drift:
             self._drift.after(sum(steps.taken for steps in self._steps))

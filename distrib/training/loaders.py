@@ -21,6 +21,9 @@ from distrib.training.forgotten import Forgotten
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.synchronous import unwrapped
 
+GOES_ON = 10
+"""Backward passes of a model after which it is taken to be trained by other means than a step of a prepared optimizer."""
+
 
 class Loaders:
     """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
@@ -48,7 +51,8 @@ class Loaders:
         """How many there are."""
         self.read: dict[int, bool | None] = {}
         """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
-        self._begun = False
+        self._begun = self._noted = False
+        self._backward_passes = 0
         self._compared: list[ShardedLoader] = []
         """Those that were prepared before the first step: what they read first is compared at it."""
 
@@ -85,6 +89,22 @@ class Loaders:
         if not self._begun and not self._elastic:
             self._compared.append(sharded)
         return sharded
+
+    def watch(self, model: nn.Module) -> None:
+        """`model` was prepared, and its gradients are averaged in backward: it may be trained without any prepared optimizer."""
+        learning = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        next(learning).register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
+
+    def _computed(self, _: torch.Tensor) -> None:
+        self._backward_passes += 1
+        if self._backward_passes == GOES_ON:
+            self.learn()
+
+    def learn(self) -> None:
+        """The job learns from something: says so where it is nothing that was prepared."""
+        if not self.read and not self._noted and self._world.size > 1:
+            self._noted = True
+            self._forgotten.no_loader(self.prepared)
 
     def begin(self) -> None:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""

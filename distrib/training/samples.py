@@ -122,10 +122,10 @@ class Mean:
         return self._samples.all if self._ranks > 1 else self._samples.own
 
     def _on_its_way(self, parameter: torch.Tensor) -> Any:
-        def weighted(gradient: torch.Tensor) -> torch.Tensor | None:
+        def weighted(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if self.batches > 1:
                 self._count()
-            if not self.last:
+            if not self.last or gradient is None:  # None: of an output that the loss does not use
                 return None
             unit = self._unit if self._done else self._all
             weight = self._own * self._ranks / unit
@@ -181,12 +181,12 @@ class _OnItsWay:
     A hook of the tensor itself would also weight what `torch.autograd.grad` gives to a script.
     """
 
-    def __init__(self, parameter: torch.Tensor, weighted: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, parameter: torch.Tensor, weighted: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
         self._place: Any
         with torch.enable_grad():
             self._place = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
-        def hook(gradients: tuple[torch.Tensor]) -> tuple[torch.Tensor] | None:
+        def hook(gradients: tuple[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
             gradient = weighted(gradients[0])
             return None if gradient is None else (gradient,)
 

@@ -17,6 +17,7 @@ from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
 from distrib.training.samples import Mean, Samples
+from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import in_join
 
 
@@ -78,10 +79,7 @@ class Steps:
         """Finds those of `models` that the optimizer trains."""
         own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
-        names: dict[torch.Tensor, str] = {
-            parameter: name for model in self._models for name, parameter in model.named_parameters()
-        }
-        self._finite.name(names)
+        self._finite.name(_names(self._models))
         self._backend.pair(self.optimizer, self._models)
         self._backend.exchange(self.optimizer, self._models, self.mean.last)
         self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]
@@ -290,6 +288,17 @@ class Steps:
 
 _OFTEN = {10**power for power in range(1, 10)}
 """After so many steps that were left out something is said."""
+
+
+def _names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
+    """The names of all parameters, with their model's before them where there are several."""
+    kinds = [type(unwrapped(model)).__name__ for model in models]
+    names: dict[torch.Tensor, str] = {}
+    for number, (model, kind) in enumerate(zip(models, kinds, strict=True)):
+        place = f"{kind} {kinds[:number].count(kind) + 1}" if kinds.count(kind) > 1 else kind
+        for name, parameter in unwrapped(model).named_parameters():
+            names[parameter] = f"{place}.{name}" if len(models) > 1 else name
+    return names
 
 
 class _LeftOut(Exception):

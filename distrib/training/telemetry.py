@@ -61,11 +61,6 @@ class StatusPipe:
         self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}})
 
     @property
-    def begun(self) -> bool:
-        """Whether a step was said to be done."""
-        return self._step > 0
-
-    @property
     def is_read(self) -> bool:
         """Whether there is a launcher."""
         return self._descriptor is not None

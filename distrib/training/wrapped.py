@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import re
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth.buckets import plain_bytes
+from distrib.errors import TrainingError
+from distrib.training.alike import several
 
 _INSIDE = "module."
 """What DistributedDataParallel puts before the names of what is in it."""
@@ -21,6 +25,11 @@ _LATER = (
 """What DistributedDataParallel sets later than it is made."""
 _THE_SAME = "device", "no_sync"
 """What a model may have of the same meaning."""
+
+_NO_GRADIENT = re.compile(r"did not receive grad for rank (\d+): ((?:\d+ ?)+)")
+"""In torch's message: the numbers of parameters, among those that learn."""
+
+torch.serialization.add_safe_globals([typing.cast])  # which files of whole models begin with: see Wrapped.__reduce_ex__
 
 
 class Wrapped(DistributedDataParallel):
@@ -42,6 +51,21 @@ class Wrapped(DistributedDataParallel):
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
         self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
+
+    def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
+        """What torch does before the model computes: it refuses to where gradients of the last backward are still waited for."""
+        try:
+            return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if not (found := _NO_GRADIENT.search(str(error))):
+                raise
+            learning = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+            names = [learning[number] for number in map(int, found[2].split()) if number < len(learning)]
+        raise TrainingError(
+            f"rank {found[1]}: {several(names)} got no gradient in the last backward through {type(self.module).__name__}, and is "
+            "waited for",
+            hint="job.prepare(..., find_unused_parameters=True), or let the loss use all that the model gives back",
+        )
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
