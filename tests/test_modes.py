@@ -100,11 +100,18 @@ def test_what_the_wrapper_hides_of_a_model_is_told_of(tmp_path):
     assert result.stderr.count(told) == result.stderr.count("made of a") == 1, result.stderr
 
 
-@pytest.mark.parametrize(("lesson", "steps"), [("apart", 10), ("apart_later", 30)])
-def test_ranks_that_train_apart_are_named(lesson, steps, tmp_path):
+@pytest.mark.parametrize(
+    ("lesson", "steps", "what"),
+    [
+        ("apart", 10, "3.weight is"),
+        ("apart_later", 30, "3.weight is"),
+        ("rates", 10, "the learning rate of SGD, group 0, is"),
+    ],
+)
+def test_ranks_that_train_apart_are_named(lesson, steps, what, tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY="{}")
     assert result.returncode == 0, result.stdout + result.stderr
-    told = f"warning: after {steps} steps 3.weight is another on rank 1 than on rank 0"
+    told = f"warning: after {steps} steps {what} another on rank 1 than on rank 0"
     assert result.stderr.count(told) == result.stderr.count("train apart") == 1, result.stderr
 
 

@@ -24,6 +24,10 @@ _SMALL = 1e-3
 """The size that values have at least, in this comparison: what is next to zero may be so on each rank by itself."""
 _UNKNOWN = -1.0
 """A norm that none is."""
+_WHY_RATES = (
+    "the ranks train apart. A schedule that follows what was measured (ReduceLROnPlateau) must be told the same on every rank, "
+    "such as job.all_reduce(loss)"
+)
 _WHY = (
     "the ranks train apart. What model(...) computes is averaged, where model is what job.prepare returned; what its methods "
     "or parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
@@ -32,14 +36,19 @@ _WHY = (
 
 
 class Drift:
-    """Tells of parameters that ranks should have alike, and do not: of those of `models()`.
+    """Tells of what ranks should have alike, and do not: parameters of `models()`, and `rates()`, the learning rates and their names.
 
     Ranks write sums of theirs into the store that they met in, and rank 0 reads those when all are there. An exchange would hang
     where the ranks have come to different numbers of steps, which is one way to train apart.
     """
 
-    def __init__(self, world: World, models: Callable[[], Sequence[nn.Module]]) -> None:
-        self._world, self._models = world, models
+    def __init__(
+        self,
+        world: World,
+        models: Callable[[], Sequence[nn.Module]],
+        rates: Callable[[], Sequence[tuple[str, float]]] = tuple,
+    ) -> None:
+        self._world, self._models, self._rates = world, models, rates
         self._steps = 0
         self._asked: dict[int, list[_Digest]] = {}
         """By the number of steps, what rank 0 had then, until it has been compared with what all others have written."""
@@ -49,7 +58,8 @@ class Drift:
         """The job's optimizers have taken so many steps, all together."""
         begun, self._steps = self._steps, steps
         if steps != begun and steps in _AFTER_STEPS and not self._told:
-            own = [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
+            own = [_Digest.of_rate(name, rate) for name, rate in self._rates()]
+            own += [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
             if self._world.rank:
                 self._write(steps, own)
             else:
@@ -81,7 +91,7 @@ class Drift:
             if not self._told and digest.is_far_from(sum_, norm):
                 self._told = True
                 what = f"after {steps} steps {digest.name} is another on rank {rank} than on rank 0"
-                print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
+                print(f"distrib: warning: {what}: {digest.why}", file=sys.stderr, flush=True)
 
     def leave(self) -> None:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
@@ -111,13 +121,18 @@ def _key(steps: int | str, rank: int) -> str:
 
 
 class _Digest(NamedTuple):
-    """Two numbers of a parameter's values, which are others where the values are."""
+    """Two numbers of a parameter's values, which are others where the values are, and why they may be."""
 
     name: str
     size: int
     much: float
     sum: float
     norm: float
+    why: str = _WHY
+
+    @classmethod
+    def of_rate(cls, name: str, rate: float) -> _Digest:
+        return cls(name, 0, _MUCH, rate, abs(rate), _WHY_RATES)
 
     @classmethod
     def of(cls, name: str, values: torch.Tensor) -> _Digest:

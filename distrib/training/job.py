@@ -136,7 +136,7 @@ class Job:
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
-        self._drift = Drift(world, self._alike) if not self._elastic and world.size > 1 else None
+        self._drift = Drift(world, self._alike, self._rates) if not self._elastic and world.size > 1 else None
         self._loaders = Loaders(
             backend,
             self._exchange,
@@ -315,6 +315,16 @@ class Job:
     def _alike(self) -> Sequence[nn.Module]:
         """The models that have the same parameters on all ranks after every step."""
         return self._models if self._backend.together else ()
+
+    def _rates(self) -> Sequence[tuple[str, float]]:
+        """The learning rates that are the same on all ranks, and what to call them."""
+        steps = self._steps if self._backend.together else ()
+        return [
+            (f"the learning rate of {type(one.optimizer).__name__}, group {number},", float(group["lr"]))
+            for one in steps
+            for number, group in enumerate(one.optimizer.param_groups)
+            if "lr" in group
+        ]
 
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""

@@ -872,6 +872,17 @@ def apart_later(job: distrib.Job) -> None:
     apart(job, 12, 20)
 
 
+def rates(job: distrib.Job) -> None:
+    """A schedule is told what each rank has measured by itself."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    model, optimizer, schedule = job.prepare(model, optimizer, schedule)
+    for step in range(6):
+        train(model, optimizer, job.rank, 2)
+        schedule.step(1.0 + (job.rank - 0.5) * step)
+
+
 def unequal(job: distrib.Job) -> None:
     """Rank 1 leaves out steps."""
     plain = nn.Sequential(nn.Linear(6, 3))
