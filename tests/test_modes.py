@@ -42,7 +42,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
     ("strategy", "ranks", "lessons"),
     [
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
-        pytest.param({}, 3, "itself compiled targets averaged normalized ported unfrozen frozen sparse", id="sync, other models"),
+        pytest.param({}, 3, "itself compiled targets averaged normalized ported unfrozen frozen sparse methods", id="sync, other models"),
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
         pytest.param(
@@ -59,7 +59,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         ),
         pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures", id="sync, steps"),
         pytest.param({"accumulate": 3}, 2, "exact scaled fused thrown_away uncounted again one_model", id="accumulate"),
-        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks", id="local, steps"),
+        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks methods", id="local, steps"),
         pytest.param(
             {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step",
             id="local, overlapped",

@@ -222,8 +222,8 @@ class Synchronous(Together):
             if not _was_called(model) and any(p.grad is not None for p in self._averaged_by(model)):
                 raise TrainingError(
                     f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called: nobody averages them",
-                    hint="model = job.prepare(model), and call model(...) itself: neither what it was before nor job.unwrap(model), and "
-                    "of what its methods compute, such as model.loss(...), nothing is averaged: let forward do it",
+                    hint="model = job.prepare(model), and call model(...) or its methods: neither what it was before nor "
+                    "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return",
                 )
             if model.find_unused_parameters or model.static_graph:
                 continue

@@ -29,8 +29,8 @@ _WHY_RATES = (
     "such as job.all_reduce(loss)"
 )
 _WHY = (
-    "the ranks train apart. What model(...) computes is averaged, where model is what job.prepare returned; what its methods "
-    "or parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
+    "the ranks train apart. What model(...) and its methods return is averaged, where model is what job.prepare returned; what its "
+    "parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
     "is not called on all ranks alike"
 )
 

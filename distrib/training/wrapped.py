@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
+import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ torch.serialization.add_safe_globals([typing.cast])  # which files of whole mode
 class Wrapped(DistributedDataParallel):
     """A model whose gradients torch averages, and which else is for a script what it was before.
 
+    - Gradients of what its methods compute, such as `model.loss(batch)`, are averaged like those of `model(...)`. Those of its
+      parts by themselves, `model.encoder(...)`, are where `model(...)` or a method was called since the last backward.
     - `model.config`, `model.generate(...)`, `model[0]`, `model.dropout = 0.1`, `model.extra = nn.Linear(2, 2)` are of the model
       itself. Names that DistributedDataParallel had before are its own; see `hidden`.
     - `state_dict` has the names of before, so that what is trained on many GPUs is read on one; `load_state_dict` takes them,
@@ -45,6 +49,9 @@ class Wrapped(DistributedDataParallel):
     _own: frozenset[str] | None = None
     """Once torch has set it up, the names of what it has: what is set or read by other names is the model's."""
 
+    _called = False
+    """Whether it has computed as a whole, by `model(...)`."""
+
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
@@ -53,7 +60,12 @@ class Wrapped(DistributedDataParallel):
         self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
 
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
-        """What torch does before the model computes: it refuses to where gradients of the last backward are still waited for."""
+        """What torch does before the model computes."""
+        self._called = True
+        return self._begin(*inputs, **named)
+
+    def _begin(self, *inputs: Any, **named: Any) -> Any:
+        """The same; torch refuses to where gradients of the last backward are still waited for."""
         try:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
@@ -66,6 +78,19 @@ class Wrapped(DistributedDataParallel):
             "waited for",
             hint="job.prepare(..., find_unused_parameters=True), or let the loss use all that the model gives back",
         )
+
+    def _computed(self, output: Any) -> None:
+        """A method of the model has computed `output`: the next backward is to average the gradients, as after `model(...)`."""
+        if not torch.is_grad_enabled() or not (tensors := _with_gradients(output)):
+            return
+        if not self._called:
+            self._begin(torch.empty(0, device=self.device))
+        # Ranks may call methods that the others do not, where the model is called, too: nothing that they do together. And
+        # which parameters are not used only one call before a backward can tell.
+        elif self.find_unused_parameters:
+            return
+        if self.require_backward_grad_sync:
+            self.reducer.prepare_for_backward(tensors if self.find_unused_parameters else [])
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
@@ -92,7 +117,10 @@ class Wrapped(DistributedDataParallel):
         except AttributeError:
             if self._own is None or name in self._own:
                 raise
-        return getattr(self.module, name)
+        found = getattr(self.module, name)
+        if isinstance(found, types.MethodType) and found.__self__ is getattr(self.module, "_orig_mod", self.module):
+            return _Method(found, self._computed)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._own is None or name in self._own:
@@ -144,6 +172,46 @@ class Wrapped(DistributedDataParallel):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
+
+
+class _Method:
+    """A method of a model; `computed` is told what it has computed."""
+
+    def __init__(self, method: types.MethodType, computed: Callable[[Any], None]) -> None:
+        functools.update_wrapper(self, method)
+        self._method, self._told = method, computed
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        output = self._method(*arguments, **named)
+        self._told(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_method"], name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._method == (other._method if isinstance(other, _Method) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._method)
+
+    def __reduce__(self) -> Any:
+        return self._method.__reduce__()  # for a loader's processes, which have no ranks
+
+
+def _with_gradients(output: Any) -> list[torch.Tensor]:
+    """What a gradient can be computed from: in lists, mappings and the attributes of objects."""
+    return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+
+
+def _tensors(thing: Any, *, inside: bool = True) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, (list, tuple, dict)):
+        for item in thing.values() if isinstance(thing, dict) else thing:
+            yield from _tensors(item, inside=inside)
+    elif inside and not isinstance(thing, (type, nn.Module)):
+        yield from _tensors(getattr(thing, "__dict__", None), inside=False)
 
 
 def in_join(model: nn.Module) -> bool:

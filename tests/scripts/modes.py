@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -854,6 +855,75 @@ def compiled(job: distrib.Job) -> None:
         train(model, optimizer, job.rank, 6)
         job.settle()
         assert_alike(plain)
+
+
+class Agent(nn.Module):
+    """As those of reinforcement learning, which have no `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def evaluate(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.value(self.body(seen)).mean()
+
+    def act(self, seen: torch.Tensor) -> tuple[torch.distributions.Categorical, torch.Tensor]:
+        hidden = self.body(seen)
+        return torch.distributions.Categorical(logits=self.policy(hidden)), self.value(hidden)
+
+    def choices(self, seen: torch.Tensor) -> torch.distributions.Categorical:
+        return torch.distributions.Categorical(logits=self.policy(self.body(seen)))
+
+
+class Caller(Agent):
+    """The same, which is called as well."""
+
+    def forward(self, seen: torch.Tensor) -> torch.Tensor:
+        choices, value = self.act(seen)
+        return choices.logits.square().mean() + value.mean()
+
+
+def methods(job: distrib.Job) -> None:
+    """What the methods of a model compute is averaged."""
+    for kind, unused in ((Agent, False), (Agent, True), (Caller, False)):
+        torch.manual_seed(1)
+        plain = kind()
+        alone = copy.deepcopy(plain)
+        model, optimizer = job.prepare(
+            plain, torch.optim.SGD(plain.parameters(), lr=0.1), find_unused_parameters=unused
+        )
+        of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
+        for step in range(8):
+            optimizer.zero_grad()
+            seen = [
+                torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(job.world_size)
+            ]
+
+            def loss(
+                of: Any, seen: torch.Tensor, step: int = step, kind: type = kind, unused: bool = unused
+            ) -> torch.Tensor:
+                if kind is Caller and step % 2:
+                    return of(seen)
+                if unused:
+                    return of.choices(seen).logits.square().mean()
+                choices, value = of.act(seen)
+                return choices.entropy().mean() + value.square().mean() + of.evaluate(seen)
+
+            with torch.no_grad():
+                model.act(seen[0])
+            if job.is_main and kind is Caller:
+                assert model.evaluate(seen[0]).requires_grad  # as for a log
+            loss(model, seen[job.rank]).backward()
+            optimizer.step()
+            of_alone.zero_grad()
+            torch.stack([loss(alone, one) for one in seen]).mean().backward()
+            of_alone.step()
+        job.settle()
+        assert_alike(plain)
+        if STRATEGY.mode == "sync":
+            torch.testing.assert_close(parameters_of(plain), parameters_of(alone), rtol=1e-5, atol=1e-6)
+            assert model.act == model.act == plain.act and model.act.__name__ == "act"
+            assert pickle.loads(pickle.dumps(model.act))(seen[0])[1].shape == (4, 1)
 
 
 def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:
