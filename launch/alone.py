@@ -80,6 +80,7 @@ def _imported(nodes: list[ast.AST]) -> Iterator[str]:
 
 def _beside(folder: Path, name: str) -> list[Path]:
     """The files of a module or package of the script's own folder, which Python finds first."""
-    if (package := folder / name).is_dir():
+    package = folder / name
+    if package.is_dir() and ((package / "__init__.py").is_file() or not (folder / f"{name}.py").is_file()):
         return sorted(itertools.islice(package.rglob("*.py"), _MOST_FILES + 1))
     return [file for file in (folder / f"{name}.py",) if file.is_file()]

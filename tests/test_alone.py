@@ -17,6 +17,7 @@ TRAINS = "import torch\nfrom torch import nn\nloss = nn.Linear(1, 1)(torch.ones(
     [
         ("import numpy as np, os, argparse\nfrom tqdm import tqdm\nfrom torch.utils.data import DataLoader", True),
         ("import nets", True),
+        ("import words", True),
         ("from data.read import load", True),
         ("import distrib", False),
         ("import torch.distributed as dist", False),
@@ -39,6 +40,8 @@ TRAINS = "import torch\nfrom torch import nn\nloss = nn.Linear(1, 1)(torch.ones(
 def test_what_a_script_imports_says_whether_copies_can_meet(before, alone, tmp_path):
     (tmp_path / "nets.py").write_text("import os\nverbose = os.environ.get('RANK', '0') == '0'\n")
     (tmp_path / "meeting.py").write_text("from torch.distributed import all_reduce\n")
+    (tmp_path / "words.py").write_text("import math\n")
+    (tmp_path / "words").mkdir()  # of which Python takes the file
     (tmp_path / "data").mkdir()
     (tmp_path / "data/read.py").write_text("from . import words\n" + "import math\n")
     (tmp_path / "train.py").write_text(before + "\n" + TRAINS)

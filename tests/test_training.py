@@ -1015,6 +1015,46 @@ def test_a_model_trained_by_one_output_at_a_time(tmp_path):
     assert "step 5: the gradient of Generator.layer.weight (and of" in result.stderr and "on rank 1" in result.stderr
 
 
+LIKE_OTHERS = """
+import distrib, torch
+from torch.utils.data import DataLoader
+job = distrib.init()
+model, alone = torch.nn.Linear(2, 1), torch.zeros(1, requires_grad=True)
+optimizer, of_alone = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([alone], lr=0.1)
+loader = DataLoader(torch.ones(32, 2), 4)
+schedules = [
+    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * len(loader)),
+    torch.optim.lr_scheduler.StepLR(optimizer, 2),
+]
+model, optimizer, loader = job.prepare(model, optimizer, loader)
+torch.manual_seed(job.rank)
+for _ in range(2):  # by itself, with a seed of its own
+    (model(torch.randn(4, 2)).sum() * alone.exp()).backward()
+    optimizer.step()
+    of_alone.step()
+if job.rank:
+    optimizer.param_groups[0]["lr"] /= 2
+hits = torch.tensor([True, False, True])
+print(job.all_reduce(hits, "sum").tolist(), job.all_reduce(hits).tolist(), job.all_reduce(hits, "max").tolist())
+"""
+
+
+def test_what_parts_ranks_without_a_word_otherwise(tmp_path):
+    script = tmp_path / "others.py"
+    script.write_text(LIKE_OTHERS)
+    result = run_ranks(2, script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == ["[2, 0, 2] [1.0, 0.0, 1.0] [True, False, True]"] * 2
+    told = sorted(line for line in result.stderr.splitlines() if line.startswith("distrib: "))
+    assert len(told) == 3, told
+    assert (
+        "CosineAnnealingLR was made for 24 steps, 3 x the 8 batches of a loader before job.prepare, of which a rank reads 4"
+        in told[0]
+    )
+    assert "SGD takes a step, and its parameters are of no model given to job.prepare" in told[1]
+    assert "the learning rate of SGD, group 0, is another on rank 1 than on rank 0" in told[2]
+
+
 def test_models_that_the_script_wraps_itself(tmp_path):
     result = run_ranks(2, SCRIPTS / "wrapped_by_hand.py")
     assert (result.returncode, result.stdout.count("all is well")) == (0, 2), result.stderr

@@ -97,7 +97,8 @@ class Drift:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
         with contextlib.suppress(RuntimeError, ValueError):
             store = _get_default_store()
-            store.set(_key("all", self._world.rank), str(self._steps))
+            rates = [repr(rate) for _, rate in self._rates()]
+            store.set(_key("all", self._world.rank), " ".join([str(self._steps), *rates]))
             store.check([_key("all", self._world.rank)])
 
     def hear_of_steps(self) -> None:
@@ -109,11 +110,18 @@ class Drift:
             store = _get_default_store()
             keys = [_key("all", rank) for rank in range(self._world.size)]
             if store.check(keys):
-                taken = [int(store.get(key)) for key in keys]
+                words = [store.get(key).decode().split() for key in keys]
+                taken = [int(steps) for steps, *_ in words]
                 most, least = (taken.index(pick(taken)) for pick in (max, min))
                 if taken[most] != taken[least]:
                     what = f"rank {most} has taken {taken[most]} steps, rank {least} {taken[least]}"
                     print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
+                    return
+                own = [_Digest.of_rate(name, rate) for name, rate in self._rates()]
+                for rank, (_, *rates) in enumerate(words):
+                    self._compare(
+                        self._steps, own, rank, [number for rate in map(float, rates) for number in (rate, abs(rate))]
+                    )
 
 
 def _key(steps: int | str, rank: int) -> str:

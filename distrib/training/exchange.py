@@ -29,8 +29,16 @@ class Exchange:
         if op not in _OPERATIONS:
             raise TrainingError(f"all_reduce has no op {op!r}", hint=f"use {', '.join(_OPERATIONS)}")
         if not isinstance(value, torch.Tensor):
-            return float(self.all_reduce(torch.tensor(float(value), dtype=torch.float64), op))
+            try:
+                number = torch.tensor(float(value), dtype=torch.float64)
+            except (TypeError, ValueError) as error:
+                raise TrainingError(
+                    f"all_reduce of a {type(value).__name__}", hint="give it a number or a tensor"
+                ) from error
+            return float(self.all_reduce(number, op))
         result = value.detach().clone(memory_format=torch.contiguous_format)
+        if value.dtype is torch.bool and op in ("mean", "sum"):
+            result = result.to(torch.int64)  # how many are true: the sum of truths is one
         if self._elastic:
             return self._elastic.reduce(result, op)
         if self._world.size > 1:

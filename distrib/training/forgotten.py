@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
@@ -21,6 +22,8 @@ from distrib.training.backend import Backend
 from distrib.training.datasets import CHOOSE_ALIKE
 from distrib.training.steps import Steps
 
+_TOTALS = "T_max", "total_steps", "total_iters"
+"""Where torch's schedules keep for how many steps they are."""
 _READ = {None: "-", False: "b", True: "e"}
 """How a rank writes of a loader that it took nothing of it, took a batch, read it to its end."""
 
@@ -41,6 +44,11 @@ def _sees_to_it(parameters: Sequence[torch.Tensor]) -> bool:
     own = {id(parameter) for parameter in parameters}
     wrapped = [thing for thing in gc.get_objects() if _wraps(type(thing))]  # type: ignore[arg-type]
     return any(id(parameter) in own for model in wrapped for parameter in model.parameters())
+
+
+def is_scheduled(thing: Any) -> bool:
+    """Whether it is an optimizer for which a schedule of torch's was made."""
+    return isinstance(thing, Optimizer) and hasattr(thing.step, "_wrapped_by_lr_sched")
 
 
 class Forgotten:
@@ -107,6 +115,19 @@ class Forgotten:
             f"distrib: warning: {what} ({place}): {CHOOSE_ALIKE}, and sort what is listed", file=sys.stderr, flush=True
         )
 
+    def look_at_schedules(self, optimizers: Sequence[Optimizer], before: int, batches: int) -> None:
+        """A loader was prepared that had `before` batches, and has `batches` on this rank: were schedules made for the former?"""
+        known = {id(optimizer) for optimizer in optimizers}
+        for thing in gc.get_objects() if batches < before else ():
+            if issubclass(type(thing), LRScheduler) and id(getattr(thing, "optimizer", None)) in known:
+                steps = next((thing.__dict__[name] for name in _TOTALS if name in thing.__dict__), 0)
+                if isinstance(steps, int) and steps and steps % before == 0:
+                    self._note(
+                        f"{type(thing).__name__} was made for {steps} steps, {steps // before} x the {before} batches of a loader before "
+                        f"job.prepare, of which a rank reads {batches}: if it steps after each batch, make it after job.prepare, "
+                        "with the len() of the loader that returned"
+                    )
+
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:
         """The job ends. Of this rank's `loaders` it took batches without a step of those in `read`, and to its end where that says so.
 
@@ -167,9 +188,12 @@ class Forgotten:
         models, own = self._models(), {id(parameter) for parameter in parameters}
         if not any(id(parameter) in own for model in models for parameter in model.parameters()):
             world = self._backend.world
-            if not models and world.size > 1 and not world.rank and not _sees_to_it(parameters):
-                what = f"{name} takes a step, and no model was given to job.prepare"
-                self._note(f"{what}: every rank trains one of its own, unless the script averages their gradients")
+            if world.size > 1 and not world.rank and not _sees_to_it(parameters):
+                what = "and its parameters are of no model given to" if models else "and no model was given to"
+                self._note(
+                    f"{name} takes a step, {what} job.prepare: every rank trains one of its own, unless the script averages their "
+                    "gradients"
+                )
             return
         what = f"{name} was not given to job.prepare, but the model that it trains was"
         lost = "its batches are not accumulated" if self._accumulates() else "every rank would have its own"

@@ -27,7 +27,7 @@ from distrib.training.datasets import check_same_data
 from distrib.training.drift import Drift
 from distrib.training.exchange import Exchange, Operation
 from distrib.training.finite import OnNan
-from distrib.training.forgotten import Forgotten
+from distrib.training.forgotten import Forgotten, is_scheduled
 from distrib.training.loaders import Loaders
 from distrib.training.meter import Meter
 from distrib.training.normalization import bear_cpus, with_synchronized_batches
@@ -254,7 +254,12 @@ class Job:
                 hint="leave it out, or use --mode sync",
             )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
+        scheduled = [thing for thing in things if is_scheduled(thing)]
         prepared = [self._prepare(thing, options) for thing in things]
+        if scheduled and self.world_size > 1:
+            for given, made in zip(things, prepared, strict=True):
+                if isinstance(made, ShardedLoader) and made is not given and not made.is_stream:
+                    self._forgotten.look_at_schedules(scheduled, len(given), len(made))
         for thing in prepared:
             self._profiles.watch(thing)
             if self._meter:
@@ -418,7 +423,7 @@ class Job:
         """The mean, sum, max or min of `value` over all ranks, on every rank; every rank must call it.
 
         A number gives a float (calculated in float64); a tensor a new one of its shape, on its device and without gradient,
-        of its type except that the mean of whole numbers is float. Raises TrainingError for another `op`.
+        of its type except that the mean of whole numbers is float, and that truths are counted. Raises TrainingError for another `op`.
         """
         self._check_open()
         return self._exchange.all_reduce(value, op)

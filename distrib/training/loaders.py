@@ -53,6 +53,7 @@ class Loaders:
         """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
         self._begun = self._noted = False
         self._backward_passes = 0
+        self._seed = torch.initial_seed()
         self._compared: list[ShardedLoader] = []
         """Those that were prepared before the first step: what they read first is compared at it."""
 
@@ -109,8 +110,11 @@ class Loaders:
     def begin(self) -> None:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
         self._begun = True
-        if self._compared and self._world.size > 1:
-            differing = differ([loader.first_read for loader in self._compared])
+        if self._world.size > 1 and not self._elastic:
+            seeds = gather_numbers([self._seed, torch.initial_seed()])
+            # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
+            self._noted |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
+            differing = differ([loader.first_read for loader in self._compared]) if self._compared else []
             streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
             if True in streams:
                 self._forgotten.other_stream()

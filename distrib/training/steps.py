@@ -267,7 +267,8 @@ class Steps:
                     raise TrainingError(
                         f"parameter {index} of group {number} of the {type(self.optimizer).__name__}, "
                         f"{list(parameter.shape)}, is of no prepared model: every rank would have its own",
-                        hint="prepare its model too, and make the optimizer of the model's present parameters",
+                        hint="prepare its model too, and make the optimizer of the model's present parameters; put a parameter that "
+                        "stands alone into a module, and let its forward return it",
                     )
 
     def scaled_by(self, scaler: torch.amp.GradScaler, own: Callable[..., Any], arguments: Any, options: Any) -> Any:
