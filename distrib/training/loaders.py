@@ -93,8 +93,9 @@ class Loaders:
 
     def watch(self, model: nn.Module) -> None:
         """`model` was prepared, and its gradients are averaged in backward: it may be trained without any prepared optimizer."""
-        learning = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        next(learning).register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in learning[:1] if self._world.size > 1 else ():
+            parameter.register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def _computed(self, _: torch.Tensor) -> None:
         self._backward_passes += 1
