@@ -147,8 +147,6 @@ class Job:
             samples=self._next_batch,
             ended=self._settle,
         )
-        self._begun = False
-        """Whether a first step was taken."""
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -241,7 +239,9 @@ class Job:
                 )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
             check_alike(things)
-            if (other := check_same_data(things)) and not self._begun:  # later some may have filled what they keep
+            if (
+                other := check_same_data(things)
+            ) and not self._loaders.begun:  # later some may have filled what they keep
                 self._forgotten.other_data(other)
         if sync_batchnorm and self._backend.strategy.balance:
             raise TrainingError(
@@ -333,8 +333,7 @@ class Job:
 
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
-        if not self._begun:
-            self._begun = True
+        if not self._loaders.begun:
             if self.world_size > 1 and not self._elastic:
                 check_same_values(self._models)
             self._loaders.begin()

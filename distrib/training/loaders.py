@@ -51,7 +51,9 @@ class Loaders:
         """How many there are."""
         self.read: dict[int, bool | None] = {}
         """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
-        self._begun = self._noted = False
+        self.begun = False
+        """Whether a first step was taken."""
+        self._noted = False
         self._backward_passes = 0
         self._seed = torch.initial_seed()
         self._compared: list[ShardedLoader] = []
@@ -87,7 +89,7 @@ class Loaders:
             balance=balance,
             view=self._elastic.view if self._elastic else None,
         )
-        if not self._begun and not self._elastic:
+        if not self.begun and not self._elastic:
             self._compared.append(sharded)
         return sharded
 
@@ -110,7 +112,7 @@ class Loaders:
 
     def begin(self) -> None:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
-        self._begun = True
+        self.begun = True
         if self._world.size > 1 and not self._elastic:
             seeds = gather_numbers([self._seed, torch.initial_seed()])
             # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
