@@ -44,7 +44,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
         pytest.param({}, 3, "itself compiled targets averaged normalized ported unfrozen frozen sparse methods", id="sync, other models"),
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen by_hand", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled", id="horovod, fp16",
             marks=horovod,
@@ -57,9 +57,9 @@ def no_variable_of_torch(monkeypatch, tmp_path):
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures", id="sync, steps"),
+        pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures handed_out by_hand", id="sync, steps"),
         pytest.param({"accumulate": 3}, 2, "exact scaled fused thrown_away uncounted again one_model", id="accumulate"),
-        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks methods", id="local, steps"),
+        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks methods handed_out by_hand", id="local, steps"),
         pytest.param(
             {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step",
             id="local, overlapped",
@@ -71,6 +71,12 @@ def test_lessons(strategy, ranks, lessons, tmp_path):
     result = run_ranks(ranks, SCRIPTS / "modes.py", tmp_path, *lessons.split(), DISTRIB_STRATEGY=words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.split("\n")[:-1] == [f"{lesson}: learnt" for lesson in lessons.split()]
+
+
+def test_what_does_nothing_in_updates_by_hand_is_told_of(tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "by_hand", DISTRIB_STRATEGY=json.dumps({"accumulate": 2}))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("accumulate cannot reach updates that a script makes by itself") == 1, result.stderr
 
 
 @pytest.mark.parametrize("strategy", [{}, {"accumulate": 2}], ids=["each batch", "accumulated"])

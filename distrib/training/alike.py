@@ -41,7 +41,7 @@ def check_same_values(models: Sequence[nn.Module]) -> None:
     if not named:
         return
     sums: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(sums, [_sum_of_bits(values) for _, values in named])
+    dist.all_gather_object(sums, [sum_of_bits(values) for _, values in named])
     for rank, found in enumerate(sums):
         for (name, _), one, other in zip(named, sums[0], found, strict=False):
             if one != other:
@@ -109,8 +109,8 @@ def in_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return torch.split(values, max(1, rows), longest)
 
 
-def _sum_of_bits(values: torch.Tensor) -> int:
-    """0 for what has no bits to be read in the common way."""
+def sum_of_bits(values: torch.Tensor) -> int:
+    """Of all values, as whole numbers; 0 for what has no bits to be read in the common way."""
     values = values.detach()
     if values.is_complex():
         values = torch.view_as_real(values)

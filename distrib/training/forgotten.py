@@ -128,6 +128,27 @@ class Forgotten:
                         "with the len() of the loader that returned"
                     )
 
+    def hand_made(self, model: str) -> None:
+        """A model's parameters change, and no prepared optimizer has them. Raises TrainingError where ranks part by it."""
+        what = f"{model} learns, and no prepared optimizer has its parameters"
+        if self._backend.world.size > 1 and not self._backend.averages_backward:
+            strategy = self._backend.strategy
+            how = f"--backend {strategy.backend}" if self._backend.together else f"--mode {strategy.mode}"
+            raise TrainingError(
+                f"{what}: with {how} every rank has its own",
+                hint="let an optimizer make the update, and prepare it too",
+            )
+        options = [
+            name
+            for name, on in (("accumulate", self._accumulates()), ("balance", self._backend.strategy.balance))
+            if on
+        ]
+        if options:
+            self._note(
+                f"{what}: {' and '.join(options)} cannot reach updates that a script makes by itself; let an optimizer make them, and "
+                "prepare it too"
+            )
+
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:
         """The job ends. Of this rank's `loaders` it took batches without a step of those in `read`, and to its end where that says so.
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import copies, forking, leaving
+from distrib.training import copies, forking, leaving, states
 from distrib.training.alike import check_alike, check_same_values
 from distrib.training.backend import Backend, backend_for, is_sharded
 from distrib.training.batches import ShardedLoader
@@ -28,6 +28,7 @@ from distrib.training.drift import Drift
 from distrib.training.exchange import Exchange, Operation
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten, is_scheduled
+from distrib.training.hand_made import HandMade
 from distrib.training.loaders import Loaders
 from distrib.training.meter import Meter
 from distrib.training.normalization import bear_cpus, with_synchronized_batches
@@ -147,6 +148,7 @@ class Job:
             samples=self._next_batch,
             ended=self._settle,
         )
+        self._hand_made = HandMade(self._steps, self._loaders.learn, self._forgotten)
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -215,9 +217,9 @@ class Job:
           `state_dict`; `unwrap` gives the module itself. Which parameters
           learn is settled here: to freeze or unfreeze some later, prepare the module itself again. Layers of torch's
           SyncBatchNorm work on CPUs, too.
-        - an optimizer: the same object, the steps of which are now the job's.
+        - an optimizer: the same object, the steps of which are now the job's, with rank 0's state where it has one.
         - a DataLoader: a `ShardedLoader` of this rank's batches, already on `device`.
-        - a GradScaler, a learning rate scheduler: the same object.
+        - a GradScaler, a learning rate scheduler: the same object, with rank 0's state.
 
         Every rank must prepare the same things in the same order. `find_unused_parameters` is for models that do
         not use all their parameters in each step. `sync_batchnorm` makes batch normalization that of all ranks' samples.
@@ -255,7 +257,10 @@ class Job:
             )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
         scheduled = [thing for thing in things if is_scheduled(thing)]
+        known = {id(steps.optimizer) for steps in self._steps}
         prepared = [self._prepare(thing, options) for thing in things]
+        if self.world_size > 1 and not self._elastic:  # there main's goes to the servers
+            states.hand_out([thing for thing in things if id(thing) not in known], self._exchange)
         if scheduled and self.world_size > 1:
             for given, made in zip(things, prepared, strict=True):
                 if isinstance(made, ShardedLoader) and made is not given and not made.is_stream:
@@ -314,8 +319,8 @@ class Job:
         """Trains `model`, in place of what it was before it was prepared again."""
         self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
         self._status.prepared()
-        if self._backend.averages_backward:
-            self._loaders.watch(model)
+        if self.world_size > 1 or self._batches > 1:
+            self._hand_made.watch(model)
 
     def _alike(self) -> Sequence[nn.Module]:
         """The models that have the same parameters on all ranks after every step."""

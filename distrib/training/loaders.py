@@ -21,9 +21,6 @@ from distrib.training.forgotten import Forgotten
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.synchronous import unwrapped
 
-GOES_ON = 10
-"""Backward passes of a model after which it is taken to be trained by other means than a step of a prepared optimizer."""
-
 
 class Loaders:
     """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
@@ -54,7 +51,6 @@ class Loaders:
         self.begun = False
         """Whether a first step was taken."""
         self._noted = False
-        self._backward_passes = 0
         self._seed = torch.initial_seed()
         self._compared: list[ShardedLoader] = []
         """Those that were prepared before the first step: what they read first is compared at it."""
@@ -92,17 +88,6 @@ class Loaders:
         if not self.begun and not self._elastic:
             self._compared.append(sharded)
         return sharded
-
-    def watch(self, model: nn.Module) -> None:
-        """`model` was prepared, and its gradients are averaged in backward: it may be trained without any prepared optimizer."""
-        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in learning[:1] if self._world.size > 1 else ():
-            parameter.register_post_accumulate_grad_hook(self._computed)  # type: ignore[no-untyped-call]
-
-    def _computed(self, _: torch.Tensor) -> None:
-        self._backward_passes += 1
-        if self._backward_passes == GOES_ON:
-            self.learn()
 
     def learn(self) -> None:
         """The job learns from something: says so where it is nothing that was prepared."""

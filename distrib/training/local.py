@@ -60,6 +60,12 @@ class Local(Backend):
 
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TrainingError(
+                f"{type(optimizer).__name__} cannot be used in mode local: it takes the change of parameters from one step to the next "
+                "for its own, and every round ends with one that is all ranks'",
+                hint="use --mode sync",
+            )
         for other in self._rounds:
             if other is not optimizer and not {*_trained(other)}.isdisjoint(_trained(optimizer)):
                 raise TrainingError(

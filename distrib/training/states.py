@@ -1,0 +1,55 @@
+"""Optimizers, schedules and GradScalers begin with what rank 0's have learnt or loaded, as models do with its parameters."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distrib.training.alike import differ, digest_of, sum_of_bits
+from distrib.training.exchange import Exchange
+
+
+def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
+    """Gives each of `things` that has a state besides parameters that of rank 0, where another rank has another. Every rank.
+
+    A script may have read a checkpoint on one rank only.
+    """
+    stateful = [thing for thing in things if _has_one_state(thing)]
+    if not stateful:
+        return
+    states = [thing.state_dict() for thing in stateful]
+    for thing, state, differs in zip(
+        stateful, states, differ([digest_of(_in_short(state)) for state in states]), strict=True
+    ):
+        if differs:
+            told = exchange.from_main(functools.partial(_saved, state))
+            thing.load_state_dict(torch.load(io.BytesIO(told), map_location="cpu", weights_only=False))
+
+
+def _has_one_state(thing: Any) -> bool:
+    """Whether all ranks are to have the same; not where each has a share of it, as in ZeroRedundancyOptimizer."""
+    kinds = Optimizer, LRScheduler, torch.amp.GradScaler
+    return isinstance(thing, kinds) and not hasattr(thing, "consolidate_state_dict")
+
+
+def _saved(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _in_short(thing: Any) -> Any:
+    """`thing` with a few numbers in place of each tensor."""
+    if isinstance(thing, torch.Tensor):
+        return [str(thing.dtype), list(thing.shape), sum_of_bits(thing)]
+    if isinstance(thing, dict):
+        return {key: _in_short(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple)):
+        return [_in_short(item) for item in thing]
+    return thing
