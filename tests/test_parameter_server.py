@@ -364,12 +364,14 @@ def test_a_copy_of_a_model_is_by_itself(make):
     step(model, optimizer)
     assert weight(model) == -1 and weight(copy.deepcopy(model).eval()) == -1
     assert average.eval()(torch.ones(1, 4)) == 12
+    step(model, optimizer)
     file = io.BytesIO()
-    torch.save(model, file)
+    torch.save(model, file)  # what all steps have come to, though the model itself waits for its next forward pass
+    assert b"distrib" not in file.getvalue()
     file.seek(0)
     saved = torch.load(file, weights_only=False)
     step(model, optimizer)
-    assert weight(model) == -2 and weight(saved) == -1 and saved(torch.ones(1, 4)) == -4
+    assert weight(model) == -3 and weight(saved) == -2 and saved(torch.ones(1, 4)) == -8
 
 
 def test_what_the_script_changes_by_itself_is_refused(make):
@@ -834,6 +836,12 @@ def test_a_connection_that_another_of_its_worker_replaces_is_over(make):
     assert weight(model) == -3
     for sock in kept:
         sock.close()
+
+
+def test_updates_by_hand_are_told_of_before_the_end(launch):
+    run = launch("-np", "2", "--mode", "async", OWN_HANDS.with_name("modes.py"), ".", "by_hand")
+    assert run.code != 0 and "0.weight has learnt, but no prepared optimizer has it" in run.err, run
+    assert "AssertionError" not in run.err, run.err  # of the tenth backward pass
 
 
 def test_what_scripts_do_with_their_own_hands(launch):

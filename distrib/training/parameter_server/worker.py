@@ -18,6 +18,7 @@ import concurrent.futures
 import io
 import os
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -128,10 +129,23 @@ class Asynchronous(Backend):
                 # Those two have public names only since torch 2.5.
                 module._register_state_dict_hook(self._hook(module, self._leave))
                 module._register_load_state_dict_pre_hook(self._hook(module, self._before_loading), with_module=True)
+                self._leave_no_trace(module)
+            self._leave_no_trace(model)
         return model
 
     def _hook(self, owner: nn.Module, work: Callable[..., None]) -> _Hook:
         return _Hook(owner, lambda *told: None if self._closed else work(*told))
+
+    def _leave_no_trace(self, module: nn.Module) -> None:
+        """What is copied or saved of `module`, as by torch.save(model), has the servers' values and no hooks: it needs no servers."""
+
+        def reduced(protocol: Any) -> Any:
+            if not self._closed:
+                self._refresh()
+            return _without_hooks(module, protocol)
+
+        if _REDUCE not in vars(module):
+            setattr(module, _REDUCE, reduced)
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if model not in self._begun:
@@ -480,18 +494,36 @@ class Asynchronous(Backend):
 
 
 class _Hook:
-    """What a module calls. A copy of the module, in memory or in a file, has one too, which does nothing."""
+    """What a module calls, and no copy of it."""
 
-    def __init__(self, owner: nn.Module | None = None, work: Callable[..., None] | None = None) -> None:
+    def __init__(self, owner: nn.Module, work: Callable[..., None]) -> None:
         self._owner, self._work = owner, work
 
     @_disable_dynamo  # torch.compile would read on into it, and say at length what it cannot compile there
     def __call__(self, module: nn.Module, *told: Any) -> None:
-        if self._work and module is self._owner:
+        if module is self._owner:
             self._work(module, *told)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+
+_HOOKS = (
+    *("_forward_pre_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+"""Where torch keeps them in a module."""
+_REDUCE = "__reduce_ex__"
+
+
+def _without_hooks(module: nn.Module, protocol: Any) -> Any:
+    reduced = type(module).__reduce_ex__(module, protocol)
+    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = {name: value for name, value in reduced[2].items() if name != _REDUCE}
+    for name in _HOOKS:
+        kept = [
+            pair for pair in state.get(name, {}).items() if not isinstance(getattr(pair[1], "hook", pair[1]), _Hook)
+        ]
+        state[name] = OrderedDict(kept)
+    return (*reduced[:2], state, *reduced[3:])
 
 
 def _saved(thing: Any) -> bytes:
