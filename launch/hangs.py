@@ -48,6 +48,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
     kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D), `gone` where Python has ended.
+    `gpu` is whether it may compute on a GPU, which it does without the processor.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     frames: tuple[Frame, ...] = ()
     running: bool = False
     state: str = ""
+    gpu: bool = True
     problem: str = ""
 
 
@@ -84,6 +86,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         active: bool
         frames: list[Frame]
         state: str = ""
+        gpu: bool = True
 
     try:
         threads = msgspec.json.decode(dump, type=list[Thread])
@@ -94,7 +97,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         return Stack(rank=rank, host=host, step=step, problem="no Python thread")
     main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
     frames = tuple(main.frames)
-    return Stack(rank=rank, host=host, step=step, frames=frames, running=main.active, state=main.state)
+    return Stack(rank=rank, host=host, step=step, frames=frames, running=main.active, state=main.state, gpu=main.gpu)
 
 
 def place_of(stack: Stack) -> Place:
@@ -122,7 +125,7 @@ def place_of(stack: Stack) -> Place:
             return Place(waits=True, what=frame.name, where=where)
     if any("/torch/utils/data/" in frame.filename for frame in stack.frames):
         return Place(waits=False, what="the data loader", where=where)
-    if any(frame.function == "_engine_run_backward" for frame in inner) and not stack.running:
+    if any(map(_is_backward, inner)) and not stack.running:
         return Place(waits=True, what="the backward pass, for gradients", where=where)
     if own == 0:
         line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
@@ -172,16 +175,24 @@ def wait_for_ended(stacks: Sequence[Stack]) -> bool:
 
 
 def ask_in_vain(stacks: Sequence[Stack]) -> bool:
-    """The same, where they have asked the job: their own collectives may be of some ranks only, and a GPU computes backward by itself."""
+    """The same, where they have asked the job, or wait in backward without a GPU, which may compute it by itself; collectives that
+    they call may be of some ranks only."""
     others = [stack for stack in stacks if place_of(stack) != AT_END]
-    return wait_for_ended(stacks) and all(any(JOB_FILE.search(f.filename) for f in one.frames) for one in others)
+    return wait_for_ended(stacks) and all(
+        any(JOB_FILE.search(frame.filename) or (not one.gpu and _is_backward(frame)) for frame in one.frames)
+        for one in others
+    )
 
 
 def _surely_waits(stack: Stack) -> bool:
     """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
     return place_of(stack).waits and any(
-        SURE_FILES.search(frame.filename) or frame.function == "_engine_run_backward" for frame in stack.frames
+        SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames
     )
+
+
+def _is_backward(frame: Frame) -> bool:
+    return frame.function == "_engine_run_backward"
 
 
 def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
@@ -213,6 +224,11 @@ def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
         shown = name_hosts(stack.host for stack in members)
         lines.append(
             f"  rank{'s' * (len(members) > 1)} {ranges([stack.rank for stack in members])} on {shown}: in {place}{at}"
+        )
+    if wait_for_ended(stacks):
+        lines.append(
+            "  let all ranks leave their loops after as many steps: where a measurement decides (early stopping), by that of all, such as "
+            "job.all_reduce(loss)"
         )
     return lines
 

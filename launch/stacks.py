@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LIMIT_BYTES = 1 << 18
+_ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/habanalabs"
 
 
 class Spies:
@@ -47,7 +48,7 @@ class Spies:
 
 def with_state(dump: bytes, pid: int) -> bytes:
     """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D), and
-    whether it is active where py-spy does not know which of the kernel's threads it is.
+    whether it is active where py-spy does not know which of the kernel's threads it is; `gpu` is false where it can use none.
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
     """
@@ -64,7 +65,22 @@ def with_state(dump: bytes, pid: int) -> bytes:
                 told["active"] = state == "R"
             if state in "TtD":
                 told["state"] = state
+            if not _may_use_a_gpu(pid):
+                told["gpu"] = False
             if told:
                 thread.update(told)
                 dump = json.dumps(threads).encode()
     return dump
+
+
+def _may_use_a_gpu(pid: int) -> bool:
+    """Whether a process has some accelerator's device open, of whatever kind, or that cannot be seen."""
+    try:
+        files = [*Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return True
+    for file in files:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(file.readlink()).startswith(_ACCELERATORS):
+                return True
+    return False

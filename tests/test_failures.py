@@ -81,12 +81,21 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, d
     run = launch("-np", "2", "--hang-timeout", "20s", script, does, timeout=150)
     ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
     assert f"no progress for 10 {ended}" in run.err and "the job is ended when it is so for 20 s" in run.err, run
+    assert "let all ranks leave their loops after as many steps" in run.err
     assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
     assert "the mean is" not in run.out
 
 
-@pytest.mark.parametrize(("calls", "ends"), [("IN_JOB", True), ("IN_ALL_REDUCE", False), ("IN_BACKWARD", False)])
-def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, ends):
+@pytest.mark.parametrize(
+    ("calls", "gpu", "ends"),
+    [
+        ("IN_JOB", True, True),
+        ("IN_ALL_REDUCE", False, False),
+        ("IN_BACKWARD", True, False),
+        ("IN_BACKWARD", False, True),
+    ],
+)
+def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, gpu, ends):
     """Others may ask each other, or compute backward on a GPU, for themselves."""
     now = 0.0
     monkeypatch.setattr(standstill, "time", types.SimpleNamespace(monotonic=lambda: now))
@@ -95,7 +104,7 @@ def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkey
     ranks, told = [(0, "n1", 5), (1, "n1", 5)], []
     for now in (seconds / 2 for seconds in range(200)):
         if watch.begins(now):
-            watch.add(stack(0, globals()[calls]))
+            watch.add(stack(0, globals()[calls], gpu=gpu))
             watch.add(stack(1, CLOSING))
         if watch.stacks(now, ranks):
             told.append((now, watch.early, watch.hopeless, watch.silent_seconds))
@@ -226,7 +235,7 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
                 while json.loads(with_state(json.dumps([named]).encode(), process.pid))[0]["active"] is not state:
                     assert time.monotonic() < deadline
             known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
-            assert with_state(known, process.pid) == known
+            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False}]
             for other in (b"Error: no such process", b"null", b"[{}]"):
                 assert with_state(other, process.pid) == other
         finally:
