@@ -82,6 +82,10 @@ def this_machine(environment: Mapping[str, str]) -> Here:
     )
 
 
+_PYTHON = re.compile(r"python[\d.]*")
+_NO_PYTHON = "leave it out: every host starts its own"
+
+
 def make_plan(
     options: argparse.Namespace, without: Collection[str] = (), before: LaunchPlan | None = None, *, again: bool = False
 ) -> LaunchPlan:
@@ -100,9 +104,11 @@ def make_plan(
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     if engine != "kubernetes" and not options.module and not script.is_file():
         hint = "options of distrib-launch stand before the script, the script's own after it"
-        if re.fullmatch(r"python[\d.]*", script.name):
-            hint = "leave it out: every host starts its own"
+        if _PYTHON.fullmatch(script.name):
+            hint = _NO_PYTHON
         raise ConfigError(f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}", hint=hint)
+    if engine != "kubernetes" and not options.module:
+        _refuse_other_languages(script)
     if options.interface:
         network.named(options.interface)  # refused before anything is planned where it cannot be
     hosts = read_hosts(options.hosts)
@@ -171,6 +177,25 @@ def make_plan(
     if options.only_rank is not None and not before and not 0 <= options.only_rank < plan.world_size:
         raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
+
+
+def _refuse_other_languages(script: Path) -> None:
+    try:
+        with script.open("rb") as file:
+            first = file.readline(200)
+    except OSError:
+        return  # which the hosts are asked about
+    if first.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
+        what = (
+            "its first line is " + first.decode(errors="replace").strip()
+            if first.startswith(b"#!")
+            else "it is a program"
+        )
+        hint = "name the Python script that it starts; -x NAME=VALUE sets a variable"
+        raise ConfigError(
+            f"{script}: {what}, and distrib-launch starts Python scripts",
+            hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
+        )
 
 
 def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:

@@ -843,10 +843,16 @@ def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):
         "                    break\n"
         "                seen.append(batch)\n"
         "            print(len(seen), 'samples')\n"
+        "    if sys.argv[1] == 'sum':\n"
+        "        job.all_reduce(len(seen), 'sum')\n"
+        "    job.barrier()\n"
     )
-    for who, times in ("all", 0), ("limited", 0), ("main", 1):
+    for who, times in ("all", (0, 1)), ("sum", (0, 0)), ("limited", (0, 0)), ("main", (1, 0)):
         result = run_ranks(2, script, who)
-        told = result.stderr.count("rank 0 alone read a DataLoader to its end that was given to job.prepare")
+        told = (
+            result.stderr.count("rank 0 alone read a DataLoader to its end that was given to job.prepare"),
+            result.stderr.count("nothing was added up: what a rank measured there is of its share only, one of 2"),
+        )
         assert (result.returncode, told) == (0, times), result.stderr
     assert "3 samples" in result.stdout
 

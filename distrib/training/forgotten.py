@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import re
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,12 @@ _TOTALS = "T_max", "total_steps", "total_iters"
 _READ = {None: "-", False: "b", True: "e"}
 """How a rank writes of a loader that it took nothing of it, took a batch, read it to its end."""
 
+_ADDED_UP = {False: "-", True: "+"}
+"""And before that, whether it has asked for a sum or a mean over the ranks."""
+_INSTALLED = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
+_OTHER_WAYS = re.compile(r"distributed|mpi4py|horovod|torchmetrics|accelerate")
+"""Words of a script that may add up over ranks by itself."""
+
 
 def _key(rank: int) -> str:
     return f"distrib/read/{rank}"
@@ -44,6 +52,18 @@ def _sees_to_it(parameters: Sequence[torch.Tensor]) -> bool:
     own = {id(parameter) for parameter in parameters}
     wrapped = [thing for thing in gc.get_objects() if _wraps(type(thing))]  # type: ignore[arg-type]
     return any(id(parameter) in own for model in wrapped for parameter in model.parameters())
+
+
+def _meets_by_itself() -> bool:
+    """Whether the script, or what it has imported that is not installed, may talk to the other ranks in another way than by the job."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) or ""
+        if name.partition(".")[0] == "distrib" or not file.endswith(".py") or _INSTALLED.search(file):
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            if _OTHER_WAYS.search(Path(file).read_text()):
+                return True
+    return False
 
 
 def is_scheduled(thing: Any) -> bool:
@@ -149,11 +169,12 @@ class Forgotten:
                 "prepare it too"
             )
 
-    def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int) -> None:
+    def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int, *, added_up: bool) -> None:
         """The job ends. Of this rank's `loaders` it took batches without a step of those in `read`, and to its end where that says so.
 
-        To be called before the last barrier, and `hear_what_was_read` after it. It is no exchange of its own: ranks of which
-        one has had another exchange more would then wait for each other, where they find each other gone.
+        `added_up`: it has asked for the sum or mean of something over all ranks. To be called before the last barrier, and
+        `hear_what_was_read` after it. It is no exchange of its own: ranks of which one has had another exchange more would then
+        wait for each other, where they find each other gone.
         """
         world = self._backend.world
         if world.size == 1:
@@ -161,11 +182,14 @@ class Forgotten:
         key, states = _key(world.rank), "".join(_READ[read.get(number)] for number in range(loaders))
         with contextlib.suppress(RuntimeError):  # rank 0 is gone, which the barrier tells
             store = _get_default_store()
-            store.set(key, states)
+            store.set(key, _ADDED_UP[added_up] + states)
             store.check([key])  # is answered when the store has it, as set() is not
 
     def hear_what_was_read(self) -> None:
-        """Says of which loaders some ranks took nothing while others read them to their ends, to whom they gave a share only."""
+        """Says what came of loaders that ranks read without a step, each to the end of its share.
+
+        Some ranks took nothing while others did; or all have done so, and nobody added up what they found.
+        """
         world = self._backend.world
         if world.rank or world.size == 1:
             return
@@ -175,7 +199,7 @@ class Forgotten:
             store = _get_default_store()
             if store.check(keys):
                 words = [store.get(key).decode() for key in keys]
-        of_loaders = zip(*words, strict=False)
+        of_loaders = [*zip(*(word[1:] for word in words), strict=False)]
         told = {
             tuple(r for r, state in enumerate(states) if state == _READ[True])
             for states in of_loaders
@@ -186,6 +210,12 @@ class Forgotten:
                 f"rank {', '.join(map(str, ranks))} alone read a DataLoader to its end that was given to job.prepare, "
                 f"and saw its share of the samples only, one of {world.size}: let every rank read it, and add up with "
                 f"job.all_reduce, or leave it out of job.prepare"
+            )
+        evaluated = any(set(states) == {_READ[True]} for states in of_loaders)
+        if evaluated and not any(word.startswith(_ADDED_UP[True]) for word in words) and not _meets_by_itself():
+            self._note(
+                f"every rank read its share of a DataLoader that was given to job.prepare, without a step, and nothing was added up: "
+                f"what a rank measured there is of its share only, one of {world.size}; add up with job.all_reduce"
             )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:

@@ -134,6 +134,7 @@ class Job:
         self._models: list[nn.Module] = []
         self._steps: list[Steps] = []
         self._stepped: bool | torch.Tensor = False
+        self._added_up = False
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
@@ -417,7 +418,8 @@ class Job:
 
     def barrier(self) -> None:
         """Waits until every rank is here. The work that a GPU was given may still be going on."""
-        self.all_reduce(0.0, "sum")
+        self._check_open()
+        self._exchange.all_reduce(0.0, "sum")
 
     @overload
     def all_reduce(self, value: float, op: Operation = ...) -> float: ...
@@ -430,6 +432,7 @@ class Job:
         of its type except that the mean of whole numbers is float, and that truths are counted. Raises TrainingError for another `op`.
         """
         self._check_open()
+        self._added_up = True
         return self._exchange.all_reduce(value, op)
 
     # What is kept and told
@@ -514,7 +517,7 @@ class Job:
             if self._elastic:
                 self._tell_staleness(self._elastic.staleness())
             else:
-                self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared)
+                self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared, added_up=self._added_up)
                 if self._drift:
                     self._drift.leave()
                 self.barrier()

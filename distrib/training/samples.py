@@ -104,8 +104,8 @@ class Mean:
             if other is not self:
                 if several or other.batches > 1:
                     raise TrainingError(
-                        f"a parameter {list(parameter.shape)} is in two optimizers: whose batches of one step its gradient "
-                        "belongs to cannot be told",
+                        f"a parameter {list(parameter.shape)} is in two optimizers, {type(other._optimizer).__name__} and "
+                        f"{type(self._optimizer).__name__}: whose batches of one step its gradient belongs to cannot be told",
                         hint="leave out accumulate, or give the parameter to one of them",
                     )
                 continue
