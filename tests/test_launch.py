@@ -384,7 +384,10 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["-np", "2", "."], "is a directory"),
         (["run.sh"], "run.sh: its first line is #!/bin/bash, and distrib-launch starts Python scripts"),
         (["/bin/true"], "/bin/true: it is a program, and distrib-launch starts Python scripts"),
-        ([sys.executable, "JOB"], "and distrib-launch starts Python scripts; leave it out: every host starts its own"),
+        (
+            [LAUNCH.with_name("python"), "JOB"],
+            "and distrib-launch starts Python scripts; leave it out: every host starts its own",
+        ),
         (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: no such variable here"),
         (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this one itself"),
         (["--timeout", "soon", "JOB"], "'soon' is no time"),
@@ -405,7 +408,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     (tmp_path / "negative.txt").write_text("a slots=-1\n")
     (tmp_path / "bad.yaml").write_text("nodes: [{hosts: a, gpus: {count: -2}}]\n")
     (tmp_path / "run.sh").write_text("#!/bin/bash\npython train.py\n")
-    command = [str(LAUNCH), *(str(JOB) if word == "JOB" else word for word in arguments)]
+    command = [str(LAUNCH), *(str(JOB) if word == "JOB" else str(word) for word in arguments)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
     assert done.returncode == 2, done
     last = done.stderr.strip().splitlines()[-1]
