@@ -9,8 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+WORDS = "was written for one process, as was all that it imports"
 NOTE = (
-    "{script} was written for one process, as was all that it imports: {copies} copies of it train, each by itself; "
+    f"{{script}} {WORDS}: {{copies}} copies of it train, each by itself; "
     "job = distrib.init() and job.prepare(...) make them train one model (README.md, In a script)"
 )
 

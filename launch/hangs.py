@@ -48,7 +48,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
 
     `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
     kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D), `gone` where Python has ended.
-    `gpu` is whether it may compute on a GPU, which it does without the processor.
+    `gpu` is whether it may compute on a GPU, which it does without the processor; `met` whether it may have a connection to others.
     """
 
     rank: int
@@ -58,6 +58,7 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     running: bool = False
     state: str = ""
     gpu: bool = True
+    met: bool = True
     problem: str = ""
 
 
@@ -87,6 +88,7 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         frames: list[Frame]
         state: str = ""
         gpu: bool = True
+        met: bool = True
 
     try:
         threads = msgspec.json.decode(dump, type=list[Thread])
@@ -97,7 +99,16 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         return Stack(rank=rank, host=host, step=step, problem="no Python thread")
     main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
     frames = tuple(main.frames)
-    return Stack(rank=rank, host=host, step=step, frames=frames, running=main.active, state=main.state, gpu=main.gpu)
+    return Stack(
+        rank=rank,
+        host=host,
+        step=step,
+        frames=frames,
+        running=main.active,
+        state=main.state,
+        gpu=main.gpu,
+        met=main.met,
+    )
 
 
 def place_of(stack: Stack) -> Place:
@@ -146,6 +157,11 @@ def is_importing(stack: Stack) -> bool:
 def is_computing(stack: Stack) -> bool:
     """Whether a rank uses the processor and waits for nobody."""
     return stack.running and not place_of(stack).waits
+
+
+def is_training(stack: Stack) -> bool:
+    """Whether a rank computes gradients, or takes a step with them."""
+    return any(_is_backward(frame) or "/torch/optim/" in frame.filename for frame in stack.frames)
 
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:

@@ -48,7 +48,8 @@ class Spies:
 
 def with_state(dump: bytes, pid: int) -> bytes:
     """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D), and
-    whether it is active where py-spy does not know which of the kernel's threads it is; `gpu` is false where it can use none.
+    whether it is active where py-spy does not know which of the kernel's threads it is; `gpu` is false where it can use none,
+    `met` where it has no TCP socket.
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
     """
@@ -65,22 +66,29 @@ def with_state(dump: bytes, pid: int) -> bytes:
                 told["active"] = state == "R"
             if state in "TtD":
                 told["state"] = state
-            if not _may_use_a_gpu(pid):
+            files = _open_files(pid)
+            if files and not any(file.startswith(_ACCELERATORS) for file in files):
                 told["gpu"] = False
+            if files and _tcp_sockets(pid).isdisjoint(files):
+                told["met"] = False
             if told:
                 thread.update(told)
                 dump = json.dumps(threads).encode()
     return dump
 
 
-def _may_use_a_gpu(pid: int) -> bool:
-    """Whether a process has some accelerator's device open, of whatever kind, or that cannot be seen."""
-    try:
-        files = [*Path(f"/proc/{pid}/fd").iterdir()]
-    except OSError:
-        return True
-    for file in files:
-        with contextlib.suppress(OSError):  # closed meanwhile
-            if str(file.readlink()).startswith(_ACCELERATORS):
-                return True
-    return False
+def _open_files(pid: int) -> set[str]:
+    """What a process has open, as the kernel names it; nothing where that cannot be seen."""
+    files = set()
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                files.add(str(file.readlink()))
+    return files
+
+
+def _tcp_sockets(pid: int) -> set[str]:
+    """The TCP sockets in the network that a process sees, as the kernel names them among open files (proc(5): /proc/net/tcp)."""
+    tables = (Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    return {f"socket:[{fields[9]}]" for fields in lines}

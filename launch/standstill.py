@@ -51,7 +51,7 @@ class Standstill:
 
     def start(self) -> None:
         """The scripts start now."""
-        self._started = self._last = time.monotonic()
+        self.started = self._last = time.monotonic()
 
     def progress(self) -> None:
         """A rank has printed something, or reported a step."""
@@ -108,7 +108,7 @@ class Standstill:
         self.early = self._looks_early
         if self.early:
             return stacks if self._is_certain(stacks, now) else []
-        return stacks if now - self._started > STARTUP_SECONDS or self._stands(stacks, now) else []
+        return stacks if now - self.started > STARTUP_SECONDS or self._stands(stacks, now) else []
 
     def _is_certain(self, stacks: list[hangs.Stack], now: float) -> bool:
         """Whether ranks wait for one at its end, by two looks; else the next pair of looks comes later and later."""

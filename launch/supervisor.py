@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from distrib_launch import door, engines, failures, hangs, preflight, results, signals, standstill
+from distrib_launch import door, engines, failures, hangs, preflight, results, signals, standstill, strangers
 from distrib_launch.assignments import assignments
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
@@ -95,6 +95,7 @@ class Supervisor:
         self.interrupts = 0
         self.verdict = Verdict(plan, self.recovery)
         self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
+        self.strangers = strangers.Strangers(plan)
         self.log_lost = False  # and said so
         self.warnings: list[str] = []
         self.watch = during.Watch(plan, self._warn, self._host_of)
@@ -197,6 +198,7 @@ class Supervisor:
                 self._stop(self.grace_seconds)
             self._watch_hosts()
             self._watch_progress(now)
+            self._watch_strangers(now)
             self.console.tick()
             if now > self.stop_deadline:
                 for state in self.ranks:
@@ -247,6 +249,18 @@ class Supervisor:
         )
         self.verdict.fail(failure)
         self._stop(self.grace_seconds)
+
+    def _watch_strangers(self, now: float) -> None:
+        """Say so where the ranks train and have not met."""
+        workers = [state for state in self.ranks if state.plan.role == "worker"]
+        if not self.assigned or self.stopping or any(state.prepared for state in workers):
+            return
+        seconds = now - self.standstill.started
+        ranks = self.strangers.asks(seconds, [state.plan.rank for state in workers if not state.ending])
+        for rank in ranks:
+            self._send(self.ranks[rank], Kind.TAKE_STACKS, {})
+        if self.strangers.found(seconds):
+            self._warn(strangers.NOTE.format(copies=len(workers)))
 
     def _turn(self, seconds: float) -> bool:
         """Handle what arrives within `seconds`. Whether anything did."""
@@ -357,7 +371,9 @@ class Supervisor:
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
         elif kind is Kind.STACKS:
-            self.standstill.add(hangs.parse_stack(state.plan.rank, state.plan.host, state.step, payload))
+            stack = hangs.parse_stack(state.plan.rank, state.plan.host, state.step, payload)
+            self.standstill.add(stack)
+            self.strangers.add(stack)
         elif kind is Kind.VALUE:
             with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
                 file.write(payload)

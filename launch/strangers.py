@@ -1,0 +1,61 @@
+"""Notices ranks that train and have never met: copies of one script, each with a model of its own.
+
+`alone` finds most of them by their text before they start. A script that could meet others, but has not been told to, is known by
+its processes: they compute gradients, and none has a connection over TCP, which whoever meets others by torch, MPI or Horovod has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from distrib_launch import alone, hangs
+from distrib_launch.plan import LaunchPlan
+
+FIRST_SECONDS = 20.0
+"""When it is looked first; then after twice as long, and so on."""
+MOST_RANKS = 8
+"""How many are looked at: if any has met another, all is well."""
+PATIENCE_SECONDS = 5.0
+
+NOTE = (
+    "the ranks compute gradients, and none has a connection to another: {copies} copies of the script train, each by itself. If that is "
+    "not what you want: job = distrib.init() and job.prepare(...) make them train one model (README.md, In a script), or the script "
+    "has an option for several processes"
+)
+
+
+class Strangers:
+    """When to look, and what was seen."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._due = FIRST_SECONDS
+        self._asked: tuple[int, ...] = ()
+        self._deadline = 0.0
+        self._seen: dict[int, hangs.Stack] = {}
+        self.are_known = any(alone.WORDS in note for note in plan.notes)
+        """Whether enough is known of them."""
+
+    def asks(self, seconds: float, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Whose stacks are wanted now, `seconds` after the scripts began."""
+        if self.are_known or self._asked or seconds < self._due or len(ranks) < 2:
+            return ()
+        self._due = 2 * seconds
+        self._asked, self._deadline, self._seen = tuple(ranks[:MOST_RANKS]), seconds + PATIENCE_SECONDS, {}
+        return self._asked
+
+    def add(self, stack: hangs.Stack) -> None:
+        """A rank's stack has come."""
+        if stack.rank in self._asked and not stack.problem:
+            self._seen[stack.rank] = stack
+
+    def found(self, seconds: float) -> bool:
+        """Whether they are seen now to be strangers to each other; once."""
+        if not self._asked or (len(self._seen) < len(self._asked) and seconds < self._deadline):
+            return False
+        stacks = [*self._seen.values()] if len(self._seen) == len(self._asked) else []
+        self._asked = ()
+        self.are_known = any(stack.met for stack in stacks)
+        if self.are_known or not any(map(hangs.is_training, stacks)):
+            return False
+        self.are_known = True
+        return True
