@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Literal
 
-from distrib_launch import door, engines, failures, hangs, preflight, results, signals, standstill, strangers
+from distrib_launch import door, engines, failures, preflight, results, signals
 from distrib_launch.assignments import assignments
 from distrib_launch.console import Console
 from distrib_launch.control import Channel, Kind, ProtocolError, give_up_on_silence, new_token
@@ -23,6 +23,7 @@ from distrib_launch.engine_process import EngineProcess
 from distrib_launch.liveness import Liveness
 from distrib_launch.outlook import during
 from distrib_launch.plan import LaunchPlan
+from distrib_launch.progress import Progress
 from distrib_launch.rankstate import RankState
 from distrib_launch.recovery import Recovery
 from distrib_launch.verdict import Verdict
@@ -74,7 +75,6 @@ class Supervisor:
         self.runtime = engines.get(plan.engine)
         self.timeout_seconds = timeout_seconds
         self.spent_seconds = spent_seconds  # of it, by the job's starts before
-        self.hang_timeout_seconds = hang_timeout_seconds
         self.grace_seconds = grace_seconds
         self.script_input = script_input
         self.input_ranks = range(len(plan.ranks)) if input_ranks is None else input_ranks
@@ -94,10 +94,9 @@ class Supervisor:
         self.stop_deadline = float("inf")
         self.interrupts = 0
         self.verdict = Verdict(plan, self.recovery)
-        self.standstill = standstill.Standstill(hang_timeout_seconds or 0.0)
-        self.strangers = strangers.Strangers(plan)
         self.log_lost = False  # and said so
         self.warnings: list[str] = []
+        self.progress = Progress(plan, hang_timeout_seconds, self._send, console, self.warnings)
         self.watch = during.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
 
@@ -198,7 +197,6 @@ class Supervisor:
                 self._stop(self.grace_seconds)
             self._watch_hosts()
             self._watch_progress(now)
-            self._watch_strangers(now)
             self.console.tick()
             if now > self.stop_deadline:
                 for state in self.ranks:
@@ -211,56 +209,13 @@ class Supervisor:
         causes = [s.ending for s in self.ranks if s.ending and s.ending.failed and not s.ending.consequence]
         return SETTLE_SECONDS if causes else CAUSE_SECONDS
 
-    # -- hangs ----------------------------------------------------------------------------------------------------
-
     def _watch_progress(self, now: float) -> None:
         """When nobody has got on for too long, say who waits for whom, and end the job if that was asked for."""
         if not self.assigned or self.stopping:
             return
-        there = [state for state in self.ranks if not state.ending and state.plan.role == "worker"]
-        self.standstill.some_at_end = len({state.closing for state in there}) > 1
-        if self.standstill.begins(now):
-            for state in there:
-                self._send(state, Kind.TAKE_STACKS, {})
-        stacks = self.standstill.stacks(now, [(s.plan.rank, s.plan.host, s.step) for s in there])
-        if not stacks:
-            return
-        lines = hangs.report(stacks, self.standstill.silent_seconds)
-        self.console.say("\n".join(lines))
-        still = self.standstill
-        if not still.hopeless and (still.early or not self.hang_timeout_seconds):
-            self.warnings.append(lines[0])
-            if still.early and (still.in_vain or self.hang_timeout_seconds):
-                limit = min(standstill.HOPELESS_SECONDS, still.limit_seconds) if still.in_vain else still.limit_seconds
-                self.console.say(f"the job is ended when it is so for {limit:g} s")
-            else:
-                self.console.say("the job goes on; --hang-timeout TIME would end it")
-            return
-        guilty = (hangs.culprits(stacks) or stacks)[0]
-        failure = results.Failure(
-            rank=guilty.rank,
-            host=guilty.host,
-            time=time.time(),
-            exit_code=None,
-            signal=None,
-            message=lines[0],
-            traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in guilty.frames),
-            log=str(self.ranks[guilty.rank].error_log),
-        )
-        self.verdict.fail(failure)
-        self._stop(self.grace_seconds)
-
-    def _watch_strangers(self, now: float) -> None:
-        """Say so where the ranks train and have not met."""
-        workers = [state for state in self.ranks if state.plan.role == "worker"]
-        if not self.assigned or self.stopping or any(state.prepared for state in workers):
-            return
-        seconds = now - self.standstill.started
-        ranks = self.strangers.asks(seconds, [state.plan.rank for state in workers if not state.ending])
-        for rank in ranks:
-            self._send(self.ranks[rank], Kind.TAKE_STACKS, {})
-        if self.strangers.found(seconds):
-            self._warn(strangers.NOTE.format(copies=len(workers)))
+        if failure := self.progress.watch(now, self.ranks):
+            self.verdict.fail(failure)
+            self._stop(self.grace_seconds)
 
     def _turn(self, seconds: float) -> bool:
         """Handle what arrives within `seconds`. Whether anything did."""
@@ -322,7 +277,7 @@ class Supervisor:
     def _assign(self) -> None:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
-        self.standstill.start()
+        self.progress.start()
         told = assignments(
             self.plan,
             self.ranks,
@@ -362,7 +317,7 @@ class Supervisor:
             descriptor = 1 if kind is Kind.OUT else 2
             if problem := state.write(descriptor, payload):
                 self._log_lost(problem)
-            self.standstill.progress()
+            self.progress.seen()
             self.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.BEAT:
             beat = json.loads(payload)
@@ -371,9 +326,7 @@ class Supervisor:
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
         elif kind is Kind.STACKS:
-            stack = hangs.parse_stack(state.plan.rank, state.plan.host, state.step, payload)
-            self.standstill.add(stack)
-            self.strangers.add(stack)
+            self.progress.add(state, payload)
         elif kind is Kind.VALUE:
             with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
                 file.write(payload)
@@ -387,7 +340,7 @@ class Supervisor:
                 state.step = max(state.step, int(status.get("step", -1)))
                 state.closing = state.closing or "closing" in status
                 state.prepared = state.prepared or "prepared" in status
-                self.standstill.progress()
+                self.progress.seen()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
                 if "metrics" in status and state.plan.rank == self.recovery.main:

@@ -24,7 +24,7 @@ NOTE = (
 )
 
 
-class Strangers:
+class Unmet:
     """When to look, and what was seen."""
 
     def __init__(self, plan: LaunchPlan) -> None:

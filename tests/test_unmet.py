@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from distrib_launch import alone, hangs, strangers
+from distrib_launch import alone, hangs, unmet
 from distrib_launch.stacks import with_state
 
 IN_BACKWARD = (hangs.Frame(name="_engine_run_backward", filename="/venv/torch/autograd/graph.py", line=9),)
@@ -22,7 +22,7 @@ def stack(rank: int, frames: tuple[hangs.Frame, ...] = (), **changes: object) ->
 
 def when_found(*seen: hangs.Stack, ranks: int = 2, notes: tuple[str, ...] = ()) -> float | None:
     """After how many seconds of ten minutes it is said that these are strangers, who are as this at every look."""
-    watch, found = strangers.Strangers(types.SimpleNamespace(notes=notes)), []
+    watch, found = unmet.Unmet(types.SimpleNamespace(notes=notes)), []
     for tenths in range(6000):
         if watch.asks(tenths / 10, range(ranks)):
             for one in seen:
@@ -34,8 +34,8 @@ def when_found(*seen: hangs.Stack, ranks: int = 2, notes: tuple[str, ...] = ()) 
 
 
 def test_strangers_are_ranks_that_train_of_which_none_has_met_another():
-    assert when_found(stack(0, IN_LOADER), stack(1, IN_BACKWARD)) == strangers.FIRST_SECONDS
-    assert when_found(stack(0, IN_STEP), stack(1, IN_LOADER)) == strangers.FIRST_SECONDS
+    assert when_found(stack(0, IN_LOADER), stack(1, IN_BACKWARD)) == unmet.FIRST_SECONDS
+    assert when_found(stack(0, IN_STEP), stack(1, IN_LOADER)) == unmet.FIRST_SECONDS
     assert when_found(stack(0, IN_LOADER), stack(1, IN_LOADER)) is None  # they may meet before they train
     assert when_found(stack(0, IN_BACKWARD), stack(1, IN_BACKWARD, met=True)) is None
     assert when_found(stack(0, IN_BACKWARD)) is None  # of the other nothing is known
@@ -78,7 +78,7 @@ while time.monotonic() < end:
 if dist.is_initialized():
     dist.destroy_process_group()
 """
-SOON = "import sys; from distrib_launch import cli, strangers; strangers.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
+SOON = "import sys; from distrib_launch import cli, unmet; unmet.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
 
 
 @pytest.mark.parametrize("option", ["", "--distributed"])
