@@ -235,7 +235,7 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
                 while json.loads(with_state(json.dumps([named]).encode(), process.pid))[0]["active"] is not state:
                     assert time.monotonic() < deadline
             known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
-            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False}]
+            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False, "met": False}]
             for other in (b"Error: no such process", b"null", b"[{}]"):
                 assert with_state(other, process.pid) == other
         finally:
