@@ -73,6 +73,14 @@ def test_lessons(strategy, ranks, lessons, tmp_path):
     assert result.stdout.split("\n")[:-1] == [f"{lesson}: learnt" for lesson in lessons.split()]
 
 
+@pytest.mark.parametrize(("lesson", "times"), [("evaluated_within", 1), ("evaluated_settled", 0)])
+def test_an_evaluation_of_several_models_is_told_of(lesson, times, tmp_path):
+    words = json.dumps({"mode": "local", "inner_steps": 3})
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY=words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("is of a model that every rank has of its own: job.settle()") == times, result.stderr
+
+
 def test_what_does_nothing_in_updates_by_hand_is_told_of(tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "by_hand", DISTRIB_STRATEGY=json.dumps({"accumulate": 2}))
     assert result.returncode == 0, result.stdout + result.stderr

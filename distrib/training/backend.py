@@ -53,6 +53,11 @@ class Backend:
         """Whether steps go as they will go on; not while ways to exchange are tried."""
         return True
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks may have models of their own now, of which one is made later."""
+        return False
+
     @functools.cached_property
     def counting_group(self) -> dist.ProcessGroup:
         """Where counts go: what ranks that have parted tell each other must not meet gradients. Every rank, the first time."""

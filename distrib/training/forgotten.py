@@ -87,6 +87,7 @@ class Forgotten:
     ) -> None:
         self._backend, self._steps, self._models, self._accumulates = backend, steps, models, accumulates
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._told_apart = False
         self._hook = register_optimizer_step_pre_hook(self._before)
 
     def end(self) -> None:
@@ -167,6 +168,15 @@ class Forgotten:
             self._note(
                 f"{what}: {' and '.join(options)} cannot reach updates that a script makes by itself; let an optimizer make them, and "
                 "prepare it too"
+            )
+
+    def evaluates_apart(self) -> None:
+        """A loader is read without training while ranks have models of their own."""
+        if not self._told_apart:
+            self._told_apart = True
+            self._note(
+                "an evaluation in the middle of a round of --mode local is of a model that every rank has of its own: job.settle(), called "
+                "by every rank before it, makes them one; at the end of an epoch they are"
             )
 
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int, *, added_up: bool) -> None:

@@ -119,3 +119,5 @@ class Loaders:
             self.read.setdefault(number, None)
         else:
             self.read[number] = evaluated or bool(self.read.get(number))
+            if self._backend.is_apart:
+                self._forgotten.evaluates_apart()

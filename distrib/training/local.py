@@ -53,6 +53,10 @@ class Local(Backend):
         self._waited = 0.0
 
     @property
+    def is_apart(self) -> bool:
+        return any(round_.is_apart for round_ in self._rounds.values())
+
+    @property
     def ranks_in_step(self) -> int:
         # The outer momentum takes the ranks on by itself; without it a rank's steps are as long as those of all together
         # (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
@@ -150,6 +154,11 @@ class Round:
         self._settled = 0
         self._fragments: list[Fragment] = []
         self._trained: list[torch.Tensor] = []
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank has taken steps since all had the same parameters."""
+        return any(fragment.begun for fragment in self._fragments)
 
     def begin(self) -> list[torch.Tensor]:
         """A step is about to be taken: here the parameters are known that a round begins with. Returns those that are new.

@@ -765,6 +765,36 @@ def two_optimizers(job: distrib.Job) -> None:
     raises("Adam and SGD train the same parameter", lambda: job.prepare(other))
 
 
+def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:
+    """An evaluation between two averages is of as many models as there are ranks, which is said; at the end of an epoch it is of one."""
+    model = make_plain_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loaders = [DataLoader(make_data(8 * job.world_size), 2) for _ in range(2)]
+    model, optimizer, training, validation = job.prepare(model, optimizer, *loaders)
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            job.all_reduce(sum(model(inputs).sum().item() for inputs, _ in validation), "sum")
+        model.train()
+
+    for number, (inputs, targets) in enumerate(training):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        if number == 1:
+            if settled:
+                job.settle()
+            evaluate()
+            assert_alike(job.unwrap(model)) if settled else None
+    evaluate()
+
+
+def evaluated_settled(job: distrib.Job) -> None:
+    """The same after `job.settle()`."""
+    evaluated_within(job, settled=True)
+
+
 def masks(job: distrib.Job) -> None:
     """Buffers of the largest numbers stay what they are when they are averaged."""
     model = make_plain_model()
