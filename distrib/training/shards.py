@@ -55,7 +55,9 @@ def global_batches(samples: int, ranks: int, batch_size: int, *, drop_last: bool
         what = f"{samples} sample(s)" if batch_size > 1 else f"{samples} sample(s) or batch(es)"
         raise TrainingError(
             f"{what} are too few for {ranks} ranks" + (f" x {batch_size} with drop_last" if drop_last else ""),
-            hint="use fewer ranks" + (", smaller batches or no drop_last" if drop_last else " or more data"),
+            hint="use fewer ranks"
+            + (", smaller batches or no drop_last" if drop_last else " or more data")
+            + "; a loader for evaluation may be left out of job.prepare, and every rank read all of it",
         )
     if drop_last:
         return Edges(range(0, samples + 1, whole))
