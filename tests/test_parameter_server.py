@@ -844,6 +844,12 @@ def test_updates_by_hand_are_told_of_before_the_end(launch):
     assert "AssertionError" not in run.err, run.err  # of the tenth backward pass
 
 
+@pytest.mark.parametrize("options", [(), ("--staleness", "0")], ids=["unbounded", "in step"])
+def test_an_optimizer_that_is_prepared_later_takes_over(launch, options):
+    run = launch("-np", "2", "--mode", "async", *options, OWN_HANDS.with_name("modes.py"), ".", "two_optimizers")
+    assert run.code == 0 and "two_optimizers: learnt" in run.out, run
+
+
 def test_what_scripts_do_with_their_own_hands(launch):
     """With bound 0 the same comes out as in step, or it is said that it does not."""
     names = ["norm", "functional", "clamp", "clamp by data", "clip", "init"]

@@ -93,6 +93,9 @@ class Backend:
         """Sees an optimizer before its first step. Every rank."""
         follow_parameters(optimizer)
 
+    def retire(self, optimizer: Optimizer) -> None:
+        """`optimizer` takes no more steps: another one is prepared that trains what it has trained. Every rank."""
+
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Learns which of the prepared models `optimizer` trains; again whenever there is another."""
 
@@ -208,6 +211,9 @@ class Synchronous(Together):
         inner = unwrapped(model)
         self._awaited[inner] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
         self._averaged = {parameter for named in self._awaited.values() for parameter in named.values()}
+
+    def retire(self, optimizer: Optimizer) -> None:
+        self._wishes.pop(optimizer, None)
 
     def scaled(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
         for model in models:

@@ -51,6 +51,9 @@ class Horovod(Together):
         self._reducers[optimizer] = Reducer(self._hvd, parameters, len(self._reducers), self.strategy.gradients.format)
         self._averaged.update(parameters)
 
+    def retire(self, optimizer: Optimizer) -> None:
+        self._reducers[optimizer].exchange(False)
+
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._pairs[optimizer] = list(models)
 

@@ -296,6 +296,8 @@ class Job:
         if isinstance(thing, torch.optim.Optimizer):
             if any(steps.optimizer is thing for steps in self._steps):
                 return thing  # as where its model is prepared again
+            for steps in self._steps:
+                steps.give_way(thing)
             self._backend.optimizer(thing)
             steps = Steps(
                 thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told, begins=self._begins
@@ -334,7 +336,7 @@ class Job:
             (f"the learning rate of {type(one.optimizer).__name__}, group {number},", float(group["lr"]))
             for one in steps
             for number, group in enumerate(one.optimizer.param_groups)
-            if "lr" in group
+            if "lr" in group and not one.is_retired
         ]
 
     def _begins(self) -> None:
@@ -379,10 +381,14 @@ class Job:
         """Makes the models the same on all ranks, now: every rank must call it.
 
         They are so in mode sync. In mode local they become so by themselves after `--inner-steps` steps, at the end of each epoch
-        of a prepared loader on which a model trains, and when the job is closed.
+        of a prepared loader on which a model trains, and when the job is closed; in mode async, where nobody else waits for
+        anybody, when a prepared loader is read for an evaluation.
         """
         self._check_open()
         self._settle()
+        if self._elastic:
+            self.barrier()  # the others' steps count, too
+            self._settle()
 
     def _settle(self) -> None:
         for steps in self._steps:

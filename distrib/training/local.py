@@ -70,14 +70,10 @@ class Local(Backend):
                 "for its own, and every round ends with one that is all ranks'",
                 hint="use --mode sync",
             )
-        for other in self._rounds:
-            if other is not optimizer and not {*_trained(other)}.isdisjoint(_trained(optimizer)):
-                raise TrainingError(
-                    f"{type(other).__name__} and {type(optimizer).__name__} train the same parameter: in mode local "
-                    "each would take it to another common value",
-                    hint="give it to one of them, or use --mode sync",
-                )
         self._rounds[optimizer] = Round(optimizer, self.strategy, self.world.size)
+
+    def retire(self, optimizer: Optimizer) -> None:
+        self._rounds.pop(optimizer).end()
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._rounds[optimizer].models = list(models)

@@ -54,6 +54,12 @@ class Mean:
         self._given: set[torch.Tensor] = set()  # parameters to whose .grad what was kept is added already
         self._hooks: dict[torch.Tensor, list[RemovableHandle | _OnItsWay]] = {}
         self._several = False
+        self._ended = False
+
+    def end(self) -> None:
+        """The optimizer takes no more steps."""
+        self._ended = True
+        self.follow()
 
     @property
     def last(self) -> bool:
@@ -86,7 +92,7 @@ class Mean:
 
     def follow(self) -> None:
         """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
-        wanted = self.batches > 1 or self._own * self._ranks != self._all
+        wanted = not self._ended and (self.batches > 1 or self._own * self._ranks != self._all)
         groups = self._optimizer.param_groups if wanted else []
         parameters = {parameter for group in groups for parameter in group["params"]}
         several = self.batches > 1

@@ -49,6 +49,7 @@ class Steps:
         """Whether the optimizer's own step is under way."""
         self._backend, self._told, self._begins = backend, told, begins
         self._models: list[nn.Module] = []
+        self._successor: Optimizer | None = None
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
         self.calls = 0
@@ -65,8 +66,29 @@ class Steps:
         # A scheduler may have put its own function in place of `step`, or do so later; it wants to find a bound method.
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
+    @property
+    def is_retired(self) -> bool:
+        """Whether another optimizer takes the steps of this one."""
+        return self._successor is not None
+
+    def give_way(self, other: Optimizer) -> None:
+        """`other` is prepared: where only one optimizer may train a parameter that both have, this one takes no more steps. Every rank."""
+        if self.is_retired or not self.counting or _learning(other).isdisjoint(_learning(self.optimizer)):
+            return
+        if self.mean.begun:
+            raise TrainingError(
+                f"{type(other).__name__} is prepared between the batches of one step of {type(self.optimizer).__name__}",
+                hint="prepare it after a step",
+            )
+        self.settle()
+        self._successor = other
+        self.mean.end()
+        self._backend.retire(self.optimizer)
+
     def accumulate(self, batches: int) -> None:
         """A step after each `batches` batches from now on."""
+        if self.is_retired:
+            return
         if self.mean.begun:
             raise TrainingError("accumulate() between the batches of one step", hint="call it before the first batch")
         self.mean.batches = batches
@@ -77,12 +99,21 @@ class Steps:
 
     def pair(self, models: Iterable[nn.Module]) -> None:
         """Finds those of `models` that the optimizer trains."""
+        if self.is_retired:
+            return
         own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
         self._finite.name(_names(self._models))
         self._backend.pair(self.optimizer, self._models)
         self._backend.exchange(self.optimizer, self._models, self.mean.last)
         self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]
+
+    @property
+    def _alone(self) -> str:
+        """Why a parameter may learn from one optimizer only."""
+        if not self._backend.together:
+            return f"in mode {self._backend.strategy.mode} each would take them to other values"
+        return "whose batches of one step a gradient belongs to cannot be told with accumulate"
 
     @property
     def counting(self) -> bool:
@@ -112,6 +143,12 @@ class Steps:
             self._tell_left_out()
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
+        if self._successor is not None:
+            raise TrainingError(
+                f"{type(self.optimizer).__name__} takes a step, and {type(self._successor).__name__}, which was prepared after it, has its "
+                f"parameters: {self._alone}",
+                hint="use the one that was prepared last, or give each parameter to one of them",
+            )
         if hasattr(self.optimizer, "found_inf") and self.counting and not self._scaled:
             raise TrainingError(
                 "a GradScaler leaves out steps that the job must count", hint="scaler = job.prepare(scaler)"
@@ -289,6 +326,10 @@ class Steps:
 
 _OFTEN = {10**power for power in range(1, 10)}
 """After so many steps that were left out something is said."""
+
+
+def _learning(optimizer: Optimizer) -> set[torch.Tensor]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
 
 
 def _names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:

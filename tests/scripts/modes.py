@@ -758,11 +758,23 @@ def handed_out(job: distrib.Job) -> None:
 
 
 def two_optimizers(job: distrib.Job) -> None:
-    """In mode local a parameter can have one common value only."""
-    model = make_plain_model()
-    job.prepare(model, torch.optim.Adam(model.parameters()))
-    other = torch.optim.SGD(model[2].parameters(), lr=0.1)  # type: ignore[index]
-    raises("Adam and SGD train the same parameter", lambda: job.prepare(other))
+    """Where a parameter can have one common value only, the optimizer that is prepared last has it, and the other is refused."""
+    torch.manual_seed(3)
+    plain = make_plain_model()
+    model, first = job.prepare(plain, torch.optim.Adam(plain.parameters(), lr=0.01))
+    train(model, first, job.rank, 6)
+    middle = parameters_of(job.unwrap(model))
+    second = job.prepare(torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    if STRATEGY.mode != "async":
+        assert_alike(job.unwrap(model))  # what the first has come to
+    train(model, second, job.rank, 6)
+    raises("Adam takes a step, and SGD, which was prepared after it, has its parameters: ", first.step)
+    job.settle()
+    model.eval()
+    with torch.no_grad():
+        found = job.all_reduce(model(torch.ones(1, 6)), "max"), job.all_reduce(model(torch.ones(1, 6)), "min")
+    assert torch.equal(*found), found
+    assert not torch.equal(parameters_of(job.unwrap(model)), middle)
 
 
 def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:

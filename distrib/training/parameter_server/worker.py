@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy
@@ -59,6 +60,8 @@ class Asynchronous(Backend):
         self.client = Client(world.rank, addresses, key, replicas=bool(strategy.replicas), again=self.substitute)
         self.client.rejoin = self._rejoin
         self.tables: list[HeldTable] = []
+        self._made = 0  # tables, with those of optimizers that were replaced
+        self._pushing: dict[torch.Tensor, RemovableHandle] = {}
         self._models: list[nn.Module] = []
         self._begun: dict[
             nn.Module, dict[str, torch.Tensor]
@@ -222,7 +225,8 @@ class Asynchronous(Backend):
         self._meet()
         wire: Any = self.strategy.gradients.format
         counted = self.strategy.staleness is not None  # others wait for this worker's steps
-        table = HeldTable(len(self.tables), optimizer, names, self.client, wire, counted=counted)
+        table = HeldTable(self._made, optimizer, names, self.client, wire, counted=counted)
+        self._made += 1
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
         table.begin()
         self.tables.append(table)
@@ -233,7 +237,7 @@ class Asynchronous(Backend):
             if parameter in self._holders:
                 raise TrainingError("a parameter belongs to two optimizers", hint="give it to one of them")
             self._holders[parameter] = table, chunks
-            parameter.register_post_accumulate_grad_hook(table.ready)  # type: ignore[no-untyped-call]
+            self._pushing[parameter] = parameter.register_post_accumulate_grad_hook(table.ready)  # type: ignore[no-untyped-call]
         self._begin_untrained(table)
         hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
@@ -257,6 +261,17 @@ class Asynchronous(Backend):
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(lambda _, state: self._with_state(table, state))
         optimizer.register_load_state_dict_post_hook(lambda _: self._give_state(table))
+
+    def retire(self, optimizer: Optimizer) -> None:
+        table = next(table for table in self.tables if table.optimizer is optimizer)
+        table.wait()
+        self._gather(f"the end of table {table.number}")  # when all are here, nobody pushes to it any more
+        table.pull()
+        self.tables.remove(table)
+        del self._called[table]
+        for parameter in table.chunks_of:
+            del self._holders[parameter]
+            self._pushing.pop(parameter).remove()
 
     def _meet(self) -> None:
         """The workers of one host push together from now on, where their gradients would cross the same wire several times."""
