@@ -46,7 +46,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
         pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen by_hand", id="horovod", marks=horovod),
         pytest.param(
-            {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled", id="horovod, fp16",
+            {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", id="horovod, fp16",
             marks=horovod,
         ),
         pytest.param({**AVERAGE, "inner_steps": 4}, 2,
