@@ -57,9 +57,9 @@ def no_variable_of_torch(monkeypatch, tmp_path):
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures handed_out by_hand", id="sync, steps"),
+        pytest.param({}, 2, "in_evaluation fused late unwrapped again refrozen in_turn closures handed_out by_hand released", id="sync, steps"),
         pytest.param({"accumulate": 3}, 2, "exact scaled fused thrown_away uncounted again one_model two_optimizers", id="accumulate"),
-        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks methods handed_out by_hand", id="local, steps"),
+        pytest.param({**AVERAGE, "inner_steps": 2}, 2, "uncounted closures two_optimizers masks methods handed_out by_hand released", id="local, steps"),
         pytest.param(
             {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step",
             id="local, overlapped",

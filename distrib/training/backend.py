@@ -94,7 +94,10 @@ class Backend:
         follow_parameters(optimizer)
 
     def retire(self, optimizer: Optimizer) -> None:
-        """`optimizer` takes no more steps: another one is prepared that trains what it has trained. Every rank."""
+        """`optimizer` takes no more steps. Every rank."""
+
+    def release(self, model: nn.Module) -> None:
+        """`model` is trained no more, and none of the optimizers that may take a step has its parameters. Every rank."""
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         """Learns which of the prepared models `optimizer` trains; again whenever there is another."""
@@ -156,6 +159,9 @@ class Together(Backend):
         self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
         return model
 
+    def release(self, model: nn.Module) -> None:
+        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)]
+
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None and parameter.requires_grad and parameter not in self._averaged:
@@ -210,7 +216,15 @@ class Synchronous(Together):
     def _await(self, model: nn.Module) -> None:
         inner = unwrapped(model)
         self._awaited[inner] = {name: p for name, p in inner.named_parameters() if p.requires_grad}
+        self._see_averaged()
+
+    def _see_averaged(self) -> None:
         self._averaged = {parameter for named in self._awaited.values() for parameter in named.values()}
+
+    def release(self, model: nn.Module) -> None:
+        super().release(model)
+        self._awaited.pop(unwrapped(model), None)
+        self._see_averaged()
 
     def retire(self, optimizer: Optimizer) -> None:
         self._wishes.pop(optimizer, None)

@@ -58,13 +58,18 @@ class Finite:
     def name(self, names: Mapping[torch.Tensor, str]) -> None:
         """`names` are those of the parameters in their models."""
         self._names = names
-        for handle in self._handles:
-            handle.remove()
+        self.end()
         small = [p for p in self._parameters() if p.requires_grad and p.numel() <= SMALL]
         if not self._together or self._on_nan == "ignore":
             small = []
         chosen = small[:: max(-(-len(small) // WITNESSES), 1)]
         self._handles = [p.register_hook(self._keep(p)) for p in chosen]  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Watches no backward pass any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _keep(self, parameter: torch.Tensor) -> Any:
         def keep(gradient: torch.Tensor | None) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distrib.training.alike import total
 from distrib.training.forgotten import Forgotten
@@ -24,6 +26,7 @@ class HandMade:
 
     def __init__(self, steps: Sequence[Steps], learns: Callable[[], None], forgotten: Forgotten) -> None:
         self._steps, self._learns, self._forgotten = steps, learns, forgotten
+        self._handles: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """`model` was prepared."""
@@ -37,11 +40,16 @@ class HandMade:
             if passes == 1:
                 begun.extend(map(total, learning))
             elif passes == GOES_ON:
-                handle.remove()
+                self.release(model)
                 self._learns()
                 if not any(steps.trains(learning) for steps in self._steps) and any(
                     bool(total(parameter) != before) for parameter, before in zip(learning, begun, strict=True)
                 ):
                     self._forgotten.hand_made(type(unwrapped(model)).__name__)
 
-        handle = learning[0].register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
+        self._handles[model] = learning[0].register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
+
+    def release(self, model: nn.Module) -> None:
+        """Looks at `model` no more."""
+        if handle := self._handles.pop(model, None):
+            handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -44,6 +45,13 @@ from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
+
+
+class _Count(NamedTuple):
+    """Steps: how often they were asked for, and how many there were."""
+
+    calls: int = 0
+    taken: int = 0
 
 
 class _Options(NamedTuple):
@@ -135,6 +143,9 @@ class Job:
         self._steps: list[Steps] = []
         self._stepped: bool | torch.Tensor = False
         self._added_up = False
+        self._released = False
+        self._before = _Count()
+        """Of optimizers that were released."""
         self._samples = Samples(own=1, all=world.size)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
@@ -145,7 +156,7 @@ class Job:
             self._forgotten,
             elastic=self._elastic,
             models=lambda: self._models,
-            steps=lambda: sum(steps.calls for steps in self._steps) if self._steps else None,
+            steps=self._calls,
             samples=self._next_batch,
             ended=self._settle,
         )
@@ -229,6 +240,8 @@ class Job:
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
         """
         self._check_open()
+        if self._released and any(isinstance(thing, nn.Module) for thing in things):
+            gc.collect()  # what was released before, and is in cycles
         for thing in things:
             if isinstance(thing, nn.Module) and any(map(is_lazy, thing.parameters())):
                 raise TrainingError(
@@ -275,6 +288,42 @@ class Job:
         for steps in self._steps:
             steps.pair(self._models)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def release(self, *things: Any) -> None:
+        """Lets go of models and optimizers that are not trained any more, so that their memory is free once the script forgets them.
+
+            job.release(model, optimizer)
+
+        Without it a job keeps all that was prepared, as ranks do not forget at the same time: for scripts that train one model after the
+        other, such as in cross validation or a search. Every rank must call it; a released optimizer takes no more steps, and a model
+        can be prepared again. Loaders, schedules and GradScalers are never kept. Raises TrainingError for a model whose optimizer
+        is not released, and between the batches of one step.
+        """
+        self._check_open()
+        for thing in things:
+            if isinstance(thing, torch.optim.Optimizer):
+                for steps in [steps for steps in self._steps if steps.optimizer is thing]:
+                    what = f"{type(thing).__name__} takes a step after job.release"
+                    steps.retire(TrainingError(what, hint="prepare it, or another one, again"))
+                    steps.end()
+                    self._steps.remove(steps)
+                    self._before = _Count(self._before.calls + steps.calls, self._before.taken + steps.taken)
+        for thing in things:
+            if isinstance(thing, nn.Module):
+                if any(steps.trains(thing.parameters()) and not steps.is_retired for steps in self._steps):
+                    raise TrainingError(
+                        f"{type(unwrapped(thing)).__name__} is to be released, and an optimizer that is prepared trains it",
+                        hint="job.release(model, optimizer)",
+                    )
+                self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)]
+                self._backend.release(thing)
+                self._hand_made.release(thing)
+        for thing in things:
+            if self._meter:
+                self._meter.release(thing)
+        for steps in self._steps:
+            steps.pair(self._models)
+        self._released = True
 
     def _prepare(self, thing: Any, options: _Options) -> Any:
         if isinstance(thing, ShardedLoader):
@@ -352,7 +401,13 @@ class Job:
             self._loaders.learn()
             self._status.step(step)
         if self._drift:
-            self._drift.after(sum(steps.taken for steps in self._steps))
+            self._drift.after(self._before.taken + sum(steps.taken for steps in self._steps))
+
+    def _calls(self) -> int | None:
+        """How often a step was asked for; None where nobody can know of steps to come."""
+        if not self._steps and not self._released:
+            return None
+        return self._before.calls + sum(steps.calls for steps in self._steps)
 
     def _next_batch(self, own: int, every: int) -> tuple[int, int]:
         before = self._samples.own, self._samples.all

@@ -75,6 +75,9 @@ class Local(Backend):
     def retire(self, optimizer: Optimizer) -> None:
         self._rounds.pop(optimizer).end()
 
+    def release(self, model: nn.Module) -> None:
+        self._models = [one for one in self._models if one is not model]
+
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._rounds[optimizer].models = list(models)
 

@@ -72,6 +72,17 @@ class Meter:
             thing.register_step_pre_hook(lambda *_: self._optimizer_begins())
             thing.register_step_post_hook(lambda *_: self._step_ends())
 
+    def release(self, thing: Any) -> None:
+        """It is trained no more. The next optimizer that is shown is measured then."""
+        if isinstance(thing, nn.Module):
+            self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)]
+        elif thing is self._optimizer:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._marks.clear()
+            self._optimizer = self._begin = self._ready = self._called = None
+
     @property
     def _is_open(self) -> bool:
         return self._begin is not None

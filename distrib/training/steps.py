@@ -49,7 +49,8 @@ class Steps:
         """Whether the optimizer's own step is under way."""
         self._backend, self._told, self._begins = backend, told, begins
         self._models: list[nn.Module] = []
-        self._successor: Optimizer | None = None
+        self._refusal: TrainingError | None = None
+        """What is said of a step where it is to take no more."""
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
         self.calls = 0
@@ -68,20 +69,34 @@ class Steps:
 
     @property
     def is_retired(self) -> bool:
-        """Whether another optimizer takes the steps of this one."""
-        return self._successor is not None
+        """Whether it takes no more steps."""
+        return self._refusal is not None
 
     def give_way(self, other: Optimizer) -> None:
         """`other` is prepared: where only one optimizer may train a parameter that both have, this one takes no more steps. Every rank."""
         if self.is_retired or not self.counting or _learning(other).isdisjoint(_learning(self.optimizer)):
             return
+        self.retire(
+            TrainingError(
+                f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
+                f"parameters: {self._alone}",
+                hint="use the one that was prepared last, or give each parameter to one of them",
+            )
+        )
+
+    def retire(self, refusal: TrainingError) -> None:
+        """No more steps are taken; whoever asks for one is told so. Every rank. Raises TrainingError between the batches of one step."""
+        if self.is_retired:
+            return
         if self.mean.begun:
             raise TrainingError(
-                f"{type(other).__name__} is prepared between the batches of one step of {type(self.optimizer).__name__}",
-                hint="prepare it after a step",
+                f"{type(self.optimizer).__name__} is replaced or released between the batches of one step",
+                hint="do so after a step",
             )
         self.settle()
-        self._successor = other
+        self._refusal = refusal
+        self._models = []
+        self._finite.end()
         self.mean.end()
         self._backend.retire(self.optimizer)
 
@@ -143,12 +158,8 @@ class Steps:
             self._tell_left_out()
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
-        if self._successor is not None:
-            raise TrainingError(
-                f"{type(self.optimizer).__name__} takes a step, and {type(self._successor).__name__}, which was prepared after it, has its "
-                f"parameters: {self._alone}",
-                hint="use the one that was prepared last, or give each parameter to one of them",
-            )
+        if self._refusal is not None:
+            raise self._refusal
         if hasattr(self.optimizer, "found_inf") and self.counting and not self._scaled:
             raise TrainingError(
                 "a GradScaler leaves out steps that the job must count", hint="scaler = job.prepare(scaler)"

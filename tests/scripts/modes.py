@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -775,6 +776,28 @@ def two_optimizers(job: distrib.Job) -> None:
         found = job.all_reduce(model(torch.ones(1, 6)), "max"), job.all_reduce(model(torch.ones(1, 6)), "min")
     assert torch.equal(*found), found
     assert not torch.equal(parameters_of(job.unwrap(model)), middle)
+
+
+def released(job: distrib.Job) -> None:
+    """Models that are trained one after the other are gone when they were released, with their optimizers."""
+    kept = []
+    for _ in range(3):
+        torch.manual_seed(3)
+        model = make_plain_model()
+        model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        train(model, optimizer, job.rank, 12)  # beyond the tenth backward pass
+        raises("is to be released, and an optimizer that is prepared trains it", lambda model=model: job.release(model))
+        job.release(model, optimizer)
+        assert_alike(job.unwrap(model))
+        raises("Adam takes a step after job.release", optimizer.step)
+        kept.append([weakref.ref(thing) for thing in (model, optimizer, next(model.parameters()))])
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    gc.collect()
+    assert [one() for before in kept for one in before] == [None] * 9
+    train(model, optimizer, job.rank, 6)
+    job.settle()
+    assert_alike(job.unwrap(model))
 
 
 def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:

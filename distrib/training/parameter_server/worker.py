@@ -273,6 +273,10 @@ class Asynchronous(Backend):
             del self._holders[parameter]
             self._pushing.pop(parameter).remove()
 
+    def release(self, model: nn.Module) -> None:
+        self._models = [one for one in self._models if one is not model]
+        self._begun.pop(model, None)
+
     def _meet(self) -> None:
         """The workers of one host push together from now on, where their gradients would cross the same wire several times."""
         if self._met or not self._reduces:
