@@ -20,6 +20,8 @@ COLLECTIVE_CALL = re.compile(
 """Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
 
 SERVER_FILES = re.compile(r"/distrib/training/parameter_server/\w+\.py$")
+AVERAGE_FILES = re.compile(r"/distrib/training/local\.py$")
+"""Mode local's, which waits for all ranks, in a call that is compiled."""
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
@@ -127,6 +129,8 @@ def place_of(stack: Stack) -> Place:
         return AT_END
     if any(SERVER_FILES.search(frame.filename) for frame in stack.frames) and not stack.running:
         return Place(waits=True, what="a wait for the parameter servers", where=where)
+    if _is_average(stack):
+        return Place(waits=True, what="the average of all ranks (mode local)", where=where)
     for frame in inner:
         if (
             COLLECTIVE_FILES.search(frame.filename)
@@ -195,16 +199,23 @@ def ask_in_vain(stacks: Sequence[Stack]) -> bool:
     they call may be of some ranks only."""
     others = [stack for stack in stacks if place_of(stack) != AT_END]
     return wait_for_ended(stacks) and all(
-        any(JOB_FILE.search(frame.filename) or (not one.gpu and _is_backward(frame)) for frame in one.frames)
+        _is_average(one)
+        or any(JOB_FILE.search(frame.filename) or (not one.gpu and _is_backward(frame)) for frame in one.frames)
         for one in others
     )
 
 
 def _surely_waits(stack: Stack) -> bool:
     """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
-    return place_of(stack).waits and any(
-        SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames
-    )
+    return place_of(stack).waits and (_is_average(stack) or _has_sure_call(stack))
+
+
+def _has_sure_call(stack: Stack) -> bool:
+    return any(SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames)
+
+
+def _is_average(stack: Stack) -> bool:
+    return not stack.running and bool(stack.frames) and AVERAGE_FILES.search(stack.frames[0].filename) is not None
 
 
 def _is_backward(frame: Frame) -> bool:

@@ -92,6 +92,7 @@ class Supervisor:
         self.first_bad = 0.0  # when the first bad ending came in, monotonic
         self.stopping = False
         self.stop_deadline = float("inf")
+        self.servers_go_on = False  # while workers end
         self.interrupts = 0
         self.verdict = Verdict(plan, self.recovery)
         self.log_lost = False  # and said so
@@ -198,6 +199,7 @@ class Supervisor:
             self._watch_hosts()
             self._watch_progress(now)
             self.console.tick()
+            self._stop_servers()
             if now > self.stop_deadline:
                 for state in self.ranks:
                     if not state.ending:
@@ -499,16 +501,27 @@ class Supervisor:
                 self.engine.has_begun()
 
     def _stop(self, grace_seconds: float) -> None:
+        """Ends the workers, and then the servers, which a script asks as it saves in its last seconds."""
         self.stopping = True
-        for state in self.ranks:
-            if not state.ending:
-                order = {"signal": int(signal.SIGTERM), "grace_seconds": grace_seconds}
-                self._send(state, Kind.STOP, order)
-        self.stop_deadline = time.monotonic() + grace_seconds + 3.0
+        self.servers_go_on = self.assigned
+        self._tell_to_stop([s for s in self.ranks if s.plan.role == "worker" or not self.assigned], grace_seconds)
+        self._stop_servers()
         if not self.assigned:
             for state in self.ranks:
                 if not state.ending:
                     self._lost(state, "the job was stopped before it had started")
+
+    def _stop_servers(self) -> None:
+        if self.servers_go_on and all(state.ending for state in self.ranks if state.plan.role == "worker"):
+            self.servers_go_on = False
+            self._tell_to_stop([state for state in self.ranks if state.plan.role == "server"], self.grace_seconds)
+
+    def _tell_to_stop(self, ranks: Collection[RankState], grace_seconds: float) -> None:
+        for state in ranks:
+            if not state.ending:
+                order = {"signal": int(signal.SIGTERM), "grace_seconds": grace_seconds}
+                self._send(state, Kind.STOP, order)
+        self.stop_deadline = time.monotonic() + grace_seconds + 3.0
 
     def _start_failed(self, engine: EngineProcess, what: str) -> None:
         missing = [state for state in self.ranks if state.channel is None]

@@ -524,6 +524,11 @@ IN_JOB = (
     *frames(("Job.all_reduce", "/home/me/distrib/distrib/training/job.py", 411)),
     IN_ALL_REDUCE[2],
 )
+IN_AVERAGE = frames(
+    ("Fragment.finish", "/home/me/distrib/distrib/training/local.py", 270),
+    ("Round.go_on", "/home/me/distrib/distrib/training/local.py", 180),
+    ("train", "/home/me/train.py", 50),
+)
 CLOSING = frames(
     ("meet_at_end", "/home/me/distrib/distrib/training/rendezvous.py", 65),
     ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),

@@ -850,6 +850,31 @@ def test_an_optimizer_that_is_prepared_later_takes_over(launch, options):
     assert run.code == 0 and "two_optimizers: learnt" in run.out, run
 
 
+SAVES = """
+import signal, sys, distrib, torch
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+job = distrib.init()
+model = torch.nn.Linear(2000, 100)
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-6, momentum=0.9))
+step = 0
+try:
+    while True:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2000)).sum().backward()
+        optimizer.step()
+        step += 1
+except KeyboardInterrupt:
+    job.save(sys.argv[1], model=model, optimizer=optimizer, step=step)
+"""
+
+
+def test_a_job_that_is_stopped_may_still_save(launch, tmp_path):
+    script, saved = tmp_path / "saves.py", tmp_path / "last.pt"
+    script.write_text(SAVES)
+    run = launch("-np", "2", "--mode", "async", "--timeout", "12s", script, saved)
+    assert run.code == 124 and torch.load(saved, weights_only=True)["values"]["step"] > 0, run
+
+
 def test_what_scripts_do_with_their_own_hands(launch):
     """With bound 0 the same comes out as in step, or it is said that it does not."""
     names = ["norm", "functional", "clamp", "clamp by data", "clip", "init"]
