@@ -221,7 +221,8 @@ class Forgotten:
                 f"and saw its share of the samples only, one of {world.size}: let every rank read it, and add up with "
                 f"job.all_reduce, or leave it out of job.prepare"
             )
-        evaluated = any(set(states) == {_READ[True]} for states in of_loaders)
+        # Where no optimizer was prepared, a step of the script's own may have learnt from it.
+        evaluated = bool(self._steps) and any(set(states) == {_READ[True]} for states in of_loaders)
         if evaluated and not any(word.startswith(_ADDED_UP[True]) for word in words) and not _meets_by_itself():
             self._note(
                 f"every rank read its share of a DataLoader that was given to job.prepare, without a step, and nothing was added up: "
