@@ -345,6 +345,11 @@ class Job:
         if isinstance(thing, torch.optim.Optimizer):
             if any(steps.optimizer is thing for steps in self._steps):
                 return thing  # as where its model is prepared again
+            if self.world_size > 1 and not hasattr(thing, "_optimizer_step_pre_hooks"):
+                raise TrainingError(
+                    f"{type(thing).__name__} was made without torch's Optimizer.__init__, and cannot be watched",
+                    hint="call super().__init__(params, defaults) in it, or prepare the optimizer that it works by",
+                )
             for steps in self._steps:
                 steps.give_way(thing)
             self._backend.optimizer(thing)
