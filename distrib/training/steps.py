@@ -284,13 +284,13 @@ class Steps:
         counts = [tuple(count.tolist()) for count in self._counts]
         if len(set(counts)) == 1:
             return
-        most = max(range(len(counts)), key=lambda rank: counts[rank][0] - counts[rank][1])
-        least = min(range(len(counts)), key=lambda rank: counts[rank][0] - counts[rank][1])
+        left_out = [(passes - calls, passes) for passes, calls in counts]  # or one has come further than another
+        most, least = (left_out.index(pick(left_out)) for pick in (max, min))
         told = [f"rank {rank} {counts[rank][1]} times in {counts[rank][0]} backward passes" for rank in (least, most)]
         raise TrainingError(
             f"step() of {type(self.optimizer).__name__} was called by {', by '.join(told)}: they are in different batches "
             "of what should become one step",
-            hint="with accumulate every rank must call step() after each batch; on_nan='skip' leaves bad steps out on all",
+            hint="with accumulate every rank must take as many batches, and call step() after each; on_nan='skip' leaves bad steps out on all",
         )
 
     def _check_join(self) -> None:
