@@ -207,11 +207,8 @@ def ask_in_vain(stacks: Sequence[Stack]) -> bool:
 
 def _surely_waits(stack: Stack) -> bool:
     """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
-    return place_of(stack).waits and (_is_average(stack) or _has_sure_call(stack))
-
-
-def _has_sure_call(stack: Stack) -> bool:
-    return any(SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames)
+    sure = any(SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames)
+    return place_of(stack).waits and (sure or _is_average(stack))
 
 
 def _is_average(stack: Stack) -> bool:

@@ -185,17 +185,17 @@ def _refuse_other_languages(script: Path) -> None:
             first = file.readline(200)
     except OSError:
         return  # which the hosts are asked about
-    if first.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first):
-        what = (
-            "its first line is " + first.decode(errors="replace").strip()
-            if first.startswith(b"#!")
-            else "it is a program"
-        )
-        hint = "name the Python script that it starts; -x NAME=VALUE sets a variable"
-        raise ConfigError(
-            f"{script}: {what}, and distrib-launch starts Python scripts",
-            hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
-        )
+    if first.startswith(b"\x7fELF"):
+        what = "it is a program"
+    elif first.startswith(b"#!") and b"python" not in first:
+        what = "its first line is " + first.decode(errors="replace").strip()
+    else:
+        return
+    hint = "name the Python script that it starts; -x NAME=VALUE sets a variable"
+    raise ConfigError(
+        f"{script}: {what}, and distrib-launch starts Python scripts",
+        hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
+    )
 
 
 def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:

@@ -47,9 +47,9 @@ class Spies:
 
 
 def with_state(dump: bytes, pid: int) -> bytes:
-    """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D), and
-    whether it is active where py-spy does not know which of the kernel's threads it is; `gpu` is false where it can use none,
-    `met` where it has no TCP socket.
+    """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D); `gpu`
+    is false where its process can use none, `met` where that has no TCP socket; and whether it is active where py-spy does not know
+    which of the kernel's threads it is.
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
     """

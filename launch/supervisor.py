@@ -92,7 +92,9 @@ class Supervisor:
         self.first_bad = 0.0  # when the first bad ending came in, monotonic
         self.stopping = False
         self.stop_deadline = float("inf")
-        self.servers_go_on = False  # while workers end
+        self.servers_grace_seconds: float | None = (
+            None  # what servers are given that go on until the workers have ended
+        )
         self.interrupts = 0
         self.verdict = Verdict(plan, self.recovery)
         self.log_lost = False  # and said so
@@ -503,8 +505,8 @@ class Supervisor:
     def _stop(self, grace_seconds: float) -> None:
         """Ends the workers, and then the servers, which a script asks as it saves in its last seconds."""
         self.stopping = True
-        self.servers_go_on = self.assigned
-        self._tell_to_stop([s for s in self.ranks if s.plan.role == "worker" or not self.assigned], grace_seconds)
+        self.servers_grace_seconds = grace_seconds
+        self._tell_to_stop("worker", grace_seconds)
         self._stop_servers()
         if not self.assigned:
             for state in self.ranks:
@@ -512,13 +514,15 @@ class Supervisor:
                     self._lost(state, "the job was stopped before it had started")
 
     def _stop_servers(self) -> None:
-        if self.servers_go_on and all(state.ending for state in self.ranks if state.plan.role == "worker"):
-            self.servers_go_on = False
-            self._tell_to_stop([state for state in self.ranks if state.plan.role == "server"], self.grace_seconds)
+        grace_seconds = self.servers_grace_seconds
+        workers_go_on = self.assigned and any(not s.ending for s in self.ranks if s.plan.role == "worker")
+        if grace_seconds is not None and not workers_go_on:
+            self.servers_grace_seconds = None
+            self._tell_to_stop("server", grace_seconds)
 
-    def _tell_to_stop(self, ranks: Collection[RankState], grace_seconds: float) -> None:
-        for state in ranks:
-            if not state.ending:
+    def _tell_to_stop(self, role: str, grace_seconds: float) -> None:
+        for state in self.ranks:
+            if state.plan.role == role and not state.ending:
                 order = {"signal": int(signal.SIGTERM), "grace_seconds": grace_seconds}
                 self._send(state, Kind.STOP, order)
         self.stop_deadline = time.monotonic() + grace_seconds + 3.0

@@ -32,12 +32,11 @@ class Unmet:
         self._asked: tuple[int, ...] = ()
         self._deadline = 0.0
         self._seen: dict[int, hangs.Stack] = {}
-        self.are_known = any(alone.WORDS in note for note in plan.notes)
-        """Whether enough is known of them."""
+        self._is_known = any(alone.WORDS in note for note in plan.notes)  # all there is to know
 
     def asks(self, seconds: float, ranks: Sequence[int]) -> tuple[int, ...]:
         """Whose stacks are wanted now, `seconds` after the scripts began."""
-        if self.are_known or self._asked or seconds < self._due or len(ranks) < 2:
+        if self._is_known or self._asked or seconds < self._due or len(ranks) < 2:
             return ()
         self._due = 2 * seconds
         self._asked, self._deadline, self._seen = tuple(ranks[:MOST_RANKS]), seconds + PATIENCE_SECONDS, {}
@@ -54,8 +53,8 @@ class Unmet:
             return False
         stacks = [*self._seen.values()] if len(self._seen) == len(self._asked) else []
         self._asked = ()
-        self.are_known = any(stack.met for stack in stacks)
-        if self.are_known or not any(map(hangs.is_training, stacks)):
+        self._is_known = any(stack.met for stack in stacks)
+        if self._is_known or not any(map(hangs.is_training, stacks)):
             return False
-        self.are_known = True
+        self._is_known = True
         return True

@@ -22,7 +22,7 @@ from distrib.training.alike import several
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
 from distrib.training.rendezvous import timeout_of_job
-from distrib.training.synchronous import follow_parameters, synchronous, unwrapped
+from distrib.training.synchronous import follow_parameters, synchronous, unwrapped, without
 from distrib.training.world import World
 
 torch.serialization.add_safe_globals([nullcontext])  # in files of whole models, which have it as their no_sync
@@ -156,11 +156,11 @@ class Together(Backend):
         """The parameters whose gradients are averaged: those that learnt when they were prepared."""
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
+        self._models = [*without(self._models, model), model]
         return model
 
     def release(self, model: nn.Module) -> None:
-        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)]
+        self._models = without(self._models, model)
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,3 +67,10 @@ def _copy_bytes(tensor: torch.Tensor, piece: torch.Tensor) -> None:
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_bytes(thing: Any) -> bytes:
+    """`thing`, with the tensors in it, as torch saves it."""
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()

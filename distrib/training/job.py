@@ -40,7 +40,7 @@ from distrib.training.rendezvous import join, meet_at_end
 from distrib.training.samples import Samples
 from distrib.training.saving import Checkpoints
 from distrib.training.steps import Steps, follow_scaler
-from distrib.training.synchronous import unwrapped
+from distrib.training.synchronous import unwrapped, without
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
 
@@ -303,8 +303,8 @@ class Job:
         for thing in things:
             if isinstance(thing, torch.optim.Optimizer):
                 for steps in [steps for steps in self._steps if steps.optimizer is thing]:
-                    what = f"{type(thing).__name__} takes a step after job.release"
-                    steps.retire(TrainingError(what, hint="prepare it, or another one, again"))
+                    why = f"{type(thing).__name__} takes a step after job.release"
+                    steps.retire(why, hint="prepare it, or another one, again")
                     steps.end()
                     self._steps.remove(steps)
                     self._before = _Count(self._before.calls + steps.calls, self._before.taken + steps.taken)
@@ -315,7 +315,7 @@ class Job:
                         f"{type(unwrapped(thing)).__name__} is to be released, and an optimizer that is prepared trains it",
                         hint="job.release(model, optimizer)",
                     )
-                self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)]
+                self._models = without(self._models, thing)
                 self._backend.release(thing)
                 self._hand_made.release(thing)
         for thing in things:
@@ -374,7 +374,7 @@ class Job:
 
     def _add(self, model: nn.Module) -> None:
         """Trains `model`, in place of what it was before it was prepared again."""
-        self._models = [one for one in self._models if unwrapped(one) is not unwrapped(model)] + [model]
+        self._models = [*without(self._models, model), model]
         self._status.prepared()
         if self.world_size > 1 or self._batches > 1:
             self._hand_made.watch(model)

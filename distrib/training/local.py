@@ -27,6 +27,7 @@ from distrib.training.alike import differ, total
 from distrib.training.backend import Backend, of_no_model
 from distrib.training.clock import Clock
 from distrib.training.flat import broadcast, flatten, unflatten
+from distrib.training.synchronous import without
 
 MIXED = 0.5
 """The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
@@ -76,7 +77,7 @@ class Local(Backend):
         self._rounds.pop(optimizer).end()
 
     def release(self, model: nn.Module) -> None:
-        self._models = [one for one in self._models if one is not model]
+        self._models = without(self._models, model)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._rounds[optimizer].models = list(models)

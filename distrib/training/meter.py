@@ -19,7 +19,7 @@ from torch import nn
 
 from distrib.training import wires
 from distrib.training.clock import Clock, usual
-from distrib.training.synchronous import unwrapped
+from distrib.training.synchronous import without
 
 WARMUP_STEPS = 5
 WINDOW_STEPS = 20
@@ -66,7 +66,7 @@ class Meter:
         """Measure a model or an optimizer that is prepared."""
         if isinstance(thing, nn.Module):
             # In place of what it was before it was prepared again.
-            self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)] + [thing]
+            self._models = [*without(self._models, thing), thing]
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
             thing.register_step_pre_hook(lambda *_: self._optimizer_begins())
@@ -75,7 +75,7 @@ class Meter:
     def release(self, thing: Any) -> None:
         """It is trained no more. The next optimizer that is shown is measured then."""
         if isinstance(thing, nn.Module):
-            self._models = [one for one in self._models if unwrapped(one) is not unwrapped(thing)]
+            self._models = without(self._models, thing)
         elif thing is self._optimizer:
             for hook in self._hooks:
                 hook.remove()

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from distrib.training.alike import differ, digest_of, sum_of_bits
 from distrib.training.exchange import Exchange
+from distrib.training.flat import as_bytes
 
 
 def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
@@ -28,7 +29,7 @@ def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
         stateful, states, differ([digest_of(_in_short(state)) for state in states]), strict=True
     ):
         if differs:
-            told = exchange.from_main(functools.partial(_saved, state))
+            told = exchange.from_main(functools.partial(as_bytes, state))
             thing.load_state_dict(torch.load(io.BytesIO(told), map_location="cpu", weights_only=False))
 
 
@@ -36,12 +37,6 @@ def _has_one_state(thing: Any) -> bool:
     """Whether all ranks are to have the same; not where each has a share of it, as in ZeroRedundancyOptimizer."""
     kinds = Optimizer, LRScheduler, torch.amp.GradScaler
     return isinstance(thing, kinds) and not hasattr(thing, "consolidate_state_dict")
-
-
-def _saved(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
 
 
 def _in_short(thing: Any) -> Any:

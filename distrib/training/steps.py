@@ -49,8 +49,8 @@ class Steps:
         """Whether the optimizer's own step is under way."""
         self._backend, self._told, self._begins = backend, told, begins
         self._models: list[nn.Module] = []
-        self._refusal: TrainingError | None = None
-        """What is said of a step where it is to take no more."""
+        self._refusal: tuple[str, str] | None = None
+        """What is said of a step where it is to take no more, and what to do."""
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
         self.calls = 0
@@ -77,15 +77,13 @@ class Steps:
         if self.is_retired or not self.counting or _learning(other).isdisjoint(_learning(self.optimizer)):
             return
         self.retire(
-            TrainingError(
-                f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
-                f"parameters: {self._alone}",
-                hint="use the one that was prepared last, or give each parameter to one of them",
-            )
+            f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
+            f"parameters: {self._alone}",
+            hint="use the one that was prepared last, or give each parameter to one of them",
         )
 
-    def retire(self, refusal: TrainingError) -> None:
-        """No more steps are taken; whoever asks for one is told so. Every rank. Raises TrainingError between the batches of one step."""
+    def retire(self, why: str, *, hint: str) -> None:
+        """No more steps are taken; whoever asks for one is told why. Every rank. Raises TrainingError between the batches of one step."""
         if self.is_retired:
             return
         if self.mean.begun:
@@ -94,7 +92,7 @@ class Steps:
                 hint="do so after a step",
             )
         self.settle()
-        self._refusal = refusal
+        self._refusal = why, hint
         self._models = []
         self._finite.end()
         self.mean.end()
@@ -159,7 +157,8 @@ class Steps:
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
         if self._refusal is not None:
-            raise self._refusal
+            why, hint = self._refusal
+            raise TrainingError(why, hint=hint)
         if hasattr(self.optimizer, "found_inf") and self.counting and not self._scaled:
             raise TrainingError(
                 "a GradScaler leaves out steps that the job must count", hint="scaler = job.prepare(scaler)"

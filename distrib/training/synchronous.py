@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -156,6 +157,11 @@ def unwrapped(thing: Any) -> Any:
             break
         thing = inner
     return thing
+
+
+def without(models: Iterable[nn.Module], model: nn.Module) -> list[nn.Module]:
+    """Those of `models` that are not `model`, in whatever it was wrapped before or since."""
+    return [one for one in models if unwrapped(one) is not unwrapped(model)]
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -32,13 +32,14 @@ from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy
 from distrib.training.alike import total
 from distrib.training.backend import Backend
+from distrib.training.flat import as_bytes
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
 from distrib.training.parameter_server.hostgroup import HostGroup, host_identity
 from distrib.training.parameter_server.line import open_door
 from distrib.training.parameter_server.server import servers_from
 from distrib.training.parameter_server.wire import APPLIED, FINAL, Frame, Kind, packed, unpacked
-from distrib.training.synchronous import follow_parameters, unwrapped
+from distrib.training.synchronous import follow_parameters, unwrapped, without
 from distrib.training.world import World
 
 T = TypeVar("T")
@@ -114,7 +115,7 @@ class Asynchronous(Backend):
             name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
         }
 
-        told = self.from_main(lambda: _saved({n: v.detach() for n, v in state.items() if not v.requires_grad}))
+        told = self.from_main(lambda: as_bytes({n: v.detach() for n, v in state.items() if not v.requires_grad}))
         fixed = torch.load(io.BytesIO(told), weights_only=True, map_location=self.device)
         with torch.no_grad():
             for name, value in fixed.items():
@@ -274,7 +275,7 @@ class Asynchronous(Backend):
             self._pushing.pop(parameter).remove()
 
     def release(self, model: nn.Module) -> None:
-        self._models = [one for one in self._models if one is not model]
+        self._models = without(self._models, model)
         self._begun.pop(model, None)
 
     def _meet(self) -> None:
@@ -297,7 +298,7 @@ class Asynchronous(Backend):
         models = [model for model in self._models if not table.chunks_of.keys().isdisjoint(model.parameters())]
         rest = [p for model in models for p in model.parameters() if p.requires_grad and p not in self._holders]
         if rest:
-            values = self.from_main(lambda: _saved([parameter.detach() for parameter in rest]))
+            values = self.from_main(lambda: as_bytes([parameter.detach() for parameter in rest]))
             given = torch.load(io.BytesIO(values), weights_only=True, map_location=self.device)
             with torch.no_grad():
                 for parameter, value in zip(rest, given, strict=True):
@@ -408,7 +409,7 @@ class Asynchronous(Backend):
         """The reduction over the workers that are there; a new tensor."""
         what = f"{op} {tensor.dtype} {list(tensor.shape)}"
         parts = [
-            torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(what, _saved(tensor.cpu()))
+            torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(what, as_bytes(tensor.cpu()))
         ]
         stacked = torch.stack(parts)
         if op == "mean":
@@ -543,13 +544,6 @@ def _without_hooks(module: nn.Module, protocol: Any) -> Any:
         ]
         state[name] = OrderedDict(kept)
     return (*reduced[:2], state, *reduced[3:])
-
-
-def _saved(thing: Any) -> bytes:
-    """`thing` as torch saves it."""
-    file = io.BytesIO()
-    torch.save(thing, file)
-    return file.getvalue()
 
 
 def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
