@@ -41,7 +41,7 @@ WAYS: dict[str, list[str]] = {
     "async": ["--mode", "async"],
     "S=4": ["--mode", "async", "--staleness", "4"],
     "uncorrected": ["--mode", "async", "--no-momentum-correction"],
-    "stale-rate": ["--mode", "async", "--stale-rate"],
+    "no-stale-rate": ["--mode", "async", "--no-stale-rate"],
     "compensated": ["--mode", "async", "--delay-compensation", "0.04"],
 }
 """Whose convergence is compared, with that of the first."""
@@ -151,9 +151,9 @@ def memory(size: str, seconds: float) -> bool:
 
 
 def launch_on(cluster: Cluster, folder: str) -> list[str]:
-    """The words that start an asynchronous job on all hosts, before its own options."""
+    """The words that start an asynchronous job on all hosts, of which every update counts as one, before its own options."""
     hosts = ["-H", str(cluster.hostfile)]
-    return [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", *hosts, "--mode", "async"]
+    return [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", *hosts, "--mode", "async", "--no-stale-rate"]
 
 
 def idle(seconds: float) -> bool:

@@ -100,8 +100,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Steps that a worker may be ahead of the slowest one (mode async); None: any number."""
     replicas: int = 0
     """Copies of each server's parameters on other servers (mode async)."""
-    stale_rate: bool = False
-    """Whether the learning rate of an update is divided by its staleness (mode async)."""
+    stale_rate: bool = True
+    """Whether an update that others came before has a smaller learning rate, so that one means what it does in mode sync (mode async)."""
     delay_compensation: float | None = None
     """DC-ASGD's strength of compensation, lambda (mode async)."""
     momentum_correction: bool = True
@@ -205,9 +205,9 @@ def _check_async(strategy: Strategy) -> None:
         raise ConfigError(f"--mode async sends no {strategy.gradients}", hint="use --gradients fp32, bf16 or fp16")
     if strategy.replicas and strategy.servers == 1:
         raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
-    if strategy.staleness == 0 and (strategy.stale_rate or strategy.delay_compensation):
+    if strategy.staleness == 0 and strategy.delay_compensation:
         raise ConfigError(
-            "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave corrections out"
+            "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave --delay-compensation out"
         )
 
 

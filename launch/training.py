@@ -39,8 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
                      "unbounded (default)")  # fmt: skip
     how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
-    how.add_argument("--stale-rate", action="store_true", help="mode async: divide the learning rate of an update by its "
-                     "staleness (arXiv:1511.05950)")  # fmt: skip
+    how.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="mode async: smaller learning "
+                     "rates for later updates, so that one means what it does in mode sync (arXiv:1511.05950; default: yes)")  # fmt: skip
     how.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for "
                      "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
     how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: less "

@@ -242,7 +242,7 @@ class TestInAnAllocation:
 
     def test_an_asynchronous_job_goes_on_without_a_node_that_slurm_gives_up(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
-        words = ["--mode", "async", "--servers", "2", "--replicas", "1", SCRIPTS / "asynchronous.py"]
+        words = ["--mode", "async", "--no-stale-rate", "--servers", "2", "--replicas", "1", SCRIPTS / "asynchronous.py"]
         lesson = ["counting", tmp_path, 10, 0.05, "enough"]
         allocation = ["-N2", "--ntasks-per-node=1", "--no-kill"]
         job = submitted(cluster, tmp_path, "--host-timeout", "3", *words, *lesson, allocation=allocation)

@@ -343,6 +343,9 @@ def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_
     assert parameter_servers(workers=3).worker(0).ranks_in_step == 3
     monkeypatch.setenv("DISTRIB_ADDRESS", "127.0.0.1")  # where the servers are
     assert parameter_servers(workers=3).worker(0).ranks_in_step == 1
+    assert (
+        parameter_servers(workers=3, stale_rate=True).worker(0).ranks_in_step == 3
+    )  # late updates have less of the rate
     cluster = parameter_servers(workers=3)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
     shard = cluster.servers[0].parts[0].tables[0].shard
@@ -429,7 +432,7 @@ def started(
     cluster: Cluster, folder: Path, *words: object, hosts: str = "n1:2,n2:2", until: str = ""
 ) -> subprocess.Popen[str]:
     """A job of ranks on several hosts that count their steps; returns when all have begun."""
-    command = [LAUNCH, "--run-dir", folder / "run", "-H", hosts, "--mode", "async", *words]
+    command = [LAUNCH, "--run-dir", folder / "run", "-H", hosts, "--mode", "async", "--no-stale-rate", *words]
     lesson = [SCRIPTS / "asynchronous.py", "counting", folder, STEPS, 0.05, until]
     job = cluster.popen("n1", [*command, *lesson], env={"OMP_NUM_THREADS": "1"})
     ranks = sum(int(host.partition(":")[2]) for host in hosts.split(","))
@@ -537,7 +540,18 @@ def test_a_host_that_boots_again_takes_nobody_along(make_cluster, tmp_path):
 def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(make_cluster, launch):
     cluster = make_cluster(2, slots=2)
     script = SCRIPTS / "asynchronous.py"
-    run = launch("--mode", "async", "--timeout", "200", "-H", cluster.hostfile, script, "elsewhere", cluster=cluster)
+    run = launch(
+        "--mode",
+        "async",
+        "--no-stale-rate",
+        "--timeout",
+        "200",
+        "-H",
+        cluster.hostfile,
+        script,
+        "elsewhere",
+        cluster=cluster,
+    )
     assert run.code == 0 and re.search(r"worker rank 2 on n2 (died|is gone) \(.*SIGKILL", run.err), run
     assert all(f"rank {rank} took all steps" in run.out for rank in (0, 1, 3)), run
     # 40 of one host; of the other 20, and 37 of the rank that waited after its third.

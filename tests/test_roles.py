@@ -85,7 +85,7 @@ def test_a_host_for_servers_that_trains_is_told_of(tmp_path):
         (["--replicas", "1"], "n1:2", "one parameter server only"),
         (["--replicas", "1"], "n1:2\nn2 role=server\n", "one parameter server only"),
         (["--gradients", "int8"], "n1:2", "async sends no int8"),
-        (["--staleness", "0", "--stale-rate"], "n1:2", "nothing to correct"),
+        (["--staleness", "0", "--delay-compensation", "0.04"], "n1:2", "nothing to correct"),
     ],
 )
 def test_what_cannot_be(tmp_path, words, hosts, says):

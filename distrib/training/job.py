@@ -464,8 +464,8 @@ class Job:
         """`lr`, chosen for one rank, for all of them: the batch is `world_size` times as large, and so is the step.
 
         The linear scaling rule of Goyal et al. 2017 (arXiv:1706.02677), which needs a warm-up; see `warmup`.
-        It is meant for SGD. In asynchronous training each host's ranks make a step of their own, or each rank where what it
-        pushes crosses no wire (on one host only, or beside all servers), and `lr` grows by as many. In mode local it stays
+        It is meant for SGD. In asynchronous training it is the same; with `--no-stale-rate` each host's ranks make a step of their
+        own, or each rank where what it pushes crosses no wire (on one host only, or beside all servers), and `lr` grows by as many. In mode local it stays
         that of one rank where an outer momentum takes the ranks on (DiLoCo); without (`--outer average`) it grows, which a few
         inner steps on a rank's own batches bear, and hundreds may not.
         """

@@ -25,6 +25,9 @@ REFUSED = {
 PER_TENSOR = frozenset(["step", "mu_product", "mu", "eta"])
 """What these optimizers keep once for a tensor, not for each of its numbers."""
 
+LINEAR = frozenset(["SGD", "ASGD"])
+"""Those whose steps are as long as their gradients are; the others divide by what they have seen of them."""
+
 _LOCAL = frozenset(["params", "foreach", "fused", "capturable", "differentiable", "initial_lr"])
 
 
@@ -53,6 +56,17 @@ def recipe_of(optimizer: torch.optim.Optimizer) -> Recipe:
             hint="use --mode sync, or an optimizer of torch.optim",
         )
     return Recipe(name)
+
+
+def share_of_rate(name: str, staleness: float) -> float:
+    """What part of its learning rate an update has of this optimizer, when `staleness` others came since its parameters were read.
+
+    In mode sync n ranks' gradients make one step, their mean. Here they make n, each with a staleness of about n - 1: with 1 / n of
+    the rate each (Zhang et al. 2015, arXiv:1511.05950), the parameters go as far, and late gradients do no harm that they do not do
+    there. Where steps do not grow with gradients it is 1 / sqrt(n), as for a batch of an n-th (Malladi et al. 2022, arXiv:2205.10287).
+    """
+    share = 1 / (1 + staleness)
+    return float(share if name in LINEAR else share**0.5)
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:

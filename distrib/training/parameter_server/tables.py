@@ -12,7 +12,7 @@ import torch
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.parameter_server.optimizers import Recipe, Updater
+from distrib.training.parameter_server.optimizers import Recipe, Updater, share_of_rate
 from distrib.training.parameter_server.placement import Chunk, Parameter, cut
 from distrib.training.parameter_server.shard import Shard, Update
 from distrib.training.parameter_server.sharing import is_borrowed
@@ -187,11 +187,12 @@ class Table:
             # Zheng et al. 2016 (arXiv:1609.08326), equation 10: the outer product of the gradient with itself, of which
             # only the diagonal is used, stands for the Hessian.
             gradient.addcmul_(gradient * gradient, self.value(chunk) - seen, value=strength)
-        if self.strategy.stale_rate and update.staleness > 1:
-            # Zhang et al. 2015 (arXiv:1511.05950), equation 6.
-            options = {**options, "lr": options["lr"] / update.staleness}
+        mean = self._mean_staleness()
+        if self.strategy.stale_rate:
+            share = share_of_rate(self.description.recipe.name, max(update.staleness, mean))
+            options = {**options, "lr": options["lr"] * share}
         if self.strategy.momentum_correction and options.get("momentum"):
-            options = {**options, **_less_momentum(options["lr"], options["momentum"], self._mean_staleness())}
+            options = {**options, **_less_momentum(options["lr"], options["momentum"], mean)}
         return options
 
     def _mean_staleness(self) -> float:

@@ -89,6 +89,8 @@ class Asynchronous(Backend):
 
     @property
     def ranks_in_step(self) -> int:
+        if self.strategy.stale_rate:  # learning rates mean what they do in mode sync
+            return self.world.size
         together = self._reduces and not self._beside_all_servers and self.strategy.staleness != 0
         return self.world.local_size if together else super().ranks_in_step
 
