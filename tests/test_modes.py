@@ -81,6 +81,22 @@ def test_an_evaluation_of_several_models_is_told_of(lesson, times, tmp_path):
     assert result.stderr.count("is of a model that every rank has of its own: job.settle()") == times, result.stderr
 
 
+@pytest.mark.parametrize("strategy", [{"accumulate": 2}, {**AVERAGE, "inner_steps": 2}], ids=["accumulate", "local"])
+def test_values_that_come_back_before_the_first_step_were_the_same(strategy, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "sharpness", DISTRIB_STRATEGY=json.dumps(strategy))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategy", "times"), [({"inner_steps": 3}, 1), ({"inner_steps": 8}, 0), ({**AVERAGE, "inner_steps": 3}, 0)]
+)
+def test_rounds_too_short_for_an_outer_momentum_are_told_of(strategy, times, tmp_path):
+    words = json.dumps({"mode": "local", **strategy})
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "short_rounds", DISTRIB_STRATEGY=words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("too short ones for an outer momentum") == times, result.stderr
+
+
 def test_what_does_nothing_in_updates_by_hand_is_told_of(tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "by_hand", DISTRIB_STRATEGY=json.dumps({"accumulate": 2}))
     assert result.returncode == 0, result.stdout + result.stderr

@@ -160,7 +160,9 @@ class Job:
             samples=self._next_batch,
             ended=self._settle,
         )
-        self._hand_made = HandMade(self._steps, self._loaders.learn, self._forgotten)
+        self._hand_made = HandMade(
+            self._steps, self._loaders.learn, self._forgotten, compares=not self._elastic and world.size > 1
+        )
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -397,7 +399,7 @@ class Job:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
         if not self._loaders.begun:
             if self.world_size > 1 and not self._elastic:
-                check_same_values(self._models)
+                check_same_values([self._hand_made.sums(model) for model in self._models])
             self._loaders.begin()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:

@@ -12,6 +12,7 @@ back half and half with what they have become meanwhile.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,10 @@ from distrib.training.synchronous import without
 
 MIXED = 0.5
 """The share of a rank's own parameters when an overlapped exchange comes back (Streaming DiLoCo's alpha)."""
+FEW_STEPS = 8
+"""Rounds of fewer are too short for an outer momentum on top of the optimizer's own (seen: docs/training.md)."""
+LOOK_STEPS = 3 * FEW_STEPS
+"""After which the rounds so far are counted."""
 TRAVELS_AS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -92,6 +97,14 @@ class Local(Backend):
         result = update()
         begun = self._clock.mark()
         round_.go_on()
+        if round_.is_too_short and self.world.rank == 0:
+            print(
+                f"distrib: mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
+                f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average, or "
+                f"--inner-steps 16 or more",
+                file=sys.stderr,
+                flush=True,
+            )
         self._waits.append((begun, self._clock.mark()))
         self._count_waits()
         return result
@@ -152,6 +165,8 @@ class Round:
         self._dtype = TRAVELS_AS[strategy.gradients.format]
         self._taken = 0
         self._settled = 0
+        self.rounds = 0
+        """How many have ended."""
         self._fragments: list[Fragment] = []
         self._trained: list[torch.Tensor] = []
 
@@ -188,7 +203,15 @@ class Round:
                 if not self._outer.overlap_steps:
                     fragment.finish(own_share=0.0)
         if (self._taken - self._settled) % self._steps == 0:
+            self.rounds += 1
             self._average_buffers()
+
+    @property
+    def is_too_short(self) -> bool:
+        """Whether it is seen now that rounds are too short for the two momenta that there are."""
+        if self._taken != LOOK_STEPS or self.rounds * FEW_STEPS <= LOOK_STEPS or not self._outer.momentum:
+            return False
+        return any(group.get("momentum") for group in self._optimizer.param_groups)
 
     def end(self) -> None:
         """Makes the parameters the same on all ranks. Every rank, after as many steps on each."""
@@ -204,6 +227,7 @@ class Round:
         for fragment in apart:
             fragment.finish(own_share=0.0)
         if apart:
+            self.rounds += 1
             self._average_buffers()
         self._settled = self._taken
 

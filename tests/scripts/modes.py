@@ -434,6 +434,39 @@ def uncounted(job: distrib.Job) -> None:
     assert not torch.equal(parameters_of(plain), before)
 
 
+def sharpness(job: distrib.Job) -> None:
+    """A loop that minimizes sharpness by hand computes its gradients elsewhere, and comes back nearly to where it was."""
+    plain = make_plain_model()
+    model, optimizer = job.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    before = parameters_of(plain)
+    generator = torch.Generator().manual_seed(job.rank)
+    for _ in range(2 * STRATEGY.accumulate):
+        inputs = torch.randn(4, 6, generator=generator)
+        model(inputs).square().mean().backward()
+        with torch.no_grad():
+            ways = [parameter.grad * 0.05 for parameter in model.parameters()]
+            for parameter, way in zip(model.parameters(), ways, strict=True):
+                parameter.add_(way)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        with torch.no_grad():
+            for parameter, way in zip(model.parameters(), ways, strict=True):
+                parameter.sub_(way)
+        optimizer.step()
+        optimizer.zero_grad()
+    job.settle()
+    assert (parameters_of(plain) - before).abs().max() > 1e-3
+
+
+def short_rounds(job: distrib.Job) -> None:
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    for _ in range(30):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+
+
 def part(job: distrib.Job, left_out: set[int]) -> None:
     """Rank 1 judges by itself that some of twelve batches make no step."""
     model = make_plain_model()
