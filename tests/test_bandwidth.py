@@ -917,6 +917,23 @@ def test_gpus_of_which_bridges_join_some_are_as_slow_as_the_way_between_the_brid
     assert wire.bytes_per_second == 9e9
 
 
+@pytest.mark.parametrize(
+    ("slow", "gloo", "nccl"), [(("n2", "n1"), 24e6, 24e6), (("n1", "n2"), 120e6, 24e6), (("n1", "n3"), 120e6, 120e6)]
+)
+def test_of_a_link_with_two_rates_the_one_that_the_ring_sends_over_counts(slow, gloo, nccl):
+    """Gloo's ring sends from each rank to the one before it; trees of NCCL use both directions."""
+    hosts = ("n1", "n2", "n3", "n4")
+    pairs = tuple(
+        PairLink(source=a, target=b, way="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
+                 bandwidth_bytes_per_second=24e6 if (a, b) == slow else 120e6)
+        for a in hosts for b in hosts if a != b
+    )  # fmt: skip
+    topology = parse_topology('nodes: [{hosts: "n[1-4]"}]', "t.yaml")
+    topology = msgspec.structs.replace(topology, measured=Measured(when="2026", software={}, hosts=hosts, pairs=pairs))
+    assert between(topology, hosts, 4, gpus=False).bytes_per_second == gloo
+    assert between(topology, hosts, 4, gpus=True).bytes_per_second == nccl
+
+
 def test_ports_that_mpi_leaves_unused_count_all_the_same():
     """MPI takes two of eight ports between two hosts, NCCL all of them."""
     text = (ROOT / "hostfiles/h100-ndr.yaml").read_text()
@@ -929,8 +946,10 @@ def test_ports_that_mpi_leaves_unused_count_all_the_same():
             for a in hosts for b in hosts if a != b
         )  # fmt: skip
         measured = Measured(when="2026", software={}, hosts=tuple(hosts), pairs=pairs)
-        return between(msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), 4)
+        return between(
+            msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), 4, gpus=True
+        )
 
-    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), 4).bytes_per_second
+    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), 4, gpus=True).bytes_per_second
     assert wire(96e9).bytes_per_second == pytest.approx(described, rel=0.06)
     assert wire(48e9).bytes_per_second == pytest.approx(192e9)

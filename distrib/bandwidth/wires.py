@@ -73,8 +73,8 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 # Between hosts
 
 
-def between(topology: Topology | None, names: tuple[str, ...], count: int) -> Wire:
-    """The slowest link of the ring through these hosts."""
+def between(topology: Topology | None, names: tuple[str, ...], count: int, *, gpus: bool) -> Wire:
+    """The slowest link of the ring through these hosts, of NCCL with `gpus`, else of Gloo."""
     if topology is None:
         raise ConfigError(
             "nothing is known of the links between the hosts",
@@ -83,7 +83,7 @@ def between(topology: Topology | None, names: tuple[str, ...], count: int) -> Wi
     if len(names) == 1:  # a topology of one host, and more of its kind
         names = names * 2
     slowest: Wire | None = None
-    for way, share in _ring(topology, names):
+    for way, share in _ring(topology, names, gpus):
         wire = _wire(topology, way, share)
         if slowest is None or wire.bytes_per_second < slowest.bytes_per_second * (1 - EQUAL):
             slowest = wire
@@ -92,8 +92,8 @@ def between(topology: Topology | None, names: tuple[str, ...], count: int) -> Wi
     return slowest
 
 
-def _ring(topology: Topology, names: tuple[str, ...]) -> Iterator[tuple[Way, float]]:
-    """Each different link from a host to the next, and by how many streams of the ring its narrowest uplink is shared."""
+def _ring(topology: Topology, names: tuple[str, ...], gpus: bool) -> Iterator[tuple[Way, float]]:
+    """Each different link between a host and the next, and by how many streams of the ring its narrowest uplink is shared."""
     crossings: dict[str, int] = {}
     edges: dict[object, tuple[str, str]] = {}
     measured = {host.lower() for host in topology.measured.hosts} if topology.measured else set()
@@ -109,7 +109,7 @@ def _ring(topology: Topology, names: tuple[str, ...]) -> Iterator[tuple[Way, flo
         )
         edges.setdefault((one, other) if known else (source, target), (source, target))
     for source, target in edges.values():
-        way = link_between(topology, source, target)
+        way = _used(topology, source, target, gpus)
         if way is None:
             raise ConfigError(
                 f"nothing is known of the link between {source} and {target}",
@@ -117,6 +117,21 @@ def _ring(topology: Topology, names: tuple[str, ...]) -> Iterator[tuple[Way, flo
             )
         passed = {switch.name for host in (source, target) for switch in topology.switches_above(host)}
         yield way, max((crossings[name] for name in passed if name in crossings), default=0)
+
+
+def _used(topology: Topology, host: str, following: str, gpus: bool) -> Way | None:
+    """The direction between neighbours that counts where they differ.
+
+    Gloo's ring sends from each rank to the one before it (pytorch/gloo allreduce.cc, and seen: with one direction slow, a step took as
+    long as that says). Of NCCL it is the slower one, as trees use both.
+    """
+    way, back = link_between(topology, host, following), link_between(topology, following, host)
+    if way is None or back is None:
+        return way
+    one, other = way.bandwidth_bytes_per_second, back.bandwidth_bytes_per_second
+    if abs(one - other) <= EQUAL * max(one, other):
+        return way
+    return back if not gpus or other < one else way
 
 
 def places_of(topology: Topology) -> dict[str, tuple[int, tuple[str, ...]]]:

@@ -44,7 +44,10 @@ def find_sides(load: Round, run: Run, others: tuple[int, ...] = ()) -> Shared | 
     near, far = [first], [target]
     for number, pair in enumerate(load[1:], 1):
         rest = tuple(other for place, other in enumerate(load) if place not in (0, number))
-        answers = {host: run("sides", (*rest, (host, target)))[host, target] < SLOWED for host in pair}
+        answers = {}
+        for host, other in (pair, pair[::-1]):
+            full = rest or ((first, other),)  # of two pairs none is left to keep the link full
+            answers[host] = run("sides", (*full, (host, target)))[host, target] < SLOWED
         if sum(answers.values()) != 1:
             return None
         for host, across in answers.items():

@@ -35,6 +35,7 @@ SLOW_TIMES = 6
 """A stream that has not brought `ENOUGH_BYTES` in its time may take so many times as long."""
 
 WINDOWS = 12
+SKIP_PINGS = 3
 PING = b"distrib!"  # 8 bytes
 GO = b"go ahead"
 CHECK_SECONDS = 0.05
@@ -159,8 +160,12 @@ def receive(
     seconds: float,
     variation: float | None = None,
     longest: float = 0.0,
+    begins: float = 0.0,
 ) -> Stream:
-    """Ping over the first connection, then take what comes for `seconds`.
+    """Ping over the first connection, then take what comes for `seconds`, not before `begins` (of time.monotonic).
+
+    Whoever measures beside others must begin with them: pings wait in the queue that another's stream has filled, and what came
+    after them would have the wire to itself.
 
     With `variation` the stream may go on up to `longest` seconds, until the median's variation is as low. Without `seconds`
     only pings are sent.
@@ -170,13 +175,16 @@ def receive(
         first.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         trips = []
         word = bytearray(len(PING))
-        for _ in range(pings + 3 if pings else 0):
+        for number in range(pings + SKIP_PINGS if pings else 0):
+            if begins and number > SKIP_PINGS and time.monotonic() > begins:
+                break
             first.settimeout(_left(deadline, "no answer to a ping"))
             begun = time.perf_counter()
             first.sendall(PING)
             _read(first, word)
             trips.append((time.perf_counter() - begun) / 2)
-        latency = samples.summarise(trips[3:]).median if pings else None
+        latency = samples.summarise(trips[SKIP_PINGS:]).median if pings else None
+        time.sleep(max(0.0, begins - time.monotonic()))
         first.sendall(GO)
         load = Load()
         found = _drain(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, longest) if seconds else []

@@ -18,6 +18,9 @@ from distrib.probe.load import Load
 from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
 from distrib.probe.steps import COLLECTIVE_START_SECONDS
 
+BEGIN_SECONDS = 0.015
+"""After an order, when streams beside others begin: all have heard it, are connected, and have pinged a network that is still."""
+
 FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
 """What costs one measurement and not the probe."""
 
@@ -109,6 +112,7 @@ class Worker:
     # -- TCP ----------------------------------------------------------------------------------------------------------
 
     def _tcp(self, task: Transfer, deadline: float) -> Reply:
+        begins = 0.0 if task.load == "alone" and not task.both_ways else time.monotonic() + BEGIN_SECONDS
         sends = task.source == self.rank or task.both_ways
         receives = task.target == self.rank or task.both_ways
         own, peer = task.addresses if task.source == self.rank else task.addresses[::-1]
@@ -132,7 +136,7 @@ class Worker:
             sockets = self.listeners[own].accept(self.setup.token, task.number, task.streams, deadline)
             seen = tcp.receive(
                 sockets, self._buffer("in", tcp.CHUNK_BYTES), deadline,
-                pings=task.pings, seconds=task.seconds, variation=task.variation, longest=task.longest,
+                pings=task.pings, seconds=task.seconds, variation=task.variation, longest=task.longest, begins=begins,
             )  # fmt: skip
         if thread:
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)

@@ -231,12 +231,16 @@ class Watch:
 def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
     """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first.
 
-    Those that do much better than the worst are left out: on a busy host, small pieces are slow on every link.
+    Those that do much better than the worst are left out: on a busy host, small pieces are slow on every link. So are those that carry
+    as much as the slowest is expected to, for which a ring makes all others wait.
     """
+    slowest = min(
+        (link.expected_bytes_per_second for link in links if link.expected_bytes_per_second), default=math.inf
+    )
     usual = statistics.median(link.bytes_per_second for link in links) if links else 0.0
 
     def part(link: LinkSeen) -> float:
-        return link.bytes_per_second / (link.expected_bytes_per_second or usual)
+        return link.bytes_per_second / min(link.expected_bytes_per_second or usual, slowest)
 
     least = min(map(part, links), default=0.0)
     return sorted((link for link in links if part(link) < LESS and part(link) <= ALIKE * least), key=part)
