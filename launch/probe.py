@@ -198,6 +198,7 @@ def _output(
     told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
     gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
     now = measured(records) or Measured(when="", software={}, hosts=hosts)
+    now = msgspec.structs.replace(now, hosts=tuple(host for host in now.hosts if host not in outcome.left_out))
     worse = baseline.worse(before, now) if before else ()
     compared = [baseline.unchanged(before, now)] if before and not worse else []
     seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
@@ -293,4 +294,6 @@ def _show(output: Output, records: Sequence[Record], start: Started | None, done
         print(f"note: {note}")
     how = ", ".join((output.mode, *done))
     gone = f", {len(output.lost_hosts)} of them lost," if output.lost_hosts else ""
-    print(f"{len(output.hosts)} host(s){gone} probed in {output.seconds:.1f} s ({how}; logs in {output.run_dir})")
+    print(
+        f"{len(output.hosts) - len(output.left_out_hosts)} host(s){gone} probed in {output.seconds:.1f} s ({how}; logs in {output.run_dir})"
+    )

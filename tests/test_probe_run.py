@@ -265,7 +265,7 @@ def test_what_was_measured_over_another_network_does_not_count():
     same = Cluster(3, networks=2, net=0).probe("quick", done, before)
     assert of(PairSeen, same) == []
     other = Cluster(3, networks=2, net=1).probe("quick", done, before)
-    assert {(r.source, r.target) for r in of(PairSeen, other) if r.load == "together"} == {
+    assert {(r.source, r.target) for r in of(PairSeen, other) if r.step.startswith("together/")} == {
         (a, b) for a in ("n1", "n2", "n3") for b in ("n1", "n2", "n3") if a != b
     }
 
@@ -327,7 +327,7 @@ def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
     (tmp_path / "hosts").write_text("n1 slots=2\nn2 slots=2\nn3 role=server\n")
     assert probe("-H", "hosts", "-o", "t.yaml") == 0
     assert [spec.hosts for spec in jobs.specs] == [("n1", "n2", "n3")]
-    assert len(read_topology("t.yaml").measured.pairs) > 6
+    assert len(read_topology("t.yaml").measured.pairs) == 6
 
 
 def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):

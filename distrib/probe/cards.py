@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from typing import get_args
 
 from distrib.cluster.catalog import LinkKind
 from distrib.cluster.links import Link, parse_network
 from distrib.cluster.measured import Collective
 from distrib.cluster.node import Nic, fold_hosts
 from distrib.probe.finding import Finding, rate_text
-from distrib.probe.records import Facts, Gpu, PairSeen
+from distrib.probe.records import Facts, Gpu, Load, PairSeen
 from distrib.probe.settings import Way
 from distrib.probe.suspects import class_of_pair, classes_of, one_way
 from distrib.units import format_size
@@ -130,11 +131,12 @@ def of_facts(
 def _below_nominal(
     facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way, described: Mapping[str, Sequence[Nic]]
 ) -> list[Finding]:
-    """Hosts that alone, with cards as fast as their own, reach less than the catalogue expects over this way."""
+    """Hosts that at best, with cards as fast as their own, reach less than the catalogue expects over this way."""
     cards = {host: card for host, each in facts.items() if (card := _card(each, way, described.get(host, ())))}
     classes = classes_of({host: card.rate_bytes_per_second for host, card in cards.items()})
     best: dict[str, tuple[float, Link]] = {}
-    for record in one_way(seen, way, "alone"):
+    # Beside others a card can do no more than alone; and some pairs may never have been alone.
+    for record in (record for load in get_args(Load) for record in one_way(seen, way, load)):
         rate = class_of_pair(classes, record)
         if way == "tcp" and record.streams == 1 and rate > ONE_STREAM_BYTES_PER_SECOND:
             continue

@@ -126,7 +126,7 @@ def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
             f"together/{way}/{n}",
             f"all pairs of round {n + 1}, {way}",
             way,
-            "together",
+            "together" if len(r) > 1 else "alone",  # of two or three hosts
             (r, schedule.backward(r)),
             settings.stream_seconds,
         )
