@@ -25,6 +25,7 @@ MAX_INDEX = 4095
 HINT = "write hosts between @ and indices after a colon, such as host:0,2@host2@node[3-8]:1"
 
 _INDEX = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
+_BRACKETS = re.compile(r"\[[^\]]*\]")
 _SPLIT = re.compile(r"@(?![^\[]*\])")
 
 
@@ -61,6 +62,10 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
         if not item.strip():
             raise place.error("no host here", HINT)
         names, indices = _split_indices(item.strip(), place)
+        if "," in _BRACKETS.sub("", names):
+            raise place.error(
+                f"{shown(item.strip())} has a comma between hosts", "hosts are separated by @: n1@n2, or n[1-2]"
+            )
         for name in parse_expression(names, place, Notes()).names:
             key = name.lower()
             if key not in chosen:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from distrib_launch import engines, job, outlook, training
-from distrib_launch.console import complain, perhaps_unread
+from distrib_launch.console import bear_closed, complain, perhaps_unread
 from distrib_launch.options import Joined, Once, Parser
 from distrib_launch.placement import HOW
 
@@ -156,6 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if signal.getsignal(number) == signal.SIG_DFL:
                 signal.signal(number, _interrupted)
     options = None
+    bear_closed()
     try:
         options = parser().parse_args(argv)
         return _run(options)

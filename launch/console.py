@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from distrib_launch.ranges import ranges
@@ -257,6 +258,13 @@ def complain(error: object) -> None:
     """Print an error of the command itself."""
     with contextlib.suppress(OSError):
         print(f"distrib-launch: error: {error}", file=sys.stderr, flush=True)
+
+
+def bear_closed() -> None:
+    """Where standard output or error is closed (`>&-`), as Python then has none, what would be written is thrown away."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
 
 
 @contextlib.contextmanager

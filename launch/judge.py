@@ -109,6 +109,11 @@ def distrib(e: Evidence) -> Iterator[Check]:
             del versions[host]
             fix = f"install distrib {e.here.packages['distrib']} there too, as here, or name a Python that has it: python=/PATH in the hostfile"
             yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", fix)
+        elif facts.packages["numpy"] is None and e.here.packages["numpy"]:
+            fix = f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install numpy"
+            yield error(
+                host, "distrib", f"{e.interpreters[host]} has no numpy, without which distrib does not run", fix
+            )
     yield from _differing(
         e, "distrib", "distrib", versions, e.here.packages["distrib"],
         lambda host, common: f"install distrib {common} on {host}, from where the others have it",
@@ -127,6 +132,9 @@ def mpi(e: Evidence) -> Iterator[Check]:
 
 def torch(e: Evidence) -> Iterator[Check]:
     fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher}
+    for host in e.inventories:
+        if host not in fit:  # another Python will be named, and is to be asked
+            yield Check(host=host, check="torch", status="unknown")
     versions = {host: (facts.packages["torch"] or "").partition("+")[0] for host, facts in fit.items()}
     own = (e.here.packages["torch"] or "").partition("+")[0]
     yield from _differing(e, "torch", "torch", versions, own, _pip(e, "torch"))

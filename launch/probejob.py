@@ -78,7 +78,7 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
                 for host, why in unfit.items():
                     print(f"distrib-topo: warning: {host} is left out: {why}", file=sys.stderr)
                 continue
-            raise _with_a_way_out(error, fit) from None
+            raise _with_a_way_out(error, [host for host in present if host not in unfit]) from None
         except DistribError as error:
             if not attempt:
                 raise
@@ -111,11 +111,13 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
     return outcome
 
 
-def _with_a_way_out(error: PreflightError, fit: int) -> PreflightError:
+def _with_a_way_out(error: PreflightError, fit: Sequence[str]) -> PreflightError:
     """The refusal, and how to go on with the hosts that are fit."""
-    if fit < 2 or not error.hosts:
+    if not fit or not error.hosts:
         return error
-    way_out = f"--drop-bad-hosts probes the {fit} other hosts, --exclude {'@'.join(error.hosts)} does too"
+    way_out = f"--drop-bad-hosts probes the {len(fit)} other hosts, --exclude {'@'.join(error.hosts)} does too"
+    if len(fit) == 1:
+        way_out = f"one host alone has no link to measure; distrib-topo probe -H {fit[0]} looks inside it"
     return PreflightError(f"{error.what}\n\n{way_out}", hint=error.hint, hosts=error.hosts)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from distrib_launch.console import bear_closed
 from distrib_launch.options import Parser
 
 from distrib.errors import DistribError
@@ -12,6 +13,18 @@ from distrib.errors import DistribError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    bear_closed()
+    try:
+        return _run(argv)
+    except DistribError as error:
+        print(f"distrib-topo: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("distrib-topo: error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
     from distrib_launch import check, outlook, probe, show
 
     parser = Parser(
@@ -31,18 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
     outlook.add_options(plan_verb)
     plan_verb.set_defaults(run=outlook.run)
-    try:
-        options, unknown = parser.parse_known_args(argv)
-        if unknown:
-            verbs.choices[options.verb].refuse(unknown)
-        code: int = options.run(options)
-        return code
-    except DistribError as error:
-        print(f"distrib-topo: error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("distrib-topo: error: interrupted", file=sys.stderr)
-        return 130
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        verbs.choices[options.verb].refuse(unknown)
+    code: int = options.run(options)
+    return code
 
 
 if __name__ == "__main__":

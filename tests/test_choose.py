@@ -85,6 +85,8 @@ def test_filters_that_are_given_twice_both_count(tmp_path):
         ("n[3-1]", "not a range"),
         ("n[1-999999999]", "more than 100,000 hosts"),
         ("a b", "did not expect"),
+        ("a,b", "hosts are separated by @"),
+        ("n[1-2],n3:0", "hosts are separated by @"),
         ("-oProxyCommand=x", "begins with '-'"),
     ],
 )

