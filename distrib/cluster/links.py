@@ -53,7 +53,12 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes_per_second(self) -> float:
-        return self.rate_bytes_per_second * self.spec.usable.value
+        own = self.rate_bytes_per_second * self.spec.usable.value
+        if self.rate_bytes_per_second == self.lanes * self.spec.rate_bytes_per_second.value:
+            return own
+        # Of a rate that is not a usual one: no more than the next faster port has.
+        faster = [spec for spec in _ports(self.kind) if spec.rate_bytes_per_second.value > self.rate_bytes_per_second]
+        return min([own, *(spec.rate_bytes_per_second.value * spec.usable.value for spec in faster)])
 
     @property
     def latency_seconds(self) -> float:
@@ -157,11 +162,15 @@ def parse_uplink(text: str) -> float:
 
 def _nearest(kind: LinkKind, rate: float) -> LinkSpec:
     """The catalogued link of a kind whose rate this is, else the next slower, else the slowest."""
-    known = sorted(
-        (link for link in catalog().links if link.kind == kind), key=lambda link: link.rate_bytes_per_second.value
-    )
+    known = _ports(kind)
     slower = [link for link in known if link.rate_bytes_per_second.value <= rate * 1.01]
     return slower[-1] if slower else known[0]
+
+
+def _ports(kind: LinkKind) -> list[LinkSpec]:
+    """The catalogued ports of a kind of network, slowest first; none of what is inside hosts."""
+    ports = (link for link in catalog().links if link.kind == kind and kind in _KINDS.values())
+    return sorted(ports, key=lambda link: link.rate_bytes_per_second.value)
 
 
 def _shown(text: str) -> str:
