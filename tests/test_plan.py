@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -343,6 +344,23 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
         "on which GPU?; describe the hosts' GPUs in a topology file (--topology), or profile" in said
         and "--gpu" not in said
     )
+
+
+def test_hosts_that_would_be_faster_without_the_others_are_named():
+    """10 GbE leaves a host alone faster; the A100s of the mixed cluster are held up by what 25 GbE and older cards bring."""
+    said = dry("--workload", "BERT-large").stdout
+    assert re.search(
+        r"warning: .*\. node1 alone would be faster, [0-9.]+ samples/s instead of [0-9.]+: --include node1\. ", said
+    )
+    mixed = " ".join(plan("--workload", "BERT-large", "-H", ROOT / "hostfiles/mixed-gpus.txt").stdout.split())
+    assert re.search(
+        r"2 of the hosts \(new1, new2\) would be faster, \d+ samples/s .*: distrib-launch --include new\[1-2\]", mixed
+    )
+    for network, faster in (("HDR", False), ("1GbE", True)):
+        found = planned("--workload", "ResNet-50", "--gpu", "A100", "--nodes", "8", "--network", network)
+        assert (found["fewer"] is not None) == faster
+        if faster:
+            assert found["fewer"]["prediction"]["samples_per_second"] > found["predictions"][-1]["samples_per_second"]
 
 
 def test_what_else_is_known_comes_with_the_warning():

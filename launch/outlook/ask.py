@@ -12,6 +12,7 @@ from distrib_launch.outlook.whatif import Network
 
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise
+from distrib.bandwidth.fewer import Fewer, fewer_hosts
 from distrib.bandwidth.prediction import Limit, Prediction
 from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
 from distrib.bandwidth.workload import Workload
@@ -95,6 +96,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     needed_bytes_per_second: float | None
     limit: Limit | None
     """What the largest job would reach with any network, where that is less than what is wanted."""
+    fewer: Fewer | None
+    """Some of the hosts, where they would train faster than all of the largest job."""
     advice: tuple[Advice, ...]
     compared: tuple[Compared, ...]
     expected_error: float
@@ -211,6 +214,10 @@ def answer(question: Question) -> Answer:
         wanted_efficiency=question.efficiency,
         needed_bytes_per_second=needed,
         limit=None if needed or question.largest == 1 else unlimited(question.topology, workload, **largest),
+        fewer=fewer_hosts(
+            question.topology, workload, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
+            than=max(base, key=lambda each: each.hosts),
+        ),
         advice=() if last.ranks == 1 else advise(question.topology, workload, **largest),
         compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,

@@ -14,6 +14,7 @@ from distrib_launch.outlook.record import Outlook
 from distrib import units
 from distrib.bandwidth import workloads
 from distrib.bandwidth.advice import Advice, advise, best_alike, is_alike, options_of
+from distrib.bandwidth.fewer import Fewer, fewer_hosts
 from distrib.bandwidth.prediction import Limit, Prediction
 from distrib.bandwidth.scaling import foretell, note_on_processors, unlimited
 from distrib.bandwidth.workload import Workload
@@ -103,12 +104,17 @@ def look(
         if auto:
             strategy, foretold, why = _choose(strategy, foretold, advice)
             notes += (why,)
+        few = (
+            fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
+            if topology
+            else None
+        )
         limit = None
         if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
             limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
     except DistribError as error:
         return nothing(error)
-    warning = _warning(plan, foretold, limit, advice, options.warn_below, auto=auto)
+    warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto)
     fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
     if warning or not fed:
         notes += tuple(note for note in foretold.notes if note not in notes)
@@ -152,6 +158,7 @@ def _warning(
     foretold: Prediction,
     limit: Limit | None,
     advice: Sequence[Advice],
+    few: Fewer | None,
     threshold: float,
     *,
     auto: bool,
@@ -174,6 +181,8 @@ def _warning(
         elif limit and limit.losses and limit.efficiency < foretold.efficiency + WORTH:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
     said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {foretold.efficiency:.0%} ({why})"
+    if few:
+        said += f". {words.fewer(few, foretold)}: {words.include(few)}"
     chosen = foretold.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())

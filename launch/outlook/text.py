@@ -6,9 +6,10 @@ import textwrap
 from collections.abc import Sequence
 
 from distrib_launch.outlook.ask import Answer, Compared, Question
-from distrib_launch.outlook.words import number, rate, size, time
+from distrib_launch.outlook.words import fewer, include, number, rate, size, time
 
 from distrib.bandwidth.advice import Advice
+from distrib.bandwidth.fabric import IMAGINED
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import NEGLIGIBLE
 
@@ -32,6 +33,7 @@ def lines(question: Question, answer: Answer) -> list[str]:
         "",
         *_wrapped(_needed(question, answer)),
         *_wrapped(_memory(answer)),
+        *_wrapped(_fewer(question, answer)),
     ]
     if answer.compared:
         told += ["", *_comparison(answer.compared)]
@@ -94,6 +96,13 @@ def _needed(question: Question, answer: Answer) -> str:
     has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
     return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
+
+
+def _fewer(question: Question, answer: Answer) -> str:
+    if answer.fewer is None:
+        return ""
+    option = "" if question.topology.name == IMAGINED else f": distrib-launch {include(answer.fewer)}"
+    return fewer(answer.fewer, answer.predictions[-1]) + option
 
 
 def _memory(answer: Answer) -> str:
