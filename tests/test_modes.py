@@ -81,6 +81,13 @@ def test_an_evaluation_of_several_models_is_told_of(lesson, times, tmp_path):
     assert result.stderr.count("is of a model that every rank has of its own: job.settle()") == times, result.stderr
 
 
+@pytest.mark.parametrize(("lesson", "times"), [("kept", 1), ("released", 0), ("several", 0)])
+def test_models_that_are_kept_are_told_of(lesson, times, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stderr.count("job.release(model, optimizer) on every rank lets go") == times, result.stderr
+
+
 @pytest.mark.parametrize("strategy", [{"accumulate": 2}, {**AVERAGE, "inner_steps": 2}], ids=["accumulate", "local"])
 def test_values_that_come_back_before_the_first_step_were_the_same(strategy, tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "sharpness", DISTRIB_STRATEGY=json.dumps(strategy))

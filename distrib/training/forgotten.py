@@ -23,6 +23,7 @@ from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.datasets import CHOOSE_ALIKE
 from distrib.training.steps import Steps
+from distrib.units import format_size
 
 _TOTALS = "T_max", "total_steps", "total_iters"
 """Where torch's schedules keep for how many steps they are."""
@@ -104,6 +105,14 @@ class Forgotten:
         self._note(
             f"{what}: every rank trains on the same samples, unless the script shares them out; ranks with one seed take the "
             "same random numbers, too, up to torch.manual_seed(SEED + job.rank) after job.prepare"
+        )
+
+    def kept(self, models: Sequence[nn.Module]) -> None:
+        """Models come one after the other, and the job keeps them all."""
+        held = sum(values.nbytes for model in models for values in (*model.parameters(), *model.buffers()))
+        self._note(
+            f"the job keeps {len(models)} models that were prepared, of {format_size(held, binary=False, digits=2)}, with gradients and "
+            "optimizers: job.release(model, optimizer) on every rank lets go of those that are trained no more"
         )
 
     def other_stream(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -45,6 +46,9 @@ from distrib.training.telemetry import StatusPipe
 from distrib.training.world import World, find_device, find_world, planned_world
 
 T = TypeVar("T")
+
+TOLD_MODELS = 3
+"""So many models that came when training had begun, and are kept, are told of."""
 
 
 class _Count(NamedTuple):
@@ -140,6 +144,8 @@ class Job:
         self._checkpoints = Checkpoints(run, backend, device, self._exchange, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
+        self._later: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that were prepared when training had begun."""
         self._steps: list[Steps] = []
         self._stepped: bool | torch.Tensor = False
         self._added_up = False
@@ -376,7 +382,12 @@ class Job:
 
     def _add(self, model: nn.Module) -> None:
         """Trains `model`, in place of what it was before it was prepared again."""
-        self._models = [*without(self._models, model), model]
+        others = without(self._models, model)
+        if self._loaders.begun and len(others) == len(self._models):
+            self._later.add(unwrapped(model))
+            if sum(unwrapped(one) in self._later for one in others) + 1 == TOLD_MODELS:
+                self._forgotten.kept([*others, model])
+        self._models = [*others, model]
         self._status.prepared()
         if self.world_size > 1 or self._batches > 1:
             self._hand_made.watch(model)

@@ -833,6 +833,15 @@ def released(job: distrib.Job) -> None:
     assert_alike(job.unwrap(model))
 
 
+def kept(job: distrib.Job) -> None:
+    """Four models, one after the other, of which nobody says that they are trained no more."""
+    for _ in range(4):
+        model = make_plain_model()
+        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        train(model, optimizer, job.rank, 2)
+        model = job.prepare(job.unwrap(model))  # as where some of it is frozen
+
+
 def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:
     """An evaluation between two averages is of as many models as there are ranks, which is said; at the end of an epoch it is of one."""
     model = make_plain_model()
