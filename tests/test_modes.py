@@ -138,15 +138,16 @@ def test_what_the_wrapper_hides_of_a_model_is_told_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lesson", "steps", "what"),
+    ("lesson", "strategy", "steps", "what"),
     [
-        ("apart", 10, "3.weight is"),
-        ("apart_later", 30, "3.weight is"),
-        ("rates", 10, "the learning rate of SGD, group 0, is"),
+        ("apart", {}, 10, "3.weight is"),
+        ("apart_later", {}, 30, "3.weight is"),
+        ("rates", {}, 10, "the learning rate of SGD, group 0, is"),
+        ("rates", AVERAGE, 10, "the learning rate of SGD, group 0, is"),
     ],
 )
-def test_ranks_that_train_apart_are_named(lesson, steps, what, tmp_path):
-    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY="{}")
+def test_ranks_that_train_apart_are_named(lesson, strategy, steps, what, tmp_path):
+    result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, lesson, DISTRIB_STRATEGY=json.dumps(strategy))
     assert result.returncode == 0, result.stdout + result.stderr
     told = f"warning: after {steps} steps {what} another on rank 1 than on rank 0"
     assert result.stderr.count(told) == result.stderr.count("train apart") == 1, result.stderr

@@ -398,10 +398,9 @@ class Job:
 
     def _rates(self) -> Sequence[tuple[str, float]]:
         """The learning rates that are the same on all ranks, and what to call them."""
-        steps = self._steps if self._backend.together else ()
         return [
             (f"the learning rate of {type(one.optimizer).__name__}, group {number},", float(group["lr"]))
-            for one in steps
+            for one in self._steps
             for number, group in enumerate(one.optimizer.param_groups)
             if "lr" in group and not one.is_retired
         ]
