@@ -88,6 +88,12 @@ def test_models_that_are_kept_are_told_of(lesson, times, tmp_path):
     assert result.stderr.count("job.release(model, optimizer) on every rank lets go") == times, result.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--mode", "async"), ("--mode", "local", "--outer", "average")])
+def test_gradients_that_a_script_sets_by_itself(options, launch, tmp_path):
+    run = launch("-np", "2", *options, SCRIPTS / "modes.py", tmp_path, "functional")
+    assert run.code == 0 and "functional: learnt" in run.out, run
+
+
 @pytest.mark.parametrize("strategy", [{"accumulate": 2}, {**AVERAGE, "inner_steps": 2}], ids=["accumulate", "local"])
 def test_values_that_come_back_before_the_first_step_were_the_same(strategy, tmp_path):
     result = run_ranks(2, SCRIPTS / "modes.py", tmp_path, "sharpness", DISTRIB_STRATEGY=json.dumps(strategy))

@@ -32,6 +32,9 @@ def check_alike(things: Sequence[Any]) -> None:
     )
 
 
+IS_MEAN = "distrib_is_mean"
+"""The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
+
 Sums = dict[str, int]
 """Of each parameter that all ranks must have alike, the sum of its values' bits, which no order of adding changes."""
 

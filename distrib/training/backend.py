@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.alike import several
+from distrib.training.alike import IS_MEAN, several
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
 from distrib.training.rendezvous import timeout_of_job
@@ -244,11 +244,13 @@ class Synchronous(Together):
             if not isinstance(model, DistributedDataParallel):
                 continue
             inner = unwrapped(model)
-            if not _was_called(model) and any(p.grad is not None for p in self._averaged_by(model)):
+            own = [p.grad for p in self._averaged_by(model) if p.grad is not None]
+            if own and not _was_called(model) and not any(hasattr(gradient, IS_MEAN) for gradient in own):
                 raise TrainingError(
                     f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called: nobody averages them",
                     hint="model = job.prepare(model), and call model(...) or its methods: neither what it was before nor "
-                    "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return",
+                    "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return; "
+                    "a gradient that the script sets itself: p.grad = job.all_reduce(gradient)",
                 )
             if model.find_unused_parameters or model.static_graph:
                 continue

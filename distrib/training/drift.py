@@ -30,8 +30,8 @@ _WHY_RATES = (
 )
 _WHY = (
     "the ranks train apart. What model(...) and its methods return is averaged, where model is what job.prepare returned; what its "
-    "parts compute by themselves is each rank's own, and so is what a script changes in parameters, or a step() that "
-    "is not called on all ranks alike"
+    "parts compute by themselves is each rank's own, and so is what a script changes in parameters, gradients that it sets by "
+    "itself (p.grad = job.all_reduce(gradient) averages them), or a step() that is not called on all ranks alike"
 )
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distrib.errors import DistribError, TrainingError
+from distrib.training.alike import IS_MEAN
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.world import World
 
@@ -43,7 +44,10 @@ class Exchange:
             return self._elastic.reduce(result, op)
         if self._world.size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
-        return result / self._world.size if op == "mean" else result
+        if op == "mean":
+            result = result / self._world.size
+            setattr(result, IS_MEAN, True)
+        return result
 
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank. Every rank."""

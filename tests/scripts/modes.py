@@ -458,6 +458,33 @@ def sharpness(job: distrib.Job) -> None:
     assert (parameters_of(plain) - before).abs().max() > 1e-3
 
 
+def functional(job: distrib.Job) -> None:
+    """Gradients of torch.func, which the script sets by itself: of functions whose parameters were taken before any layer is come to."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = job.unwrap(model)
+    generator = torch.Generator().manual_seed(job.rank)
+    weights = torch.arange(6.0)
+    losses = []
+    for _ in range(60):
+        inputs = torch.randn(16, 6, generator=generator)
+
+        def loss(parameters: dict[str, torch.Tensor], inputs: torch.Tensor = inputs) -> torch.Tensor:
+            out = torch.func.functional_call(plain, parameters, (inputs,)).squeeze(1)
+            return (out - torch.tanh(inputs @ weights)).square().mean()
+
+        present = {name: value.detach() for name, value in plain.named_parameters()}
+        losses.append(float(loss(present)))
+        gradients = torch.func.grad(loss)(present)
+        for name, parameter in plain.named_parameters():
+            parameter.grad = job.all_reduce(gradients[name]) if STRATEGY.mode == "sync" else gradients[name]
+        optimizer.step()
+    if STRATEGY.mode != "async":
+        job.settle()
+        assert_alike(plain)
+    assert sum(losses[-20:]) / 20 < 0.5 * max(losses[:5]), losses
+
+
 def short_rounds(job: distrib.Job) -> None:
     model = make_plain_model()
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))

@@ -18,6 +18,7 @@ import concurrent.futures
 import io
 import os
 import pickle
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -64,6 +65,7 @@ class Asynchronous(Backend):
         self._made = 0  # tables, with those of optimizers that were replaced
         self._pushing: dict[torch.Tensor, RemovableHandle] = {}
         self._models: list[nn.Module] = []
+        self._own: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._begun: dict[
             nn.Module, dict[str, torch.Tensor]
         ] = {}  # of each model, its parameters' totals at its first call
@@ -128,6 +130,7 @@ class Asynchronous(Backend):
             model.register_forward_pre_hook(self._hook(model, self._before_model))
             for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
                 if next(module.parameters(recurse=False), None) is not None:
+                    self._own[module] = [*module.parameters(recurse=False)]
                     # First of all: others compute from parameters, as those of torch.nn.utils.weight_norm and prune do.
                     module.register_forward_pre_hook(self._hook(module, self._before_forward), prepend=True)
                 module.register_state_dict_pre_hook(self._hook(module, self._before_saving))
@@ -160,9 +163,12 @@ class Asynchronous(Backend):
             self._refresh()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
+        present = {*module.parameters(recurse=False)}
+        if not present.issuperset(self._own[module]):
+            return  # torch.func.functional_call has put others in their place, which were taken before: a step waits for new values
         for called in self._called.values():
             called.add(module)
-        for parameter in module.parameters(recurse=False):
+        for parameter in present:
             if (held := self._holders.get(parameter)) is not None:
                 held[0].get(held[1])
 
