@@ -531,6 +531,17 @@ def facts(host, **changed):
     return Facts(host=host, address="198.18.0.1", interface="eth0", cpus=8, **own)
 
 
+def test_a_faster_network_that_some_hosts_are_not_on_is_told_of_with_them():
+    own = tuple(facts(f"n{number}") for number in (1, 2, 3))
+    faster = [
+        PairSeen(step="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
+                 bandwidth_bytes_per_second=240 * MB, variation=0.01, repetitions=10, seconds=0.1)
+        for a, b in (("n1", "n2"), ("n2", "n1"))
+    ]  # fmt: skip
+    (found,) = findings.find([*Network(3, noise=0.002).records(QUICK, own), *faster])
+    assert found.kind == "wrong_interface" and found.advice.startswith("bring up the cards of n3 on it, or leave")
+
+
 def test_what_hosts_say_of_themselves():
     slow = Interface(name="eth0", physical=True, up=True, mtu=9000, speed_bytes_per_second=125 * MB)
     fast = Interface(name="eth1", physical=True, up=True, mtu=1500, speed_bytes_per_second=1250 * MB)

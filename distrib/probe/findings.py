@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from distrib.cluster.node import Nic
+from distrib.cluster.node import Nic, name_hosts
 from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.copies import slow_copies
 from distrib.probe.finding import Finding, ranked, rate_text
@@ -95,6 +95,11 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
             what = f"{finding.what} (on {network}, {', '.join(sorted(cards))})"
             found.append(msgspec.structs.replace(finding, what=what))
         rates = [record.bandwidth_bytes_per_second for record in one_way(here, "tcp", "alone")]
+        hosts = tuple(sorted({host for record in here for host in (record.source, record.target)}))
+        without = [host for host in facts if host not in hosts]
+        use = f"use it with --interface {network}"
+        if without:
+            use = f"bring up the cards of {name_hosts(without)} on it, or leave these hosts out, and {use}"
         if own and rates and statistics.median(rates) > FASTER * statistics.median(own):
             found.append(
                 Finding(
@@ -102,8 +107,7 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
                     what=f"{network} is faster than the network that is used",
                     evidence=f"{rate_text(statistics.median(rates))} between its cards alone, "
                     f"{rate_text(statistics.median(own))} on the one that is used (medians)",
-                    advice=f"use it with --interface {network}",
-                    hosts=tuple(sorted({host for record in here for host in (record.source, record.target)})),
+                    advice=use, hosts=hosts,
                     ratio=statistics.median(own) / statistics.median(rates), loss=0.4,
                 )
             )  # fmt: skip

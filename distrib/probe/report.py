@@ -43,7 +43,7 @@ def show(console: Console, measured: Measured, records: Sequence[Record], findin
         parts.append(collective_table(measured))
     if measured.inside:
         parts.append(inside_table(measured))
-    parts.append(findings_text(findings))
+    parts.append(findings_text(findings, len(measured.hosts)))
     for part in parts:
         if isinstance(part, Table) and part.title:  # as a title it would be folded to the table's width
             console.print(part.title, style="bold")
@@ -230,10 +230,16 @@ def inside_table(measured: Measured) -> Table:
     return table
 
 
-def findings_text(findings: Sequence[Finding]) -> Text:
+def findings_text(findings: Sequence[Finding], hosts: int) -> Text:
     """The findings, each with its evidence and what to do."""
     if not findings:
-        return Text("no findings: all links do what the others of their class do", style="green")
+        compared = {
+            1: "one host has no links to others",
+            2: "both directions do the same; what two hosts should reach, only their cards' described rates tell",
+        }
+        return Text(
+            f"no findings: {compared.get(hosts, 'all links do what the others of their class do')}", style="green"
+        )
     text = Text(f"{len(findings)} finding(s)\n", style="bold")
     for finding in findings:
         text.append(f"{finding.severity}: ", style=SEVERITY_STYLE[finding.severity])
