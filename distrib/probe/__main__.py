@@ -9,10 +9,12 @@ import os
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from distrib.cluster.node import name_hosts
 from distrib.probe import facts, networks, tcp
 from distrib.probe.deadline import wait
 from distrib.probe.leader import Leader
@@ -21,7 +23,7 @@ from distrib.probe.records import Record, decode, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
-START_SECONDS = 120.0
+START_SECONDS = 60.0
 IDLE_SECONDS = 3600.0
 """A rank that hears nothing for so long ends; the launcher ends it sooner when rank 0 is gone."""
 
@@ -39,7 +41,7 @@ def main() -> int:
         hello = Hello(facts=known, ports={each: listener.port for each, listener in listeners.items()})
     worker = Worker(comm, host, listeners)
     if comm.rank == 0:
-        hellos = _meet(comm, hello)
+        hellos = _meet(comm, hello, spec.present)
         ports = {address: port for each in hellos for address, port in each.ports.items()}
         setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports, streams=MODES[spec.mode].streams)
         for rank in range(1, comm.size):
@@ -68,11 +70,17 @@ def _start_mpi() -> Any:
     return MPI.COMM_WORLD
 
 
-def _meet(comm: Any, own: Hello) -> list[Hello]:
+def _meet(comm: Any, own: Hello, hosts: Sequence[str]) -> list[Hello]:
     """What every rank says of itself, by rank."""
     found: dict[int, Hello] = {0: own}
     while len(found) < comm.size:
-        wait(lambda: bool(comm.iprobe(tag=HELLO)), time.monotonic() + START_SECONDS, "every rank", idle=True)
+        heard = {hello.facts.host for hello in found.values() if hello.facts}
+        silent = name_hosts(host for host in hosts if host not in heard) or "some ranks"
+        what = (
+            f"no message came from {silent} over MPI in {START_SECONDS:.0f} s, though their ranks have started: does a firewall let TCP "
+            "connections through, both ways? distrib-topo check tries them"
+        )
+        wait(lambda: bool(comm.iprobe(tag=HELLO)), time.monotonic() + START_SECONDS, what, idle=True)
         from mpi4py import MPI
 
         status = MPI.Status()
