@@ -19,7 +19,7 @@ from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling, unlim
 from distrib.bandwidth.timeline import Transfer
 from distrib.bandwidth.wires import between, inside_of
 from distrib.bandwidth.workload import Gradient, Workload
-from distrib.cluster.measured import InsideLink, Measured, PairLink, Point
+from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Outer, Strategy, checked
@@ -597,6 +597,27 @@ def test_what_no_network_would_help_is_named(work, hosts, each, says):
     limit = unlimited(lab(), work, **where)
     assert foretell(lab(), work, **where).efficiency <= limit.efficiency < 0.9
     assert limit.losses[0].what.startswith(says), limit
+
+
+@pytest.mark.parametrize(
+    ("times", "says"), [(1.1, None), (5.0, "all-reduce, which was measured slower than its links explain")]
+)
+def test_an_all_reduce_that_links_do_not_explain_is_not_called_latency(times, says):
+    """A link that hosts share and nobody described shows in no pair alone."""
+    hosts = ("n1", "n2", "n3", "n4")
+    pairs = tuple(
+        PairLink(source=a, target=b, way="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
+                 bandwidth_bytes_per_second=1.1e9)
+        for a in hosts for b in hosts if a != b
+    )  # fmt: skip
+    curve = tuple(Point(1 << power, 1e-4 + times * 1.5 * (1 << power) / 1.1e9) for power in range(10, 27, 2))
+    seen = Collective(name="all_reduce", backend="nccl", hosts=hosts, ranks=4, curve=curve)
+    measured = Measured(when="2026", software={}, hosts=hosts, pairs=pairs, collectives=(seen,))
+    limit = unlimited(msgspec.structs.replace(lab(), measured=measured), job(), hosts=list(hosts))
+    if says is None:
+        assert limit.efficiency > 0.8
+    else:
+        assert limit.efficiency < 0.5 and limit.losses[0].what.startswith(says), limit
 
 
 def test_an_uplink_is_shared_by_as_many_as_cross_it():

@@ -22,6 +22,9 @@ MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
 SAME = 0.1
 """By how much links of one kind may differ for what was measured over some of them to be as good as over the others."""
 
+MUCH_BYTES, EXPLAINED = 1 << 20, 0.7
+"""Of so many bytes an all-reduce should take little longer than its slowest link, which is to explain so much of it."""
+
 IMAGINED = "imagined"
 """The name of a cluster that exists in the options of a command alone."""
 
@@ -56,6 +59,18 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     def crowding(self) -> float:
         """How many ranks that compute on them want the same processor at once; 1 where each has its own."""
         return 1.0 if self.gpus else max(1.0, self.ranks_per_processor)
+
+    @property
+    def is_slower_than_links(self) -> bool:
+        """Whether an all-reduce of much took clearly longer than the slowest link does for what it carries."""
+        if self.wire is None:
+            return False
+        for collective in self.collectives:
+            n, last = collective.ranks, collective.curve[-1]
+            carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.wire.bytes_per_second
+            if last.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * last.seconds:
+                return True
+        return False
 
     def with_wire(self, bytes_per_second: float) -> Fabric:
         """The same job where all links between hosts carry so much."""

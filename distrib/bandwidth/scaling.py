@@ -114,7 +114,14 @@ def unlimited(
     latency_seconds = min(free.exposed_seconds, step.exposed_seconds)
     return Limit(
         efficiency=_efficiency(wired, workload, strategy, step),
-        losses=_losses(wired, workload, strategy, step, latency_seconds=latency_seconds),
+        losses=_losses(
+            wired,
+            workload,
+            strategy,
+            step,
+            latency_seconds=latency_seconds,
+            what=_AS_MEASURED if fabric.is_slower_than_links else _LATENCY,
+        ),
     )
 
 
@@ -363,12 +370,24 @@ def _local(fabric: Fabric, workload: Workload, strategy: Strategy, slowest: floa
     )
 
 
+_LATENCY = "the latency of messages"
+_AS_MEASURED = (
+    "all-reduce, which was measured slower than its links explain (look for a link that hosts share, and at processors)"
+)
+
+
 def _losses(
-    fabric: Fabric, workload: Workload, strategy: Strategy, step: Step, *, latency_seconds: float = 0.0
+    fabric: Fabric,
+    workload: Workload,
+    strategy: Strategy,
+    step: Step,
+    *,
+    latency_seconds: float = 0.0,
+    what: str = _LATENCY,
 ) -> tuple[Loss, ...]:
     """What makes a step longer than one alone, most first; copying, sending and handing on is what is left.
 
-    `latency_seconds`: what of the communication is told apart from what the link carries.
+    `latency_seconds`: what of the communication is told apart from what the link carries, and `what` it is.
     """
     waited = strategy.accumulate * workload.loader_seconds
     computed = strategy.accumulate * (workload.forward_seconds + workload.backward_seconds) + workload.optimizer_seconds
@@ -376,7 +395,7 @@ def _losses(
     link = _link(fabric)
     uneven = f"the slowest of {_together(fabric, strategy)} ranks, whose steps vary by {workload.variation:.1%}"
     losses = [
-        Loss(what="the latency of messages", seconds=latency_seconds),
+        Loss(what=what, seconds=latency_seconds),
         Loss(what=f"link {link.name}" if link else "", seconds=step.exposed_seconds - latency_seconds),
         Loss(
             what="slower GPUs" if fabric.gpus else "more ranks than processors",
