@@ -5,7 +5,7 @@
 
 4 virtual hosts with one worker each (root, iproute2, sshd), the examples' CNN on the digits, batches of 16. A step computes
 for real and pauses for 50 ms, as if it were larger; the pauses keep four workers from fighting for this machine's cores. The
-learning rate of synchronous training is scaled by the number of ranks (`job.scale_lr`), as always.
+learning rate is scaled by the number of ranks (`job.scale_lr`), which in asynchronous training each update has its part of.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] 
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
             found += _large(hosts, settings)
-        else:
+        elif hosts > 3:  # of fewer, a round is one pair, which was alone
             found += _together(hosts, settings, second)
     if settings.collective_sizes:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
