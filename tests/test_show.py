@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,16 @@ def test_a_png_and_bad_pictures(lab):
 def test_a_mistyped_gpu_is_answered_with_the_one_that_may_be_meant(tmp_path):
     (tmp_path / "typo.yaml").write_text("nodes:\n  - hosts: a1\n    gpus: {count: 2, kind: RTX 4900}\n")
     assert "RTX 4900  not in the catalogue; did you mean RTX-4090" in shown("--topology", "typo.yaml", cwd=tmp_path)
+
+
+def test_a_link_carries_no_more_than_the_uplink_on_its_way(tmp_path):
+    (tmp_path / "t.yaml").write_text(
+        'nodes:\n  - {hosts: "n[1-3]", nics: [{name: eth0, rate: 10GbE}]}\nswitches:\n  - {name: sw, hosts: "n[1-2]", uplink: 1GbE}\n'
+    )
+    said = subprocess.run([TOPO, "show", "--topology", tmp_path / "t.yaml"], capture_output=True, text=True).stdout
+    assert re.search(r"among n\[1-2\]: .* 1.14 GB/s usable", said) and re.search(
+        r"n\[1-2\] and n3: .* 125 MB/s usable", said
+    ), said
 
 
 def test_a_picture_of_what_fits_no_page(tmp_path):

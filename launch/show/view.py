@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal
@@ -282,11 +283,19 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
                 if first == second
                 else f"{fold_hosts(sides[0])} and {fold_hosts(sides[1])}"
             )
-            found.append(_link(label, ways))
+            found.append(_link(label, ways, most=_uplink(topology, *pairs[0])))
     return tuple(found)
 
 
-def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]]) -> LinkView:
+def _uplink(topology: Topology, one: str, other: str) -> float:
+    """What the narrowest uplink between two hosts carries, of those whose rate is known."""
+    above = [{switch.name: switch for switch in topology.switches_above(host)} for host in (one, other)]
+    passed = [switch for own, theirs in (above, above[::-1]) for name, switch in own.items() if name not in theirs]
+    return min((parse_uplink(switch.uplink) for switch in passed if switch.uplink), default=math.inf)
+
+
+def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]], *, most: float = math.inf) -> LinkView:
+    """A class of links; those that were not measured carry at `most` so much."""
     measured = [(way, name) for way, name in ways if way.origin == "measured"]
     chosen = measured or list(ways)
     slowest, name = min(chosen, key=lambda item: item[0].bandwidth_bytes_per_second)
@@ -303,7 +312,9 @@ def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]]) -> LinkView:
         text=first.text,
         origin="measured" if measured else "catalogued",
         rate_bytes_per_second=first.rate_bytes_per_second,
-        bandwidth_bytes_per_second=statistics.median(way.bandwidth_bytes_per_second for way, _ in chosen),
+        bandwidth_bytes_per_second=min(
+            statistics.median(way.bandwidth_bytes_per_second for way, _ in chosen), math.inf if measured else most
+        ),
         slowest_bytes_per_second=slowest.bandwidth_bytes_per_second if len(measured) > 1 else None,
         slowest=name if len(measured) > 1 else None,
         latency_seconds=statistics.median(latencies) if latencies else None,
