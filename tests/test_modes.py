@@ -104,7 +104,8 @@ def test_values_that_come_back_before_the_first_step_were_the_same(strategy, tmp
 
 
 @pytest.mark.parametrize(
-    ("strategy", "times"), [({"inner_steps": 3}, 1), ({"inner_steps": 8}, 0), ({**AVERAGE, "inner_steps": 3}, 0)]
+    ("strategy", "times"),
+    [({"inner_steps": 3}, 1), ({"inner_steps": 7}, 1), ({"inner_steps": 8}, 0), ({**AVERAGE, "inner_steps": 3}, 0)],
 )
 def test_rounds_too_short_for_an_outer_momentum_are_told_of(strategy, times, tmp_path):
     words = json.dumps({"mode": "local", **strategy})

@@ -35,31 +35,6 @@ def check_alike(things: Sequence[Any]) -> None:
 IS_MEAN = "distrib_is_mean"
 """The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
 
-Sums = dict[str, int]
-"""Of each parameter that all ranks must have alike, the sum of its values' bits, which no order of adding changes."""
-
-
-def sums_of(model: nn.Module) -> Sums:
-    """Those of a model, as it is now."""
-    return {name: sum_of_bits(values) for name, values in common(model)}
-
-
-def check_same_values(models: Sequence[Sums]) -> None:
-    """Raises TrainingError, on every rank, where one has other values in a parameter than rank 0. Every rank."""
-    if not any(models):
-        return
-    all_: list[list[Sums]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, list(models))
-    for rank, found in enumerate(all_):
-        for first, sums in zip(all_[0], found, strict=False):
-            for name, expected in first.items():
-                if sums.get(name, expected) != expected:
-                    raise TrainingError(
-                        f"training begins with other values in {name} on rank {rank} than on rank 0",
-                        hint="load or compute weights before job.prepare, which hands out rank 0's, or load them on every rank, "
-                        "as job.restore does",
-                    )
-
 
 def common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters of a prepared model that all ranks must have alike, and their names."""

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from distrib.errors import TrainingError
 from distrib.training.alike import common, in_parts
 from distrib.training.world import World
 from distrib.training.wrapped import in_join
@@ -22,6 +24,8 @@ _MUCH = 1e-3
 differently, by 1e-7 a step; gradients that nobody averages part ranks by about the learning rate."""
 _SMALL = 1e-3
 """The size that values have at least, in this comparison: what is next to zero may be so on each rank by itself."""
+_ROUNDING = 1e-2
+"""How much less far from each other they may be before anything has learnt."""
 _UNKNOWN = -1.0
 """A norm that none is."""
 _WHY_RATES = (
@@ -33,6 +37,26 @@ _WHY = (
     "parts compute by themselves is each rank's own, and so is what a script changes in parameters, gradients that it sets by "
     "itself (p.grad = job.all_reduce(gradient) averages them), or a step() that is not called on all ranks alike"
 )
+
+
+def check_same_values(models: Sequence[nn.Module]) -> None:
+    """Raises TrainingError, on every rank, where training begins with other values in a parameter than rank 0's. Every rank.
+
+    Rounding is no difference: what a script has changed for a while (sharpness-aware minimization) does not come back exactly.
+    """
+    own = [_Digest.of(name, values).no_more_than_rounding() for model in models for name, values in common(model)]
+    if not own:
+        return
+    all_: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(all_, [(digest.sum, digest.norm) for digest in own])
+    for rank, found in enumerate(all_):
+        for digest, first, other in zip(own, all_[0], found, strict=False):
+            if digest._replace(sum=first[0], norm=first[1]).is_far_from(*other):
+                raise TrainingError(
+                    f"training begins with other values in {digest.name} on rank {rank} than on rank 0",
+                    hint="load or compute weights before job.prepare, which hands out rank 0's, or load them on every rank, "
+                    "as job.restore does",
+                )
 
 
 class Drift:
@@ -155,6 +179,10 @@ class _Digest(NamedTuple):
         except (RuntimeError, NotImplementedError, TypeError):
             sum_ = norm = _UNKNOWN
         return cls(name, values.numel(), much, sum_, norm)
+
+    def no_more_than_rounding(self) -> _Digest:
+        """The same for values that have learnt nothing yet."""
+        return self._replace(much=self.much * _ROUNDING)
 
     def is_far_from(self, sum_: float, norm: float) -> bool:
         if _UNKNOWN in (self.norm, norm):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distrib.training.alike import Sums, sums_of, total
+from distrib.training.alike import total
 from distrib.training.forgotten import Forgotten
 from distrib.training.steps import Steps
 from distrib.training.synchronous import unwrapped
@@ -21,24 +21,15 @@ GOES_ON = 10
 class HandMade:
     """Looks at each model at its tenth backward pass: `learns` is told, and `forgotten` says what updates by hand go without.
 
-    `steps` are those of the optimizers that were prepared so far. With `compares` the values are kept in mind that a model has at its
-    first backward pass, before the script changes any for a while, as sharpness-aware minimization does.
+    `steps` are those of the optimizers that were prepared so far.
     """
 
-    def __init__(
-        self, steps: Sequence[Steps], learns: Callable[[], None], forgotten: Forgotten, *, compares: bool
-    ) -> None:
-        self._steps, self._learns, self._forgotten, self._compares = steps, learns, forgotten, compares
-        self._sums: weakref.WeakKeyDictionary[nn.Module, Sums] = weakref.WeakKeyDictionary()
+    def __init__(self, steps: Sequence[Steps], learns: Callable[[], None], forgotten: Forgotten) -> None:
+        self._steps, self._learns, self._forgotten = steps, learns, forgotten
         self._handles: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
-
-    def sums(self, model: nn.Module) -> Sums:
-        """Those of the values that training begins with."""
-        return self._sums.pop(model, None) or sums_of(model)
 
     def watch(self, model: nn.Module) -> None:
         """`model` was prepared."""
-        self._sums.pop(model, None)
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         begun: list[torch.Tensor] = []
         passes = 0
@@ -48,8 +39,6 @@ class HandMade:
             passes += 1
             if passes == 1:
                 begun.extend(map(total, learning))
-                if self._compares:
-                    self._sums[model] = sums_of(model)
             elif passes == GOES_ON:
                 self.release(model)
                 self._learns()

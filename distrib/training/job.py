@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
 from distrib.training import copies, forking, leaving, states
-from distrib.training.alike import check_alike, check_same_values
+from distrib.training.alike import check_alike
 from distrib.training.backend import Backend, backend_for, is_sharded
 from distrib.training.batches import ShardedLoader
 from distrib.training.datasets import check_same_data
-from distrib.training.drift import Drift
+from distrib.training.drift import Drift, check_same_values
 from distrib.training.exchange import Exchange, Operation
 from distrib.training.finite import OnNan
 from distrib.training.forgotten import Forgotten, is_scheduled
@@ -166,9 +166,7 @@ class Job:
             samples=self._next_batch,
             ended=self._settle,
         )
-        self._hand_made = HandMade(
-            self._steps, self._loaders.learn, self._forgotten, compares=not self._elastic and world.size > 1
-        )
+        self._hand_made = HandMade(self._steps, self._loaders.learn, self._forgotten)
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -409,7 +407,7 @@ class Job:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
         if not self._loaders.begun:
             if self.world_size > 1 and not self._elastic:
-                check_same_values([self._hand_made.sums(model) for model in self._models])
+                check_same_values(self._models)
             self._loaders.begin()
 
     def _told(self, step: int, stepped: bool | torch.Tensor) -> None:

@@ -98,10 +98,10 @@ class Local(Backend):
         begun = self._clock.mark()
         round_.go_on()
         if round_.is_too_short and self.world.rank == 0:
+            longer = "" if (self.strategy.inner_steps or INNER_STEPS) > FEW_STEPS else ", or --inner-steps 16 or more"
             print(
                 f"distrib: mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
-                f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average, or "
-                f"--inner-steps 16 or more",
+                f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average{longer}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -167,6 +167,7 @@ class Round:
         self._settled = 0
         self.rounds = 0
         """How many have ended."""
+        self._ended = 0  # with which step the last of them
         self._fragments: list[Fragment] = []
         self._trained: list[torch.Tensor] = []
 
@@ -203,15 +204,16 @@ class Round:
                 if not self._outer.overlap_steps:
                     fragment.finish(own_share=0.0)
         if (self._taken - self._settled) % self._steps == 0:
-            self.rounds += 1
+            self.rounds, self._ended = self.rounds + 1, self._taken
             self._average_buffers()
 
     @property
     def is_too_short(self) -> bool:
         """Whether it is seen now that rounds are too short for the two momenta that there are."""
-        if self._taken != LOOK_STEPS or self.rounds * FEW_STEPS <= LOOK_STEPS or not self._outer.momentum:
+        if self._taken != LOOK_STEPS or self.rounds < LOOK_STEPS // FEW_STEPS or not self._outer.momentum:
             return False
-        return any(group.get("momentum") for group in self._optimizer.param_groups)
+        own = any(group.get("momentum") or group.get("betas", (0,))[0] for group in self._optimizer.param_groups)
+        return own and self._ended < FEW_STEPS * self.rounds
 
     def end(self) -> None:
         """Makes the parameters the same on all ranks. Every rank, after as many steps on each."""
@@ -227,7 +229,7 @@ class Round:
         for fragment in apart:
             fragment.finish(own_share=0.0)
         if apart:
-            self.rounds += 1
+            self.rounds, self._ended = self.rounds + 1, self._taken
             self._average_buffers()
         self._settled = self._taken
 

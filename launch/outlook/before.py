@@ -114,7 +114,9 @@ def look(
             limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
     except DistribError as error:
         return nothing(error)
-    warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto)
+    # With what was chosen otherwise the option would be refused, or mean other ranks.
+    restricted = any((options.ranks, options.include, options.exclude, options.spread, options.min_hosts))
+    warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
     fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
     if warning or not fed:
         notes += tuple(note for note in foretold.notes if note not in notes)
@@ -162,6 +164,7 @@ def _warning(
     threshold: float,
     *,
     auto: bool,
+    restricted: bool,
 ) -> str:
     """What is said of a job that the wire will hold below the threshold; empty for others.
 
@@ -182,7 +185,7 @@ def _warning(
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
     said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {foretold.efficiency:.0%} ({why})"
     if few:
-        said += f". {words.fewer(few, foretold)}: {words.include(few)}"
+        said += f". {words.fewer(few, foretold)}{'' if restricted else f': {words.include(few)}'}"
     chosen = foretold.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())

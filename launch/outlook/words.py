@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from distrib import units
 from distrib.bandwidth.fewer import Fewer
 from distrib.bandwidth.prediction import Prediction
@@ -39,5 +41,5 @@ def fewer(few: Fewer, than: Prediction) -> str:
 def include(few: Fewer) -> str:
     """`--include n[1-2]`, which takes these hosts alone."""
     folded = fold_hosts(few.hosts)
-    is_one = "," not in folded.partition("[")[0] and folded.count("[") < 2
-    return f"--include {folded if is_one else '@'.join(few.hosts)}"
+    is_one = "," not in re.sub(r"\[[^\]]*\]", "", folded) and ":" not in folded
+    return f"--include {folded if is_one else '@'.join(f'[{name}]' if ':' in name else name for name in few.hosts)}"

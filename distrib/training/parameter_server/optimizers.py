@@ -28,6 +28,10 @@ PER_TENSOR = frozenset(["step", "mu_product", "mu", "eta"])
 LINEAR = frozenset(["SGD", "ASGD"])
 """Those whose steps are as long as their gradients are; the others divide by what they have seen of them."""
 
+MOMENTUM = "momentum_buffer"
+WORKER = "worker"
+"""Among the settings of an update: by whose own momentum it is made."""
+
 _LOCAL = frozenset(["params", "foreach", "fused", "capturable", "differentiable", "initial_lr"])
 
 
@@ -87,6 +91,18 @@ def _plain(name: str, value: Any) -> Any:
     raise TrainingError(f"the optimizer's {name} is a {type(value).__name__}", hint="use numbers")
 
 
+def by_own_momentum(recipe: Recipe, options: dict[str, Any], worker: int) -> dict[str, Any]:
+    """Settings of an update of SGD that is made by its worker's own momentum.
+
+    Each worker has a momentum of its own, and looks ahead as Nesterov's does: DANA-Slim (Hakimi et al. 2019, arXiv:1907.11612). A
+    momentum that all share multiplies what delay does; n of their own, each decaying with its worker's steps, are that of mode
+    sync's steps, and the look ahead is over what the others are about to do.
+    """
+    if recipe.name != "SGD" or not options.get("momentum"):
+        return options
+    return {**options, "nesterov": not options.get("dampening"), WORKER: worker}
+
+
 class Updater:
     """One chunk's optimizer: `value` and its state, in place."""
 
@@ -94,6 +110,8 @@ class Updater:
         self.value = torch.nn.Parameter(value, requires_grad=True)
         self._recipe, self._options = recipe, options
         self._optimizer = self._made()
+        self._momenta: dict[int, torch.Tensor] = {}
+        self._begun: torch.Tensor | None = None
 
     def _made(self) -> torch.optim.Optimizer:
         kind = getattr(torch.optim, self._recipe.name)
@@ -105,20 +123,54 @@ class Updater:
         return made
 
     def apply(self, gradient: torch.Tensor, options: dict[str, Any]) -> None:
-        """One step with this gradient and these settings."""
-        self._optimizer.param_groups[0].update(_tuples(options))
+        """One step with this gradient and these settings; with `WORKER` among them, by the momentum of that worker's own."""
+        worker = options.get(WORKER)
+        self._take_up(worker)
+        self._optimizer.param_groups[0].update(_tuples({n: value for n, value in options.items() if n != WORKER}))
         self.value.grad = gradient
         self._optimizer.step()
         self.value.grad = None
+        if worker is not None:
+            self._momenta[worker] = self._optimizer.state[self.value][MOMENTUM]
+
+    def _take_up(self, worker: int | None) -> None:
+        """Puts the worker's own momentum into its place: all begin with what there was before; or the mean of all, without a worker."""
+        state = self._optimizer.state[self.value]
+        if worker is None:
+            if self._momenta:
+                state[MOMENTUM] = self._mean()
+                self._momenta.clear()
+            return
+        if not self._momenta:
+            self._begun = state.get(MOMENTUM)
+        if worker not in self._momenta:
+            state[MOMENTUM] = None if self._begun is None else self._begun.clone()
+        else:
+            state[MOMENTUM] = self._momenta[worker]
+
+    def _mean(self) -> torch.Tensor:
+        return torch.stack([*self._momenta.values()]).mean(0)
 
     def state(self) -> dict[str, Any]:
         """The optimizer's state of this chunk: tensors of its size, or single numbers."""
-        return dict(self._optimizer.state.get(self.value, {}))
+        own = dict(self._optimizer.state.get(self.value, {}))
+        return own | {MOMENTUM: self._mean()} if self._momenta else own
+
+    def parts(self) -> dict[str, Any]:
+        """All that the next steps depend on, the workers' momenta one by one."""
+        own = dict(self._optimizer.state.get(self.value, {}))
+        return {"state": own, "momenta": dict(self._momenta), "begun": self._begun}
+
+    def take_over(self, parts: dict[str, Any]) -> None:
+        """Goes on from what `parts` gave."""
+        self.restore(parts["state"])
+        self._momenta, self._begun = dict(parts["momenta"]), parts["begun"]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on from what `state` gave; what it lacks is as in the beginning. Raises TrainingError for what is of another size."""
         fitting = {name: self._fitting(name, value) for name, value in state.items()}
         self._optimizer = self._made()
+        self._momenta.clear()
         self._optimizer.state[self.value].update(fitting)
 
     def _fitting(self, name: str, value: Any) -> Any:

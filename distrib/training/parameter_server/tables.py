@@ -12,7 +12,7 @@ import torch
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.parameter_server.optimizers import Recipe, Updater, share_of_rate
+from distrib.training.parameter_server.optimizers import Recipe, Updater, by_own_momentum, share_of_rate
 from distrib.training.parameter_server.placement import Chunk, Parameter, cut
 from distrib.training.parameter_server.shard import Shard, Update
 from distrib.training.parameter_server.sharing import is_borrowed
@@ -125,6 +125,12 @@ class Table:
     def memory_bytes(self, workers: int) -> int:
         """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of every worker."""
         state = STATES.get(self.description.recipe.name, 2)
+        if (
+            self.strategy.momentum_correction
+            and state
+            and any(group.get("momentum") for group in self.description.options)
+        ):
+            state += workers  # of which each has its own
         return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + workers)
 
     def set(self, chunk: int, value: Any, *, replace: bool) -> None:
@@ -191,8 +197,8 @@ class Table:
         if self.strategy.stale_rate:
             share = share_of_rate(self.description.recipe.name, max(update.staleness, mean))
             options = {**options, "lr": options["lr"] * share}
-        if self.strategy.momentum_correction and options.get("momentum"):
-            options = {**options, **_less_momentum(options["lr"], options["momentum"], mean)}
+        if self.strategy.momentum_correction and max(update.staleness, mean) > 0:
+            options = by_own_momentum(self.description.recipe, options, update.worker)
         return options
 
     def _mean_staleness(self) -> float:
@@ -247,7 +253,7 @@ class Table:
     def saved(self, chunk: int) -> bytes:
         """All there is of a chunk, to be opened with torch.load(weights_only=True)."""
         file = io.BytesIO()
-        torch.save({"value": self.value(chunk), "state": self.updaters[chunk].state()}, file)
+        torch.save({"value": self.value(chunk), **self.updaters[chunk].parts()}, file)
         return file.getvalue()
 
     def load(self, chunk: int, data: Any) -> None:
@@ -256,19 +262,8 @@ class Table:
         if content["value"].numel() != self.chunks[chunk].elements:
             raise TrainingError(f"chunk {chunk} does not fit: {content['value'].numel()} elements")
         self.set(chunk, raw(content["value"].contiguous()), replace=True)
-        self.updaters[chunk].restore(content["state"])
+        self.updaters[chunk].take_over(content)
 
     def restore(self, chunk: int, data: Any) -> None:
         """Takes over an optimizer's state of the chunk."""
         self.updaters[chunk].restore(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-
-
-def _less_momentum(lr: float, momentum: float, staleness: float) -> dict[str, float]:
-    """Learning rate and momentum that, with what asynchrony adds, act as the ones given.
-
-    Mitliagkas et al. 2016 (arXiv:1605.09774): n asynchronous workers act as momentum 1 - 1/n; n - 1 is the mean staleness. What
-    both leave of the past's decay, (1 - a)(1 - b), is kept at the wanted 1 - momentum, and so is the size of a whole step,
-    lr / (1 - momentum).
-    """
-    own = max(0.0, 1 - (1 - momentum) * (1 + staleness))
-    return {"momentum": own, "lr": lr * (1 - own) / (1 - momentum)}
