@@ -105,7 +105,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     delay_compensation: float | None = None
     """DC-ASGD's strength of compensation, lambda (mode async)."""
     momentum_correction: bool = True
-    """Whether momentum is lessened by what asynchrony adds to it (mode async)."""
+    """Whether each worker's updates have a momentum of their own that looks ahead, not one that all share (mode async, SGD)."""
     host_reduction: bool = True
     """Whether the workers of a host average their gradients and push them as one, where they would cross a wire (mode async)."""
 

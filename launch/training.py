@@ -43,8 +43,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                      "rates for later updates, so that one means what it does in mode sync (arXiv:1511.05950; default: yes)")  # fmt: skip
     how.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for "
                      "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
-    how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: less "
-                     "momentum, by what asynchrony adds (arXiv:1605.09774; default: yes)")  # fmt: skip
+    how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: SGD "
+                     "with a momentum of each worker's own that looks ahead (arXiv:1907.11612; default: yes)")  # fmt: skip
     how.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="mode async: the ranks of "
                      "a host step together and send the mean of their gradients, where a wire carries them (default: yes)")  # fmt: skip
 

@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,6 +22,7 @@ from hypothesis.stateful import (
 
 from distrib.bandwidth.asynchronous import LARGEST_CHUNK_BYTES
 from distrib.errors import TrainingError
+from distrib.training.parameter_server.optimizers import Recipe, Updater, by_own_momentum, share_of_rate
 from distrib.training.parameter_server.placement import Parameter, cut, item_bytes
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
 from distrib.training.parameter_server.succession import CALL_SECONDS, Ballot, patience_seconds
@@ -454,3 +456,76 @@ def test_who_stops_asking_has_to_begin_anew():
 def test_who_has_more_of_a_shard_comes_first():
     assert patience_seconds("whole", 3) == 0 < patience_seconds("partial", 1) < patience_seconds("none", 0)
     assert patience_seconds("none", 0) < patience_seconds("none", 1)
+
+
+# -- what asynchrony does to an update --------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def no_variable_of_torch(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+SGD = Recipe("SGD")
+OPTIONS = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.01, "nesterov": False, "maximize": False}
+
+
+def alone(gradients: list[torch.Tensor], begun: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """How far each step of torch's SGD goes that sees these gradients alone, from `begun`."""
+    parameter = torch.nn.Parameter(begun.clone())
+    optimizer = torch.optim.SGD([parameter], **options)
+    ways = []
+    for gradient in gradients:
+        before = parameter.detach().clone()
+        parameter.grad = gradient
+        optimizer.step()
+        ways.append(parameter.detach() - before)
+    return ways
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-1, 1)), min_size=1, max_size=12))
+def test_each_worker_has_a_momentum_of_its_own(pushed):
+    """All updates together go as far as the workers' own Nesterov steps do."""
+    options = {**OPTIONS, "weight_decay": 0.0}
+    updater = Updater(SGD, torch.zeros(3), options)
+    for worker, number in pushed:
+        updater.apply(torch.full((3,), number), by_own_momentum(SGD, options, worker))
+    way = sum(
+        step
+        for one in {worker for worker, _ in pushed}
+        for step in alone(
+            [torch.full((3,), number) for worker, number in pushed if worker == one],
+            torch.zeros(3), lr=0.1, momentum=0.9, nesterov=True,
+        )
+    )  # fmt: skip
+    torch.testing.assert_close(updater.value.detach(), way, rtol=1e-4, atol=1e-5)
+
+
+def test_momenta_are_kept_together_and_one_by_one():
+    updater, again, later = (Updater(SGD, torch.zeros(3), OPTIONS) for _ in range(3))
+    updater.apply(torch.ones(3), OPTIONS)  # nobody else is there yet
+    for worker, number in ((0, 1.0), (1, -2.0), (0, 0.5)):
+        updater.apply(torch.full((3,), number), by_own_momentum(SGD, OPTIONS, worker))
+    momenta = updater.parts()["momenta"]
+    torch.testing.assert_close(updater.state()["momentum_buffer"], (momenta[0] + momenta[1]) / 2)
+    again.take_over({name: dict(part) if isinstance(part, dict) else part for name, part in updater.parts().items()})
+    again.value.data.copy_(updater.value.data)
+    later.restore(updater.state())  # as from a checkpoint
+    later.value.data.copy_(updater.value.data)
+    for one in (updater, again):
+        one._momenta = {worker: momentum.clone() for worker, momentum in one._momenta.items()}
+        one.apply(torch.ones(3), by_own_momentum(SGD, OPTIONS, 1))
+    torch.testing.assert_close(again.value, updater.value)
+    torch.testing.assert_close(again.parts()["momenta"], updater.parts()["momenta"])
+    for worker in (0, 1):
+        later.apply(torch.ones(3), by_own_momentum(SGD, OPTIONS, worker))
+    assert len(later.parts()["momenta"]) == 2
+    updater.apply(torch.ones(3), OPTIONS)  # all others have left
+    assert not updater.parts()["momenta"]
+
+
+@given(st.sampled_from(["SGD", "Adam", "Muon"]), st.floats(0, 1000))
+def test_what_a_late_update_has_of_its_rate(name, staleness):
+    share = share_of_rate(name, staleness)
+    assert share == pytest.approx((1 + staleness) ** (-1 if name == "SGD" else -0.5))
+    assert by_own_momentum(Recipe("Adam"), {"lr": 1.0}, 3) == {"lr": 1.0}
