@@ -286,7 +286,8 @@ def test_every_figure_has_a_source_and_can_be():
 @given(st.sampled_from(["ethernet", "roce"]), st.floats(0.5, 900), st.floats(1.0, 2.0))
 def test_a_faster_port_never_carries_less(kind, gigabits, times):
     slower, faster = (parse_network(f"{rate:.6f}Gb/s", kind) for rate in (gigabits, gigabits * times))
-    assert slower.usable_bytes_per_second <= faster.usable_bytes_per_second * (1 + 1e-9)
+    # A rate up to 1 % below a usual one counts as that one.
+    assert slower.usable_bytes_per_second <= faster.usable_bytes_per_second * 1.011
 
 
 @pytest.mark.parametrize(
