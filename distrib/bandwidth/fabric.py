@@ -66,10 +66,11 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
         if self.wire is None:
             return False
         for collective in self.collectives:
-            n, last = collective.ranks, collective.curve[-1]
-            carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.wire.bytes_per_second
-            if last.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * last.seconds:
-                return True
+            n = collective.ranks
+            for point in collective.curve[-1:]:
+                carried_seconds = 2 * (n - 1) / n * point.size_bytes / self.wire.bytes_per_second
+                if point.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * point.seconds:
+                    return True
         return False
 
     def with_wire(self, bytes_per_second: float) -> Fabric:

@@ -26,6 +26,7 @@ from distrib.cluster.ways import (
     link_between,
     rate_below,
     switch_oversubscription,
+    uplinks_between,
 )
 from distrib.errors import ConfigError
 
@@ -201,9 +202,7 @@ def _uplinks(topology: Topology, way: Way, streams: float) -> list[tuple[float, 
             _uplink_rate(topology, switch) / streams,
             f"uplink of {switch.name}, {switch.uplink or switch.oversubscription}{shared}",
         )
-        for host, other in ((way.source, way.target), (way.target, way.source))
-        for switch in topology.switches_above(host)
-        if switch.name not in {above.name for above in topology.switches_above(other)}
+        for switch in uplinks_between(topology, way.source, way.target)
     ]
 
 

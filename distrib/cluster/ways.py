@@ -157,6 +157,16 @@ def switches_between(topology: Topology, source: str, target: str) -> tuple[Swit
     return (*rising, *([top] if top else []), *reversed(falling))
 
 
+def uplinks_between(topology: Topology, source: str, target: str) -> tuple[Switch, ...]:
+    """Of those that are passed, the switches whose uplinks are: all but the one that both hosts are below."""
+    below = [{switch.name for switch in topology.switches_above(host)} for host in (source, target)]
+    return tuple(
+        switch
+        for switch in switches_between(topology, source, target)
+        if not all(switch.name in names for names in below)
+    )
+
+
 def switch_oversubscription(topology: Topology, switch: Switch) -> float:
     """What hosts and switches below can send up against what leads up; 1 where nobody says."""
     return _kept(topology, ("oversubscription", switch.name), lambda: _oversubscription_of(topology, switch))

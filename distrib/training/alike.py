@@ -14,6 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
 
+IS_MEAN = "distrib_is_mean"
+"""The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
+
 
 def check_alike(things: Sequence[Any]) -> None:
     """Raises TrainingError, on every rank, where one prepares other things than rank 0, or another model. Every rank."""
@@ -30,10 +33,6 @@ def check_alike(things: Sequence[Any]) -> None:
         f"rank {other} prepares something else than rank 0: {_difference(all_[0], all_[other])}",
         hint="every rank must make the same model and prepare the same things in the same order",
     )
-
-
-IS_MEAN = "distrib_is_mean"
-"""The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
 
 
 def common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

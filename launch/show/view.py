@@ -15,7 +15,7 @@ from distrib.cluster.links import KIND_NAMES, parse_uplink
 from distrib.cluster.node import Nic, NodeGroup, fold_hosts, indices
 from distrib.cluster.rules import Rule, rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts
-from distrib.cluster.ways import InsideWay, Way, inside_link, link_between, switch_oversubscription
+from distrib.cluster.ways import InsideWay, Way, inside_link, link_between, switch_oversubscription, uplinks_between
 
 Origin = Literal["measured", "catalogued"]
 
@@ -289,8 +289,7 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
 
 def _uplink(topology: Topology, one: str, other: str) -> float:
     """What the narrowest uplink between two hosts carries, of those whose rate is known."""
-    above = [{switch.name: switch for switch in topology.switches_above(host)} for host in (one, other)]
-    passed = [switch for own, theirs in (above, above[::-1]) for name, switch in own.items() if name not in theirs]
+    passed = uplinks_between(topology, one, other)
     return min((parse_uplink(switch.uplink) for switch in passed if switch.uplink), default=math.inf)
 
 
