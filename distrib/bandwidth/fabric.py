@@ -66,11 +66,10 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
         if self.wire is None:
             return False
         for collective in self.collectives:
-            n = collective.ranks
-            for point in collective.curve[-1:]:
-                carried_seconds = 2 * (n - 1) / n * point.size_bytes / self.wire.bytes_per_second
-                if point.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * point.seconds:
-                    return True
+            n, last = collective.ranks, collective.curve[-1]
+            carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.wire.bytes_per_second
+            if last.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * last.seconds:
+                return True
         return False
 
     def with_wire(self, bytes_per_second: float) -> Fabric:
@@ -244,7 +243,9 @@ def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each:
     if topology is None or topology.measured is None or wire is None:
         return ()
     backend = "nccl" if gpus else "gloo"
-    found = [one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1]
+    found = [
+        one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1 and one.curve
+    ]
     direct = wire.gpudirect is not False
     found = [one for one in found if one.gpudirect in (None, direct)] or found
     for wanted in (each, 1):
