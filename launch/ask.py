@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shlex
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -14,7 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import msgspec
 from distrib_launch.checks import Check, error
 from distrib_launch.connections import LOADER, SIGN, Connections, Patience
+from distrib_launch.reach import CALL_SECONDS, same_mtu
 
+from distrib.cluster import host_program
 from distrib.cluster.inventory import Inventory, Question, Told, own_inventory, program, read_answer
 from distrib.cluster.node import name_hosts
 from distrib.errors import LaunchError
@@ -85,7 +88,10 @@ def ask_all(
         command = [target.python, "-c", LOADER]
         if not target.is_here:
             command = [*connections.shared(ssh), target.name, f"echo '{SIGN}'; {shlex.join(command)}"]
-        return _ask(target, command, connections)
+        answer = _ask(target, command, connections)
+        if _began(answer) and (why := _too_large(target, ssh)):
+            return msgspec.structs.replace(answer, problem=why, no_login=False)
+        return answer
 
     if all(target.is_here for target in targets):
         return {target.name: ask(target) for target in targets}
@@ -232,6 +238,28 @@ def _silent(target: Target, out: str) -> Check:
             f"does a disk or a network file system hang there? try: {_try_it(target, '-V')}",
         )
     return error(target.name, "ssh", f"no login within {SSH_SECONDS:.0f} s", _is_it_up(target))
+
+
+def _began(answer: Answer) -> bool:
+    """Whether ssh may have been connected and then heard nothing more."""
+    said = answer.problem.reason if answer.problem else ""
+    return answer.no_login or (said.startswith("Connection to ") and said.endswith("timed out"))
+
+
+def _too_large(target: Target, ssh: Sequence[str]) -> Check | None:
+    """Whether ssh gets no answer since its packets are too large for the way: its first words are short, the next are not."""
+    try:
+        with Connections() as connections:  # a command in ssh's place may do anything
+            told = connections.ask(target.name, [*ssh, "-G", target.name], "", Patience(2.0, 2.0))
+        settings = dict(line.split(maxsplit=1) for line in told.out.lower().splitlines() if " " in line)
+        if settings.keys() & {"proxyjump", "proxycommand"}:
+            return None
+        name, port = settings.get("hostname", target.name), int(settings.get("port", 22))
+        address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
+    except (OSError, ValueError):
+        return None
+    ((reason, lost, passed),) = host_program.reach([(str(address), port)], CALL_SECONDS)
+    return error(target.name, "ssh", f"it takes our call, but {reason}", same_mtu(lost, passed)) if lost else None
 
 
 def _try_it(target: Target, argument: str) -> str:

@@ -19,7 +19,7 @@ from distrib.cluster.node import name_hosts
 
 CALL_SECONDS = 4.0
 """A first packet that was lost is sent again after one second (RFC 6298) and after two more."""
-ASK_SECONDS = CALL_SECONDS + 5.0
+ASK_SECONDS = CALL_SECONDS + 10.0
 NEAR = 16
 """Up to so many others, a host calls all of them; of more, those whose distance in the list is a power of two."""
 
@@ -34,12 +34,17 @@ class Callee(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """`source` tried to connect to `target`, "" for this machine, at `address`. `reason` is why it could not, or empty."""
+    """`source` tried to connect to `target`, "" for this machine, at `address`. `reason` is why it could not, or empty.
+
+    Where packets of `lost_bytes` get lost on the way those of `passed_bytes` arrive; else both are 0.
+    """
 
     source: str
     target: str
     address: str
     reason: str
+    lost_bytes: int = 0
+    passed_bytes: int = 0
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,22 +74,30 @@ def call_all(callees: Sequence[Callee], sources: Sequence[str], subnet: str | No
         targets = [(address, callee.port) for callee in due for address in callee.addresses]
         if connections.asked(source):
             asked = msgspec.json.encode({"targets": targets, "seconds": CALL_SECONDS}).decode()
-            told = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[str])
+            told = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[tuple[str, int, int]])
         else:  # this machine, without a connection
             told = host_program.reach(targets, CALL_SECONDS)
         if told is None or len(told) != len(targets):
             return []
-        reasons = iter(told)
-        return [_best(source, callee, [next(reasons) for _ in callee.addresses]) for callee in due]
+        outcomes = iter(told)
+        return [_best(source, callee, [next(outcomes) for _ in callee.addresses]) for callee in due]
 
     calls = [call for calls in connections.all_at_once(call, sources) for call in calls]
     return Round(subnet=subnet, calls=tuple(c for c in calls if not (c.reason and connections.ended(c.target))))
 
 
-def _best(source: str, callee: Callee, reasons: Sequence[str]) -> Call:
+def _best(source: str, callee: Callee, outcomes: Sequence[tuple[str, int, int]]) -> Call:
     """What came of the calls to all addresses of one: it is enough to get through at one."""
-    place = next((number for number, reason in enumerate(reasons) if not reason), 0)
-    return Call(source=source, target=callee.host, address=callee.addresses[place], reason=reasons[place])
+    place = next((number for number, (reason, _, _) in enumerate(outcomes) if not reason), 0)
+    reason, lost, passed = outcomes[place]
+    return Call(
+        source=source,
+        target=callee.host,
+        address=callee.addresses[place],
+        reason=reason,
+        lost_bytes=lost,
+        passed_bytes=passed,
+    )
 
 
 def _due(source: str, callees: Sequence[Callee]) -> Iterator[Callee]:
@@ -103,8 +116,8 @@ def _due(source: str, callees: Sequence[Callee]) -> Iterator[Callee]:
 
 def explain(calls: Round) -> list[Check]:
     """Who is to blame, as errors: a host that does not get through where others do, else the one that is not reached."""
-    found: list[Check] = []
-    between = [call for call in calls.calls if call.target]
+    found = _explain_sizes([call for call in calls.calls if call.target and call.lost_bytes])
+    between = [call for call in calls.calls if call.target and not call.lost_bytes]
     reached = {call.target for call in between if not call.reason}
     mute = {}
     for source in dict.fromkeys(call.source for call in between):
@@ -135,11 +148,38 @@ def explain_launcher(calls: Round) -> list[Check]:
     return [
         error(
             call.source, "network", f"it cannot reach this machine, {socket.gethostname()}, at {call.address} ({call.reason}), "
-            "where its ranks must report", fix,
+            "where its ranks must report", same_mtu(call.lost_bytes, call.passed_bytes) if call.lost_bytes else fix,
         )
         for call in calls.failures
         if not call.target
     ]  # fmt: skip
+
+
+def _explain_sizes(lost: Sequence[Call]) -> list[Check]:
+    """Between whom large packets get lost: the one host that is at an end of every such way, or each that misses some."""
+    if not lost:
+        return []
+    ends = [{call.source, call.target} for call in lost]
+    fix = same_mtu(max(call.lost_bytes for call in lost), min(call.passed_bytes for call in lost))
+    common = set.intersection(*ends)
+    hosts = list(dict.fromkeys(call.target for call in lost))
+    if len(common) == 1 and len(set.union(*ends)) > 2:
+        hosts = list(common)
+    found = []
+    for number, host in enumerate(hosts):
+        own = [call for call in lost if host in (call.source, call.target)]
+        others = name_hosts(dict.fromkeys(end for call in own for end in (call.source, call.target) if end != host))
+        what = f"between it and {others} {own[0].reason}"
+        found.append(error(host, "network", what, f"as for {hosts[0]}" if number else fix))
+    return found
+
+
+def same_mtu(lost_bytes: int, passed_bytes: int) -> str:
+    """What to do where packets get lost for their size."""
+    return (
+        f"set the MTU of the hosts' interfaces to {passed_bytes} (ip link set dev NAME mtu {passed_bytes}), or that of every "
+        f"switch port and tunnel between to {lost_bytes}"
+    )
 
 
 def _let_in(subnet: str | None) -> str:

@@ -25,8 +25,12 @@ def callee(number, *, by_all=False):
     return Callee(host=f"n{number}", addresses=(f"10.0.0.{number}",), port=40000, by_all=by_all)
 
 
-def calls(hosts, *failed, subnet=NET):
-    """Everybody's calls to everybody on so many hosts, and to this machine (0), of which some failed: pairs of numbers."""
+def calls(hosts, *failed, subnet=NET, lost_bytes=0):
+    """Everybody's calls to everybody on so many hosts, and to this machine (0), of which some failed: pairs of numbers.
+
+    `lost_bytes`: those connected, and packets of so many bytes got lost.
+    """
+    outcome = {"reason": f"packets of {lost_bytes} bytes get lost", "lost_bytes": lost_bytes, "passed_bytes": 1500}
     numbers = range(1, hosts + 1)
     return Round(
         subnet=subnet,
@@ -35,7 +39,13 @@ def calls(hosts, *failed, subnet=NET):
                 source=f"n{source}",
                 target=f"n{target}" if target else "",
                 address=f"10.0.0.{target}",
-                reason="timed out" if (source, target) in failed else "",
+                **(
+                    {"reason": ""}
+                    if (source, target) not in failed
+                    else outcome
+                    if lost_bytes
+                    else {"reason": "timed out"}
+                ),
             )
             for source in numbers
             for target in (0, *numbers)
@@ -44,8 +54,8 @@ def calls(hosts, *failed, subnet=NET):
     )
 
 
-def blamed(*arguments):
-    return {check.host: check for check in explain(calls(*arguments))}
+def blamed(*arguments, **more):
+    return {check.host: check for check in explain(calls(*arguments, **more))}
 
 
 # -- calling ----------------------------------------------------------------------------------------------------------
@@ -72,9 +82,9 @@ def test_a_door_takes_any_number_of_calls():
     with Connections() as connections:
         target = ("127.0.0.1", connections.listen())
         for _ in range(3):
-            assert host_program.reach([target] * 600, 5.0) == [""] * 600
+            assert host_program.reach([target] * 600, 5.0) == [("", 0, 0)] * 600
         connections.stop_listening()
-        assert host_program.reach([target], 1.0) == ["Connection refused"]
+        assert host_program.reach([target], 1.0) == [("Connection refused", 0, 0)]
 
 
 def test_a_call_tells_why_it_failed():
@@ -89,7 +99,7 @@ def test_a_call_tells_why_it_failed():
             nobody = gone.getsockname()
         port = host_program.port_of(there)
         told = host_program.reach([("127.0.0.1", port), nobody, full.getsockname(), ("127.0.0.2", port)], 0.3)
-    assert told == ["", "Connection refused", "timed out", ""]
+    assert [reason for reason, _, _ in told] == ["", "Connection refused", "timed out", ""]
     assert host_program.reach([], 0.3) == []
 
 
@@ -124,6 +134,23 @@ def test_hosts_that_do_not_reach_this_machine_are_told_so():
     (check,) = explain_launcher(calls(2, (2, 0), (1, 2)))
     assert check.host == "n2"
     assert f"cannot reach this machine, {socket.gethostname()}, at 10.0.0.0" in check.reason
+
+
+def test_the_host_between_which_and_all_others_large_packets_get_lost_is_blamed():
+    pairs = [(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b]
+    one = blamed(4, *[pair for pair in pairs if 3 in pair], lost_bytes=9000)
+    assert list(one) == ["n3"]
+    assert one["n3"].reason.startswith("between it and n1, n2, n4 packets of 9000 bytes get lost")
+    assert "mtu 1500" in one["n3"].fix
+    racks = blamed(4, *[(a, b) for a, b in pairs if (a < 3) != (b < 3)], lost_bytes=9000)
+    assert {host: check.reason.partition(" packets")[0] for host, check in racks.items()} == {
+        "n1": "between it and n3, n4", "n2": "between it and n3, n4",
+        "n3": "between it and n1, n2", "n4": "between it and n1, n2",
+    }  # fmt: skip
+    assert [bool(check.fix.startswith("as for")) for check in racks.values()] == [False, True, True, True]
+    assert sorted(blamed(2, (1, 2), (2, 1), lost_bytes=9000)) == ["n1", "n2"]
+    (check,) = explain_launcher(calls(2, (2, 0), lost_bytes=9000))
+    assert (check.host, "mtu 1500" in check.fix) == ("n2", True)
 
 
 def test_only_hosts_that_are_left_are_judged():
@@ -175,6 +202,26 @@ def test_a_firewall_that_lets_in_ssh_alone_is_named_before_the_start(make_cluste
     left = launch("-H", cluster.hostfile, "--drop-bad-hosts", WHERE, cluster=cluster)
     assert left.code == 0, left
     assert left.result["hosts"] == ["n1", "n2"]
+
+
+@pytest.mark.cluster
+def test_a_switch_port_without_jumbo_frames_is_named_before_the_start(make_cluster, launch):
+    """All would connect, and then wait for each other for good."""
+    cluster = make_cluster(4)
+    cluster.raise_mtu(narrow="n3")
+    ssh = ["--ssh-command", "ssh -o ServerAliveInterval=1"]
+    jumbo = launch(*ssh, "-H", cluster.hostfile, WHERE, cluster=cluster)  # from n1: its ssh to n3 ends there, too
+    assert jumbo.code == 3, jumbo
+    lost = "packets of 9000 bytes get lost on the way"
+    assert f"error: n3: ssh: it takes our call, but {lost}, those of 1500 arrive" in jumbo.err
+    cluster.run("n1", ["ip", "link", "set", "eth0", "mtu", "1500"], check=True)  # a login node as they are
+    run = launch("-H", "n[2-4]:1", WHERE, cluster=cluster)
+    assert run.code == 3, run
+    assert f"error: n3: network: between it and n2, n4 {lost}, those of 1500 arrive; set the MTU" in run.err
+    assert "n2: network" not in run.err
+    left = launch("-H", "n[2-4]:1", "--drop-bad-hosts", WHERE, cluster=cluster)
+    assert left.code == 0, left
+    assert left.result["hosts"] == ["n2", "n4"]
 
 
 @pytest.mark.cluster

@@ -7,11 +7,14 @@ port of the kernel's choice, as every rank will, so that others can try whether 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import select
 import socket
+import struct
 import sys
+import termios
 import threading
 import time
 
@@ -24,6 +27,13 @@ HOLD_SECONDS = 240.0
 """So long a host waits for the first question: longer than the slowest answers of other hosts are waited for."""
 AFTERWARDS_SECONDS = 6.0
 """And so long for the next: longer than a call takes to fail. The connection is of use to the engine, if it comes soon."""
+
+LARGE_SECONDS = 2.0
+"""What is lost is sent again after 0.2, 0.4 and 0.8 s (tcp_retries: the round trip was measured by the connection)."""
+SMALLER_SECONDS = 1.0
+USUAL_MTUS = (8900, 4092, 2044, 1500, 1450, 1400, 1280, 576)
+"""Jumbo frames in a tunnel, InfiniBand's datagrams, Ethernet, and what tunnels and VPNs leave of it."""
+LOOK_SECONDS = 0.005
 
 
 def converse(facts: dict[str, Any]) -> None:
@@ -79,29 +89,107 @@ def port_of(door: socket.socket | None) -> int | None:
     return int(door.getsockname()[1]) if door else None
 
 
-def reach(targets: list[tuple[str, int]], seconds: float) -> list[str]:
-    """Why each target, an address and a port, cannot be connected to; empty for those that can. All are tried at once."""
-    reasons = ["timed out"] * len(targets)
+def reach(targets: list[tuple[str, int]], seconds: float) -> list[tuple[str, int, int]]:
+    """What comes of calling each target, an address and a port; all are called at once.
+
+    Why it cannot be connected to, or an empty word. Then, where packets get lost for their size, of how many bytes those
+    are, and of how many bytes they arrive: an MTU that the way between does not have. Else 0 and 0.
+    """
+    outcomes = call_all([(address, port, None) for address, port in targets], seconds, LARGE_SECONDS)
+    told = [(reason, 0, 0) for reason, _ in outcomes]
+    lost = {number: mtu for number, (_, mtu) in enumerate(outcomes) if mtu}
+    # Is it the size? Sure is what befalls the large ones once more while smaller ones arrive.
+    sizes = [
+        (number, size) for number, mtu in lost.items() for size in (None, *USUAL_MTUS) if size is None or size < mtu
+    ]
+    again = [(*targets[number], size) for number, size in sizes]
+    outcomes = call_all(again, seconds, SMALLER_SECONDS)
+    arrived = {size: outcome == ("", 0) for size, outcome in zip(sizes, outcomes)}  # noqa: B905 - hosts may have a Python that has no `strict`
+    for number, mtu in lost.items():
+        passed = [size for size in USUAL_MTUS if arrived.get((number, size))]
+        if passed and not arrived[number, None]:
+            told[number] = f"packets of {mtu} bytes get lost on the way, those of {passed[0]} arrive", mtu, passed[0]
+    return told
+
+
+def call_all(calls: list[tuple[str, int, int | None]], seconds: float, heard_seconds: float) -> list[tuple[str, int]]:
+    """Connect to each address and port and say something, in full packets of at most so many bytes (None: the path's MTU).
+
+    Returns for each why it could not be connected to, and the bytes of a packet of which none was acknowledged in time: 0
+    where they were. That nobody reads there, or hangs up, is no matter: kernels acknowledge, or refuse, what arrives.
+    """
+    told = [("timed out", 0)] * len(calls)
     poll = select.poll()
-    calls: dict[int, tuple[int, socket.socket]] = {}
-    for number, (address, port) in enumerate(targets):
-        call = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    connecting: dict[int, tuple[int, socket.socket]] = {}
+    speaking: dict[int, tuple[int, socket.socket, int, int]] = {}
+    for number, (address, port, packet) in enumerate(calls):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        call = socket.socket(family)
         call.setblocking(False)
+        call.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # nothing is sent after the end
+        if packet:
+            headers = 60 if family == socket.AF_INET6 else 40
+            call.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packet - headers)
         code = call.connect_ex((address, port))
-        if code == errno.EINPROGRESS:
-            calls[call.fileno()] = number, call
+        if code in (0, errno.EINPROGRESS):
+            connecting[call.fileno()] = number, call
             poll.register(call, select.POLLOUT)
         else:
-            reasons[number] = os.strerror(code) if code else ""
+            told[number] = os.strerror(code), 0
             call.close()
-    deadline = time.monotonic() + seconds
-    while calls and time.monotonic() < deadline:
-        for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            poll.unregister(descriptor)
-            number, call = calls.pop(descriptor)
+    deadline = heard_until = time.monotonic() + seconds
+    while connecting or speaking:
+        left = (deadline if connecting else heard_until) - time.monotonic()
+        if left <= 0:
+            break
+        for descriptor, _ in poll.poll(1000 * min(left, LOOK_SECONDS if speaking else left)):
+            if descriptor in speaking:  # hung up: what was said has arrived
+                number, call, _, _ = speaking.pop(descriptor)
+                poll.unregister(descriptor)
+                call.close()
+                continue
+            number, call = connecting.pop(descriptor)
             code = call.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            reasons[number] = os.strerror(code) if code else ""
-            call.close()
-    for _, call in calls.values():
+            told[number] = os.strerror(code) if code else "", 0
+            sent = 0 if code else say_much(call)
+            if sent:
+                speaking[descriptor] = number, call, sent, path_mtu(call)
+                poll.modify(call, 0)
+                heard_until = time.monotonic() + heard_seconds
+            else:
+                poll.unregister(descriptor)
+                call.close()
+        for descriptor, (_, call, sent, _) in list(speaking.items()):
+            if unacknowledged(call) < sent:
+                del speaking[descriptor]
+                poll.unregister(descriptor)
+                call.close()
+    for number, call, _, mtu in speaking.values():
+        told[number] = "", mtu
         call.close()
-    return reasons
+    for _, call in connecting.values():
+        call.close()
+    return told
+
+
+def say_much(call: socket.socket) -> int:
+    """Send two full packets; returns how many bytes the kernel took, 0 where the other has hung up already.
+
+    No shorter one follows them: it would arrive, and be answered, where they are lost.
+    """
+    try:
+        return call.send(bytes(2 * call.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)))
+    except OSError:
+        return 0
+
+
+def unacknowledged(call: socket.socket) -> int:
+    """Bytes that were sent, and of which the other's kernel has not said that they are there (tcp(7), SIOCOUTQ)."""
+    told: int = struct.unpack("i", fcntl.ioctl(call, termios.TIOCOUTQ, bytes(4)))[0]
+    return told
+
+
+def path_mtu(call: socket.socket) -> int:
+    """Bytes of the largest packet that the kernel believes to pass on the way of a connection (ip(7), IP_MTU)."""
+    level, option = (socket.IPPROTO_IPV6, 24) if call.family == socket.AF_INET6 else (socket.IPPROTO_IP, 14)
+    return call.getsockopt(level, option)

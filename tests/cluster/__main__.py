@@ -27,6 +27,7 @@ def main() -> int:
         ("lose", "switch a host off"),
         ("restore", "bring it back"),
         ("wall", "put a firewall before a host that lets in ssh alone"),
+        ("raise_mtu", "give all hosts jumbo frames, and all switch ports but this host's"),
     ):
         verbs.add_parser(verb, help=text).add_argument("host")
     shape = verbs.add_parser("shape", help="change a host's link rate")
