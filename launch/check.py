@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distrib_launch import choose
 from distrib_launch.options import Once
 
 from distrib.cluster.node import name_hosts
@@ -23,7 +24,10 @@ def add_options(check: argparse.ArgumentParser) -> None:
     check.add_argument(
         "-H", "--hosts", action=Once, metavar="FILE|LIST", help="default: Slurm's allocation, or this machine"
     )
-    check.add_argument("--topology", metavar="FILE")
+    check.add_argument(
+        "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
+    )
+    choose.add_options(check)
     check.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
     check.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")
     check.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
@@ -65,6 +69,7 @@ def run(options: argparse.Namespace) -> int:
                 mpirun=options.mpirun,
                 ssh_command=options.ssh_command,
                 environment=environment,
+                wishes=choose.wishes_of(options),
                 strategy=Strategy(mode="async") if apart else Strategy(),
             ),
             hosts,

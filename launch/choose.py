@@ -6,11 +6,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from distrib_launch.options import Joined
 
 from distrib.cluster.hostfile import Host
 from distrib.cluster.hostlist import parse_expression
@@ -50,6 +52,20 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """Whether there may be fewer ranks than `-np` says."""
     servers: tuple[str, ...] = ()
     """Hosts set apart for parameter servers: they may be named, but are not chosen from."""
+
+
+def add_options(parser: argparse._ActionsContainer) -> None:
+    """The options that choose among the hosts, the same for all commands."""
+    parser.add_argument(
+        "--include", action=Joined, metavar="HOSTS", help="only these hosts, slots or GPUs: host:0,2@host2@node[3-8]:1"
+    )
+    parser.add_argument("--exclude", action=Joined, metavar="HOSTS", help="all but these hosts, slots or GPUs")
+    parser.add_argument("--pool", metavar="GPU", help="only hosts whose GPUs are of this kind, such as A100")
+
+
+def wishes_of(options: argparse.Namespace) -> Wishes:
+    """What was wished with `add_options`."""
+    return Wishes(include=options.include, exclude=options.exclude, pool=options.pool)
 
 
 def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from distrib_launch import engines, job, outlook, training
+from distrib_launch import choose, engines, job, outlook, training
 from distrib_launch.console import bear_closed, complain, perhaps_unread
-from distrib_launch.options import Joined, Once, Parser
+from distrib_launch.options import Once, Parser
 from distrib_launch.placement import HOW
 
 from distrib._version import __version__
@@ -54,11 +54,7 @@ def parser() -> Parser:
                        help="number of ranks (default: every slot)")  # fmt: skip
     where.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
                        "the hostfile with its stem)")  # fmt: skip
-    where.add_argument(
-        "--include", action=Joined, metavar="HOSTS", help="only these hosts, slots or GPUs: host:0,2@host2@node[3-8]:1"
-    )
-    where.add_argument("--exclude", action=Joined, metavar="HOSTS", help="all but these hosts, slots or GPUs")
-    where.add_argument("--pool", metavar="GPU", help="only hosts whose GPUs are of this kind, such as A100")
+    choose.add_options(where)
     where.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: "
                        "fill them in order)")  # fmt: skip
     where.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, by interface names or "

@@ -133,10 +133,8 @@ def make_plan(
         mpirun=options.mpirun,
         ssh_command=options.ssh_command,
         environment=environment,
-        wishes=choose.Wishes(
-            include=options.include,
-            exclude=options.exclude,
-            pool=options.pool,
+        wishes=msgspec.structs.replace(
+            choose.wishes_of(options),
             spread=options.spread,
             without=tuple(without),
             fewer=options.min_hosts is not None and (again or bool(without)),

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import probefile, probejob
+from distrib_launch import choose, probefile, probejob
 from distrib_launch.console import perhaps_unread
 from distrib_launch.journal import Journal
-from distrib_launch.options import Joined, Once
+from distrib_launch.options import Once
 
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
@@ -56,11 +56,7 @@ def add_options(probe: argparse.ArgumentParser) -> None:
                        "or this machine alone)")  # fmt: skip
     probe.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
                        "the hostfile with its stem)")  # fmt: skip
-    probe.add_argument(
-        "--include", action=Joined, metavar="HOSTS", help="only these hosts, slots or GPUs, as for distrib-launch"
-    )
-    probe.add_argument("--exclude", action=Joined, metavar="HOSTS", help="all but these hosts, slots or GPUs")
-    probe.add_argument("--pool", metavar="GPU", help="only hosts whose GPUs are of this kind, such as A100")
+    choose.add_options(probe)
     probe.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
     probe.add_argument("-o", "--output", metavar="FILE", help="write what was measured into this topology file; what "
                        "people wrote there stays")  # fmt: skip

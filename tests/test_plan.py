@@ -57,6 +57,8 @@ MIXED = EXAMPLES / "mixed-gpus.txt"
         (["-H", MIXED, "--ranks-per-node", 2], [1, 2, 4, 6], [2, 4, 8, 12]),
         (["-H", MIXED, "--nodes", "6,12"], [6, 12], [16, 32]),  # after the last host the same again
         (["--topology", MIXED.with_suffix(".yaml")], [1, 2, 4, 6], [4, 8, 12, 16]),  # the file server trains nothing
+        (["-H", MIXED, "--exclude", "new2@old[2-4]"], [1, 2], [4, 6]),
+        (["-H", MIXED, "--include", "new1:0,3@new2:1"], [1, 2], [2, 3]),
         (["-H", "a:8,b:4,c:4", "--gpu", "V100", "--network", "HDR"], [1, 2, 3], [8, 12, 16]),
     ],
 )
@@ -66,6 +68,14 @@ def test_ranks_are_those_that_a_launch_would_start(words, hosts, ranks):
     for each in told:
         rate = each["efficiency"] * each["ranks"] * 64 / each["compute_seconds"]
         assert each["samples_per_second"] == pytest.approx(rate)
+
+
+def test_a_network_of_the_catalogue_runs_on_the_gpus_that_were_chosen():
+    for words in (["-H", MIXED, "--pool", "v100"], ["--topology", MIXED.with_suffix(".yaml"), "--include", "old[1-4]"]):
+        told = planned("--workload", "ResNet-50", *words)
+        assert (told["workload"]["device"], told["predictions"][-1]["ranks"]) == ("V100-PCIe-16GB", 8)
+    done = plan("--workload", "ResNet-50", "--gpu", "A100", "--network", "HDR", "--pool", "A100")
+    assert done.returncode == 2 and "no hosts to choose from" in done.stderr
 
 
 def test_hosts_keep_the_names_that_they_were_given(tmp_path):

@@ -569,6 +569,7 @@ def test_check_alone_as_text_and_json(make_cluster):
     bad = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
     assert bad.returncode == 3, bad
     assert "error: n3: ssh: " in bad.stdout and "1 of 3 host(s) not fit" in bad.stdout
+    assert cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--exclude", "n3"]).returncode == 0
     told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile, "--json"])
     assert told.returncode == 3
     report = json.loads(told.stdout)

@@ -6,6 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
+from distrib_launch import choose
 from distrib_launch.options import Once
 
 from distrib.errors import ConfigError
@@ -21,6 +22,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
     )
+    choose.add_options(plan)
     plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
                       "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
     plan.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
+from distrib_launch.choose import Choice, Wishes, choose, wishes_of
 from distrib_launch.outlook import whatif
 from distrib_launch.outlook.whatif import Network
 
@@ -16,6 +18,7 @@ from distrib.bandwidth.fewer import Fewer, fewer_hosts
 from distrib.bandwidth.prediction import Limit, Prediction
 from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
 from distrib.bandwidth.workload import Workload
+from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -117,10 +120,12 @@ def question(options: argparse.Namespace) -> Question:
 
         check_hosts(topology, listed)
     gpu = whatif.gpu_named(options.gpu) if options.gpu is not None else None
-    workload = workload_of(options.workload, gpu, topology, options.batch, hint="add --gpu, such as A100")
+    choices = _taking_part(listed, topology, wishes_of(options))
+    there = first_kind(topology, [choice.host.name for choice in choices])
+    workload = workload_of(options.workload, gpu, there, options.batch, hint="add --gpu, such as A100")
     network = whatif.parse_network(options.network, gpudirect) if options.network is not None else None
     networks = _compared_networks(options.compare, gpudirect) if options.compare is not None else []
-    hosts = _hosts(listed, topology, workload)
+    hosts = _ranks(choices, listed, topology, workload)
     most = options.ranks_per_node or max(hosts.values(), default=0)
     if most > MAX_GPUS:
         raise ConfigError(
@@ -169,16 +174,21 @@ def _compared_networks(given: str, gpudirect: bool | None) -> list[Network]:
     return [whatif.parse_network(text, gpudirect, "--compare") for text in texts]
 
 
-def workload_of(given: str, gpu: str | None, topology: Topology | None, batch: int | None, *, hint: str) -> Workload:
-    """The workload of `--workload`: of a file, or of the catalogue for `gpu` or the topology's GPUs; `hint`: how to name these."""
+def first_kind(topology: Topology | None, hosts: Iterable[str]) -> str | None:
+    """The GPU of the first of the hosts of which one is known."""
+    known = (topology.gpus_of(host) for host in hosts) if topology else ()
+    return next((gpus.kind for gpus in known if gpus and gpus.kind), None)
+
+
+def workload_of(given: str, gpu: str | None, there: str | None, batch: int | None, *, hint: str) -> Workload:
+    """The workload of `--workload`: of a file, or of the catalogue for `gpu`, else for the GPUs that are `there`.
+
+    `hint` is how to name these. Raises ConfigError.
+    """
     if workloads.is_file(given):
         found = workloads.read_workload(given)
         return workloads.scaled(found, batch=batch, gpu=gpu) if batch or gpu else found
-    kind = (
-        gpu or next((group.gpus.kind for group in topology.nodes if group.gpus and group.gpus.kind), None)
-        if topology
-        else gpu
-    )
+    kind = gpu or there
     if kind is None:
         workloads.network(given)  # a name that nobody knows is the first mistake to tell
         raise ConfigError(
@@ -231,20 +241,33 @@ def _compared(network: Network, predictions: tuple[Prediction, ...], nodes: int)
     return Compared(network=network.text, predictions=predictions, price=price, price_per_efficiency_percent=per)
 
 
-def _hosts(listed: HostList | None, topology: Topology | None, workload: Workload) -> dict[str, int]:
-    """The hosts that would train and how many ranks a launch gives each; none where nobody names any."""
-    cpu = workload.device == "cpu"
-    if listed is None:
-        every = topology.hosts if topology else ()
-        equipped = {host: _gpus(topology, host) for host in every}
-        # A file server without GPUs trains nothing.
-        return {host: count for host, count in equipped.items() if count and not cpu} or dict.fromkeys(
-            every, _usual(workload)
-        )
-    workers = [host for host in listed.hosts if host.role == "worker"]
-    return {
-        host.name: host.slots or (_gpus(topology, host.name) if not cpu else 0) or _usual(workload) for host in workers
-    }
+def _taking_part(listed: HostList | None, topology: Topology | None, wishes: Wishes) -> tuple[Choice, ...]:
+    """The hosts that would train, as a launch would choose them; none where nobody names any. Raises ConfigError."""
+    every = (
+        listed.hosts if listed else tuple(Host(name=name, slots=None) for name in (topology.hosts if topology else ()))
+    )
+    if not every:
+        if wishes != Wishes():
+            raise ConfigError("there are no hosts to choose from", hint="name them with -H or --topology")
+        return ()
+    workers = [host for host in every if host.role == "worker"]
+    known = {host.name: topology.gpus_of(host.name) if topology else None for host in workers}
+    slots = {host.name: host.slots or _gpus(topology, host.name) or 1 for host in workers}
+    servers = tuple(host.name for host in every if host.role == "server")
+    return choose(workers, known, slots, msgspec.structs.replace(wishes, servers=servers))
+
+
+def _ranks(
+    choices: Sequence[Choice], listed: HostList | None, topology: Topology | None, workload: Workload
+) -> dict[str, int]:
+    """How many ranks a launch gives each of the hosts."""
+    counts = {}
+    for choice in choices:
+        said = choice.slots if choice.indices is not None else choice.host.slots
+        counts[choice.host.name] = said or (_gpus(topology, choice.host.name) if workload.device != "cpu" else 0)
+    if listed is None:  # a file server without GPUs trains nothing
+        counts = {host: count for host, count in counts.items() if count} or counts
+    return {host: count or _usual(workload) for host, count in counts.items()}
 
 
 def _gpus(topology: Topology | None, host: str) -> int:

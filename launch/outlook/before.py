@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch.outlook import beside, words
-from distrib_launch.outlook.ask import workload_of
+from distrib_launch.outlook.ask import first_kind, workload_of
 from distrib_launch.outlook.record import Outlook
 
 from distrib import units
@@ -29,7 +29,9 @@ WORTH = 0.02
 """What a strategy must gain, as a part of the ideal speed, to be worth a word."""
 
 
-def find_workload(options: argparse.Namespace, topology: Topology | None) -> tuple[Workload, str] | None:
+def find_workload(
+    options: argparse.Namespace, topology: Topology | None, hosts: Sequence[str]
+) -> tuple[Workload, str] | None:
     """The workload of `--workload`, else the profile `NAME.profile.json` beside the script `NAME.py`; and where it is from.
 
     Raises ConfigError for one that cannot be.
@@ -43,9 +45,8 @@ def find_workload(options: argparse.Namespace, topology: Topology | None) -> tup
             return None
         given = str(found)
     origin = given if workloads.is_file(given) else "the catalogue"
-    return workload_of(
-        given, None, topology, None, hint="describe the hosts' GPUs in a topology file (--topology)"
-    ), origin
+    hint = "describe the hosts' GPUs in a topology file (--topology)"
+    return workload_of(given, None, first_kind(topology, hosts), None, hint=hint), origin
 
 
 def look(
@@ -62,7 +63,7 @@ def look(
         return None, strategy, (f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else ""),)
 
     try:
-        found = find_workload(options, topology)
+        found = find_workload(options, topology, [host.name for host in plan.hosts])
     except ConfigError as error:
         if options.workload is not None:
             raise
