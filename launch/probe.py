@@ -91,6 +91,8 @@ def run(options: argparse.Namespace) -> int:
     """Probe the hosts and tell; 0, with `--strict` 1 where a finding is an error, 130 when interrupted."""
     from distrib_launch import results
 
+    if options.output == "":
+        raise ConfigError("-o: no file is named")
     listed, hosts = probejob.hosts_of(options)
     earlier, baseline = _check_files(options, listed, hosts)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
@@ -111,13 +113,14 @@ def run(options: argparse.Namespace) -> int:
     if result and result.status == "stopped" and not output.whole:
         return _interrupted(options, journal, result.exit_code)
     problems = _tell(options, output, records, earlier, journal)
+    if not output.whole:
+        why = result.first_failure.message if result and result.first_failure else "no host is left to measure with"
+        told = LaunchError(f"the probe did not come to its end: {why}", hint=_how_to_go_on(options, journal))
+        problems.append(told)  # not raised: what was found has been shown
     for problem in problems:
         print(f"distrib-topo: error: {problem}", file=sys.stderr)
-    if not output.whole:
-        told = result.first_failure.message if result and result.first_failure else "no host is left to measure with"
-        raise LaunchError(f"the probe did not come to its end: {told}", hint=_how_to_go_on(options, journal))
     if problems:
-        return problems[0].exit_code
+        return problems[-1].exit_code
     if options.output:
         journal.done()
     return 1 if options.strict and any(finding.severity == "error" for finding in output.findings) else 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
-from distrib_launch.console import bear_closed
+from distrib_launch.console import bear_closed, perhaps_unread
 from distrib_launch.options import Parser
 
 from distrib.errors import DistribError
@@ -47,7 +48,15 @@ def _run(argv: Sequence[str] | None) -> int:
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         verbs.choices[options.verb].refuse(unknown)
-    code: int = options.run(options)
+    try:
+        code: int = options.run(options)
+    except DistribError as error:
+        if options.json:  # whoever reads it gets what he asked for, whatever became of it
+            import json
+
+            with contextlib.suppress(DistribError), perhaps_unread():
+                print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": str(error)}))
+        raise
     return code
 
 

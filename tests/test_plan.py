@@ -78,6 +78,12 @@ def test_a_network_of_the_catalogue_runs_on_the_gpus_that_were_chosen():
     assert done.returncode == 2 and "no hosts to choose from" in done.stderr
 
 
+def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():
+    done = plan("--workload", "GPT-2", "-H", EXAMPLES / "h100-ndr.txt")
+    assert re.search(r"^90% on 8 hosts needs [\d.]+ GB/s a host \(reached\)$", done.stdout, re.M), done.stdout
+    assert "NVLink4" in done.stdout  # it is what holds most
+
+
 def test_hosts_keep_the_names_that_they_were_given(tmp_path):
     words = ["--workload", "BERT-large", "--gpu", "V100", "--network", "10GbE", "-H"]
     assert planned(*words, "alpha:8,beta:8")["predictions"][-1]["cap"]["link"] == "alpha-beta, 10GbE"
@@ -542,3 +548,10 @@ def test_on_gpus_the_hierarchy_is_left_to_nccl():
 def test_what_the_user_chose_himself_stays():
     chosen = json.loads(dry("--workload", "VGG-16", "--mode", "auto", "--all-reduce", "flat", "--json").stdout)
     assert chosen["strategy"]["all_reduce"] == "flat"
+
+
+def test_who_asked_for_json_gets_it_of_a_mistake_too():
+    done = plan("--workload", "nosuch", "--json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["status"], told["exit_code"]) == (2, "failed", 2)
+    assert done.stderr == f"distrib-topo: error: {told['error']}\n"

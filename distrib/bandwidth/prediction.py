@@ -32,6 +32,11 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     needed_bytes_per_second: float | None = None
     wanted_efficiency: float = 0.9
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the link is one inside a host, whose ends are called such as `n1 gpu0`."""
+        return " " in self.source or self.source == self.target
+
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
     """Something that makes a step longer than it would be alone: its name, such as `slower GPUs`, and by how much."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
@@ -43,7 +44,7 @@ def show(console: Console, measured: Measured, records: Sequence[Record], findin
         parts.append(collective_table(measured))
     if measured.inside:
         parts.append(inside_table(measured))
-    parts.append(findings_text(findings, len(measured.hosts)))
+    parts.append(findings_text(findings, len(measured.hosts), console.width))
     for part in parts:
         if isinstance(part, Table) and part.title:  # as a title it would be folded to the table's width
             console.print(part.title, style="bold")
@@ -63,14 +64,19 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     heads = [name[-CELL + 1 :] for name in _short(hosts)]
     told_apart = len(set(heads)) == len(heads)
     wide = told_apart and len(hosts) <= NUMBERS_UP_TO and label + CELL * len(hosts) <= width
-    text = Text(f"bandwidth over {way}, {name}: from (row) to (column)\n", style="bold")
+    alone = {(pair.source, pair.target) for pair in measured.pairs if pair.way == way and pair.load == "alone"}
+    beside = len(rates.keys() - alone)
+    which = f"; {beside} of {len(rates)} beside others, as they were not had alone" if beside else ""
+    text = Text(f"bandwidth over {way}, {name}: from (row) to (column){which}\n", style="bold")
     if wide:
         text.append(" " * label + "".join(f"{head:>{CELL}}" for head in heads) + "\n", style="dim")
     elif label + 2 * len(hosts) > width:
         return Text(f"bandwidth over {way}: a table of {len(hosts)} hosts does not fit here; --plot FILE.png draws it")
     else:
         fastest = f"{format_rate(top, digits=3, bits=True)}{', which few exceed' if exceeded else ''}"
-        text = Text(f"bandwidth over {way} in tenths of the fastest, {fastest}: from (row) to (column, same order)\n")
+        text = Text(
+            f"bandwidth over {way} in tenths of the fastest, {fastest}: from (row) to (column, same order){which}\n"
+        )
         text.stylize("bold")
     for source in hosts:
         text.append(f"{source:>{label}}", style="dim")
@@ -230,7 +236,7 @@ def inside_table(measured: Measured) -> Table:
     return table
 
 
-def findings_text(findings: Sequence[Finding], hosts: int) -> Text:
+def findings_text(findings: Sequence[Finding], hosts: int, width: int) -> Text:
     """The findings, each with its evidence and what to do."""
     if not findings:
         compared = {
@@ -240,10 +246,10 @@ def findings_text(findings: Sequence[Finding], hosts: int) -> Text:
         return Text(
             f"no findings: {compared.get(hosts, 'all links do what the others of their class do')}", style="green"
         )
-    text = Text(f"{len(findings)} finding(s)\n", style="bold")
+    text = Text().append(f"{len(findings)} finding(s)", style="bold")
     for finding in findings:
-        text.append(f"{finding.severity}: ", style=SEVERITY_STYLE[finding.severity])
-        text.append(f"{finding.what}\n")
-        text.append(f"  seen: {finding.evidence}\n  do:   {finding.advice}\n", style="dim")
-    text.rstrip()
+        text.append(f"\n{finding.severity}: ", style=SEVERITY_STYLE[finding.severity]).append(finding.what)
+        for head, words in (("seen", finding.evidence), ("do", finding.advice)):
+            folded = textwrap.wrap(words, max(40, width - 8), break_long_words=False, break_on_hyphens=False)
+            text.append(f"\n  {head + ':':<6}" + "\n        ".join(folded), style="dim")
     return text

@@ -93,7 +93,9 @@ def _needed(question: Question, answer: Answer) -> str:
             most = last.losses[0].what if last.losses else "compute"
             held = f", but it reaches {last.efficiency:.0%}: held back by {most}"
         return f"{where}: no wire between hosts is needed{held}"
-    has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}" if last.cap else ""
+    has = ""
+    if last.cap and not last.cap.is_inside:
+        has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}"
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
     return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
 
