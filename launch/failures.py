@@ -33,6 +33,8 @@ KINDS = (
     (re.compile(r"CUDA error: device-side assert"), "a kernel's check failed: run once with -x CUDA_LAUNCH_BLOCKING=1"),
     (re.compile(r"No space left on device"), "a disk or /dev/shm of the host is full"),
     (re.compile(r"EOFError: EOF when reading a line"), "ranks have no standard input: give what is asked for as arguments"),
+    (re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE),
+     "not all ranks came to this collective: one was elsewhere, or the network stood still"),
     (re.compile(r"bus error", re.IGNORECASE), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
 """Words of well-known ends, and what they mean."""
@@ -48,6 +50,9 @@ MISMATCH = re.compile(r"gloo::EnforceNotMet|[Cc]ollective mismatch")
 
 TORCH_LOG = re.compile(r"(\[rank\d+\]:)?\[[IWE]\d{4} ")
 """How torch's own log lines begin, which come and go with no failure."""
+
+STACK_LINE = re.compile(r"(\[rank\d+\]:)?\s*(frame #|Exception raised from |$)")
+"""A line of the stack that C++ prints after what it says."""
 
 SYNTAX_ERROR = re.compile(
     r'^  File "(.+)", line (\d+)\n(?:.*\n){0,3}(?:Syntax|Indentation|Tab)Error: .+\Z', re.MULTILINE
@@ -97,7 +102,8 @@ def is_consequence(log: Path) -> bool:
     """Whether a rank's last words are about a connection to another one."""
     text = tail(log)
     traceback = last_traceback(text)
-    return not _lost_a_child(traceback) and bool(CONSEQUENCE.search(traceback or "\n".join(text.splitlines()[-5:])))
+    last = "\n".join([line for line in text.splitlines() if not STACK_LINE.match(line)][-5:])
+    return not _lost_a_child(traceback) and bool(CONSEQUENCE.search(traceback or last))
 
 
 def words_of(log: Path) -> str:
@@ -165,7 +171,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
 def _last_line(words: str) -> str:
     """The last line of a log that says something; empty where none does."""
     lines = (line.strip() for line in reversed(words.splitlines()))
-    return next((line for line in lines if line and not TORCH_LOG.match(line) and not line.startswith("frame #")), "")
+    return next((line for line in lines if not TORCH_LOG.match(line) and not STACK_LINE.match(line)), "")
 
 
 def _at_end(first: Ending, endings: Iterable[Ending]) -> str:

@@ -25,6 +25,9 @@ AVERAGE_FILES = re.compile(r"/distrib/training/local\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
+GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/finite\.py$")
+GPU_CALL = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\s*\(")
+"""Calls that wait for what a GPU computes, which may itself wait for other ranks: the script runs on past its collectives."""
 LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|/distrib/training/|^<")
 
 
@@ -146,6 +149,8 @@ def place_of(stack: Stack) -> Place:
         line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
         if call := COLLECTIVE_CALL.search(line):
             return Place(waits=True, what=call[0].rstrip("( "), where=where)
+    if _is_for_gpu(stack):
+        return Place(waits=True, what="a call that waits for its GPU, and this perhaps for others", where=where)
     if stack.state == "D":
         return Place(waits=False, what="a wait for a disk or a file system", where=where)
     innermost = stack.frames[0] if stack.frames else None
@@ -213,6 +218,13 @@ def _surely_waits(stack: Stack) -> bool:
 
 def _is_average(stack: Stack) -> bool:
     return not stack.running and bool(stack.frames) and AVERAGE_FILES.search(stack.frames[0].filename) is not None
+
+
+def _is_for_gpu(stack: Stack) -> bool:
+    if not stack.gpu or not stack.frames:
+        return False
+    inner = stack.frames[0]
+    return bool(GPU_FILES.search(inner.filename) or GPU_CALL.search(linecache.getline(inner.filename, inner.line)))
 
 
 def _is_backward(frame: Frame) -> bool:

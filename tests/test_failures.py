@@ -438,6 +438,31 @@ def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
     assert told == "killed by SIGABRT; last words: terminate called without an active exception"
 
 
+def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
+    """As torch words it (pytorch issue 126544): what was wrong, and after it a stack of C++, twice."""
+    caught = (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
+        "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+    )
+    stack = [
+        f"frame #{number}: c10d::ProcessGroupNCCL::ncclCommWatchdog() + 0x210 (0x7f2a in /torch/lib/x.so)"
+        for number in range(9)
+    ]
+    raised = "Exception raised from checkTimeout at ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:565 (most recent call first):"
+    ended = f"[PG 0 Rank 0] Process group watchdog thread terminated with exception: {caught}"
+    log = tmp_path / "0.err"
+    log.write_text(
+        "\n".join([
+            f"[rank0]:[E518 03:21:12.4 ProcessGroupNCCL.cpp:563] {caught}",
+            f"[rank0]:[E518 03:21:12.5 ProcessGroupNCCL.cpp:1414] {ended}", raised, *stack, "",
+            "terminate called after throwing an instance of 'c10::DistBackendError'", f"  what():  {ended}", raised, *stack, "", "",
+        ])
+    )  # fmt: skip
+    assert failures.is_consequence(log)
+    told = failures.describe(ending(0, exit_code=None, signal=6), [], log, "/py").message
+    assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
+
+
 def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
     log = tmp_path / "1.err"
     log.write_text(
@@ -583,6 +608,27 @@ def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
     )
     assert [s.rank for s in hangs.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
     assert hangs.culprits([stack(rank, CLOSING) for rank in range(2)]) == []
+
+
+def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
+    """It runs on past its collectives, and waits where it reads what they bring."""
+    script = tmp_path / "train.py"
+    script.write_text("loss = 1\nprint(loss.item())\n")
+    reads = frames(("train", str(script), 2))
+    late = frames(
+        ("Event.synchronize", f"{TORCH}/cuda/streams.py", 9),
+        ("_Seen.is_finite", "/home/me/distrib/distrib/training/finite.py", 36),
+        ("train", "/home/me/train.py", 50),
+    )
+    evaluates = stack(0, frames(("evaluate", "/home/me/train.py", 90)), running=True)
+    stacks = [evaluates, *(stack(rank, calls, running=True) for rank, calls in ((1, reads), (2, late), (3, reads)))]
+    assert [s.rank for s in hangs.culprits(stacks)] == [0]
+    assert "3 ranks wait for it in a call that waits for its GPU" in hangs.report(stacks, 9)[0]
+    ended = [stack(0, CLOSING), *stacks[1:]]
+    assert [s.rank for s in hangs.culprits(ended)] == [0]
+    assert not hangs.wait_for_ended(ended)  # their GPUs may still compute
+    on_cpu = stack(1, reads, running=True, gpu=False)
+    assert not hangs.place_of(on_cpu).waits
 
 
 def test_a_rank_without_a_stack_is_still_told_of():

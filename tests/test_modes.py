@@ -317,3 +317,12 @@ def test_shares_follow_the_speed_and_not_the_noise(fixed, each, slow):
             assert 0.35 < sizes[0] / 32 < 0.65, seed
         elif not fixed:
             assert 0.6 < sizes[0] / 32 < 0.75, seed
+
+
+@pytest.mark.parametrize("mode", [[], ["--mode", "async"]], ids=["sync", "async"])
+def test_what_the_library_makes_is_not_on_the_device_of_set_default_device(launch, tmp_path, mode):
+    run = launch("-np", 2, *mode, SCRIPTS / "default_device.py", tmp_path)
+    assert run.code == 0, run
+    told = json.loads(next(line for line in run.out.splitlines() if "first" in line).partition("] ")[2])
+    assert told["device"] == "meta"
+    assert told["last"] < told["first"]

@@ -176,6 +176,8 @@ class ShardedLoader(Iterable[Any]):
         known = inspect.signature(DataLoader.__init__).parameters
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
+        if self._device.type == "cuda" and loader.num_workers:  # from other memory a copy waits until the GPU is done
+            options["pin_memory"] = True
         warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
@@ -221,7 +223,8 @@ class ShardedLoader(Iterable[Any]):
         if self._balance:
             self._balance.epoch()
         watch = _Watch(self._evenly(), self._training, self._parameters)
-        batches: Iterator[Any] = iter(self._loader)
+        with torch.device("cpu") if self._shard else contextlib.nullcontext():  # where its generator is
+            batches: Iterator[Any] = iter(self._loader)
         if self.is_stream:
             if watch.trains and ranks > 1 and not self._view and not self._first_batch:
                 batches = self._noting_the_first(batches)
@@ -385,7 +388,7 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
     if isinstance(batch, torch.Tensor):
         if not which(batch):
             return batch
-        return batch.to(device, non_blocking=batch.device.type == "cpu" and batch.is_pinned())
+        return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
     if isinstance(batch, PackedSequence):
         return batch.to(device)  # type: ignore[arg-type]
     if isinstance(batch, dict):

@@ -138,8 +138,34 @@ def content(path: str | os.PathLike[str]) -> bytes | None:
         return None
 
 
+class _Memory(io.RawIOBase):
+    """Bytes as a file, none of which is copied before it is read."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data, self._place = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: len(self._data)}[whence])
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._place : self._place + len(target)]
+        target[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+
 def read(
-    data: bytes, objects: dict[str, Any], device: torch.device, *, source: str
+    data: bytes | memoryview, objects: dict[str, Any], device: torch.device, *, source: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gives the states in `data` to `objects`; returns the plain values, over the ones in `objects`, and the backend's state.
 
@@ -154,7 +180,7 @@ def read(
         return storage  # on the CPU, as GPUs may have no room for all of it
 
     try:
-        saved = torch.load(io.BytesIO(data), map_location=place, weights_only=True)
+        saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
     except Exception as error:  # torch raises a dozen kinds here
         raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
     try:

@@ -125,27 +125,36 @@ class Drift:
             store.set(_key("all", self._world.rank), " ".join([str(self._steps), *rates]))
             store.check([_key("all", self._world.rank)])
 
+    def parted(self) -> str:
+        """Which rank has taken more steps than another, in words; empty where none has. To be called after all have left."""
+        taken = [int(steps) for steps, *_ in self._all_left()]
+        if not taken or any(map(in_join, self._models())):
+            return ""
+        most, least = (taken.index(pick(taken)) for pick in (max, min))
+        return "" if most == least else f"rank {most} has taken {taken[most]} steps, rank {least} {taken[least]}"
+
     def hear_of_steps(self) -> None:
-        """Rank 0 tells of ranks that have taken more steps than others."""
+        """Rank 0 tells of ranks that have taken more steps than others, or have other learning rates."""
         self.hear()
         if self._world.rank or self._told or any(map(in_join, self._models())):
             return
+        if what := self.parted():
+            print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
+            return
+        own = [_Digest.of_rate(name, rate) for name, rate in self._rates()]
+        for rank, (_, *rates) in enumerate(self._all_left()):
+            self._compare(
+                self._steps, own, rank, [number for rate in map(float, rates) for number in (rate, abs(rate))]
+            )
+
+    def _all_left(self) -> list[list[str]]:
+        """What each rank has left behind, in their order; nothing where it cannot be had."""
         with contextlib.suppress(RuntimeError, ValueError):
             store = _get_default_store()
             keys = [_key("all", rank) for rank in range(self._world.size)]
             if store.check(keys):
-                words = [store.get(key).decode().split() for key in keys]
-                taken = [int(steps) for steps, *_ in words]
-                most, least = (taken.index(pick(taken)) for pick in (max, min))
-                if taken[most] != taken[least]:
-                    what = f"rank {most} has taken {taken[most]} steps, rank {least} {taken[least]}"
-                    print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)
-                    return
-                own = [_Digest.of_rate(name, rate) for name, rate in self._rates()]
-                for rank, (_, *rates) in enumerate(words):
-                    self._compare(
-                        self._steps, own, rank, [number for rate in map(float, rates) for number in (rate, abs(rate))]
-                    )
+                return [store.get(key).decode().split() for key in keys]
+        return []
 
 
 def _key(steps: int | str, rank: int) -> str:

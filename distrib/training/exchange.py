@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distrib.errors import DistribError, TrainingError
 from distrib.training.alike import IS_MEAN
+from distrib.training.flat import MESSAGE_BYTES
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.world import World
 
@@ -31,7 +32,7 @@ class Exchange:
             raise TrainingError(f"all_reduce has no op {op!r}", hint=f"use {', '.join(_OPERATIONS)}")
         if not isinstance(value, torch.Tensor):
             try:
-                number = torch.tensor(float(value), dtype=torch.float64)
+                number = torch.tensor(float(value), dtype=torch.float64, device="cpu")
             except (TypeError, ValueError) as error:
                 raise TrainingError(
                     f"all_reduce of a {type(value).__name__}", hint="give it a number or a tensor"
@@ -69,3 +70,28 @@ class Exchange:
             raise problem or TrainingError(f"on rank {source}: {answer[1]}")
         result: T = answer[0]
         return result
+
+    def content(self, source: int, read: Callable[[], bytes | None]) -> memoryview | None:
+        """The bytes that `read` returns on rank `source`, if it does; what it raises is raised on every rank. Every rank.
+
+        They may be many, and many ranks of a host get them: each has them once, and rank `source` twice for a moment.
+        """
+        if self._elastic or self._world.size == 1:
+            data = self.from_main(read)
+            return None if data is None else memoryview(data)
+        mine: list[bytes | None] = []
+
+        def size() -> int | None:
+            mine.append(read())
+            return None if mine[0] is None else len(mine[0])
+
+        length = self.from_rank(source, size)
+        if length is None:
+            return None
+        whole = torch.empty(length, dtype=torch.uint8, device="cpu")
+        if mine and mine[0] is not None:
+            whole.numpy().data[:] = mine[0]
+            mine.clear()
+        for part in torch.split(whole, MESSAGE_BYTES) if length else ():
+            dist.broadcast(part, src=source)
+        return whole.numpy().data

@@ -166,7 +166,7 @@ def _verdict(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
     verdict = norms.isfinite().all()
     if not (late and norms.is_cuda):
         return verdict, None
-    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
     host.copy_(verdict, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(norms.device))

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -49,6 +50,9 @@ T = TypeVar("T")
 
 TOLD_MODELS = 3
 """So many models that came when training had begun, and are kept, are told of."""
+
+GPU_SECONDS = 60.0
+"""So long the GPU of a rank that has gone further than others is waited for at the end: it may have much to compute still."""
 
 
 class _Count(NamedTuple):
@@ -583,6 +587,8 @@ class Job:
         self._profiles.end()
         self._status.closing()
         try:
+            if self.device.type == "cuda" and not self._elastic:
+                self._meet_before_gpu()
             for steps in self._steps:
                 steps.settle()  # ranks that have parted learn it here
             if not self._elastic:
@@ -616,6 +622,29 @@ class Job:
             from mpi4py import MPI
 
             MPI.Finalize()
+
+    def _meet_before_gpu(self) -> None:
+        """Sees to it that a rank which has gone a step further than the others learns it, before it waits for its GPU.
+
+        That runs on past a collective which the others never come to, and would wait with it until NCCL's time is up.
+        """
+        meet_at_end(self._backend.world, tell=not self._status.is_read)
+        if self._drift is None:
+            return
+        self._drift.leave()
+        self.barrier()
+        if parted := self._drift.parted():
+            computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            computed.record(torch.cuda.current_stream(self.device))
+            deadline = time.monotonic() + GPU_SECONDS
+            while not computed.query():  # type: ignore[no-untyped-call]
+                if time.monotonic() > deadline:
+                    raise TrainingError(
+                        f"{parted}, and its GPU still waits for the others, who are at the end of their scripts",
+                        hint="let all ranks leave their loops after as many steps: where a measurement decides (early stopping), "
+                        "by that of all, such as job.all_reduce(loss)",
+                    )
+                time.sleep(0.01)
 
     def _tell_staleness(self, seen: dict[str, float]) -> None:
         """How late updates were, for the log of the run."""

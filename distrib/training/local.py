@@ -194,6 +194,9 @@ class Round:
     def go_on(self) -> None:
         """A step was taken. Every rank."""
         self._taken += 1
+        if (self._taken - self._settled) % self._steps == 0:
+            self.rounds, self._ended = self.rounds + 1, self._taken
+            self._average_buffers()  # before what travels for long: NCCL takes one after the other
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
                 fragment.finish(own_share=MIXED)
@@ -203,9 +206,6 @@ class Round:
                 fragment.send(self._taken + self._outer.overlap_steps)
                 if not self._outer.overlap_steps:
                     fragment.finish(own_share=0.0)
-        if (self._taken - self._settled) % self._steps == 0:
-            self.rounds, self._ended = self.rounds + 1, self._taken
-            self._average_buffers()
 
     @property
     def is_too_short(self) -> bool:
@@ -318,7 +318,7 @@ class Fragment:
     def send(self, due: int) -> None:
         """Sends how far this rank has come. Every rank."""
         assert self._common is not None
-        self._way = self._common - flatten(self.parameters)
+        self._way = flatten(self.parameters).neg_().add_(self._common)
         if self._dtype is not None:
             self._way = self._way.to(self._dtype)
         self._work = dist.all_reduce(self._way, async_op=True)
@@ -328,7 +328,7 @@ class Fragment:
         """Waits for the mean way of all ranks, and takes the outer step; of what this rank has now, `own_share` stays."""
         assert self._common is not None and self._way is not None
         self._work.wait()
-        common = self._outer_step(self._way.to(self._common.dtype) / self._ranks)
+        common = self._outer_step(self._way.to(self._common.dtype).div_(self._ranks))
         unflatten(torch.lerp(common, flatten(self.parameters), own_share) if own_share else common, self.parameters)
         # What is common is kept while it is not what the parameters are; otherwise it is read from them, which the
         # script may have changed.
@@ -336,12 +336,15 @@ class Fragment:
         self._way = self._work = self.due = None
 
     def _outer_step(self, way: torch.Tensor) -> torch.Tensor:
-        """The common parameters after a step of SGD with Nesterov momentum, as torch.optim.SGD takes it."""
+        """The common parameters after a step of SGD with Nesterov momentum, as torch.optim.SGD takes it.
+
+        In the memory of those before and of `way`: at the end of a round a GPU has little left.
+        """
         assert self._common is not None
         if self._outer.momentum:
             self.momentum = way.clone() if self.momentum is None else self.momentum.mul_(self._outer.momentum).add_(way)
-            way = way + self.momentum * self._outer.momentum
-        return self._common - way * self._outer.lr
+            way.add_(self.momentum, alpha=self._outer.momentum)
+        return self._common.sub_(way, alpha=self._outer.lr)
 
 
 def _size(parameter: torch.Tensor) -> int:

@@ -35,7 +35,7 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     """Makes torch's default process group of all ranks of `world`; a rank that is alone needs none.
 
     On GPUs tensors travel by NCCL, and what lies in host memory by Gloo; on CPU hosts all travels by Gloo.
-    Raises TrainingError, on every rank, when rank 0 has no address to listen on.
+    Raises TrainingError, on every rank, when rank 0 has no address to listen on, or only some have GPUs.
     """
     if world.size == 1:
         return
@@ -48,9 +48,11 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     device_id = device if "nccl" in backend else None
     if world.comm is not None:
         store = _meet(world, timeout)
+        _check_devices(world, backend)
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
         )
+        _unbind()
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -61,6 +63,24 @@ def join(world: World, device: torch.device, timeout: timedelta) -> None:
     dist.init_process_group(
         backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
     )
+    _unbind()
+
+
+def _check_devices(world: World, backend: str) -> None:
+    """Raises TrainingError where ranks would connect by different backends: the one would wait for the other until its time is up."""
+    backends: list[str] = world.comm.allgather(backend)
+    if len(set(backends)) > 1:
+        without = [str(rank) for rank, other in enumerate(backends) if "nccl" not in other]
+        raise TrainingError(
+            f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, the others do",
+            hint="use hosts that are alike, see to the drivers there (distrib-topo check), or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
+        )
+
+
+def _unbind() -> None:
+    """The device was named for NCCL to connect now. Bound to it for good, a later group of some ranks would be split from all of
+    them, also one of Gloo's, of whose ranks none takes part (pytorch issue 145376): the others would wait for good."""
+    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
 def meet_at_end(world: World, *, tell: bool) -> None:
@@ -75,14 +95,16 @@ def meet_at_end(world: World, *, tell: bool) -> None:
     note.daemon = True
     if tell:
         note.start()
-    message = torch.zeros(1, dtype=torch.uint8)
+    message = torch.zeros(1, dtype=torch.uint8, device="cpu")
     try:
         if world.rank:
             dist.send(message, 0, tag=END_TAG)
             dist.recv(message, 0, tag=END_TAG)
         else:
             others = range(1, world.size)
-            for work in [dist.irecv(torch.zeros(1, dtype=torch.uint8), other, tag=END_TAG) for other in others]:
+            for work in [
+                dist.irecv(torch.zeros(1, dtype=torch.uint8, device="cpu"), other, tag=END_TAG) for other in others
+            ]:
                 work.wait()  # type: ignore[union-attr]
             for work in [dist.isend(message, other, tag=END_TAG) for other in others]:
                 work.wait()  # type: ignore[union-attr]

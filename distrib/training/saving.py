@@ -53,7 +53,7 @@ class Checkpoints:
         def read() -> bytes | None:
             return checkpoint.content(path)
 
-        data = self._exchange.from_rank(source, read) if source else self._exchange.from_main(read)
+        data = self._exchange.content(source, read)
         place = Path(path).absolute()
         if data is None:
             if self._world.rank == 0:

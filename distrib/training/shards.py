@@ -19,7 +19,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -198,7 +198,10 @@ class _Drawn(Sequence[int]):
         number, place = divmod(range(self._draws)[index], _BLOCK)
         if number != self._number:
             generator = torch.Generator().manual_seed(hash((self._seed, number)) % 2**63)
-            self._number, self._block = number, torch.randint(self._below, (_BLOCK,), generator=generator).tolist()
+            self._number, self._block = (
+                number,
+                torch.randint(self._below, (_BLOCK,), generator=generator, device="cpu").tolist(),
+            )
         return self._block[place]
 
 
@@ -224,7 +227,9 @@ def _seeded(seed: int, source: Any) -> Iterator[None]:
     python_state = random.getstate()
     try:
         gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(devices=gpus):
+        # What draws from the CPU's numbers cannot make tensors on the device of torch.set_default_device.
+        on_cpu = torch.device("cpu") if not generators else nullcontext()
+        with torch.random.fork_rng(devices=gpus), on_cpu:
             # Not torch.manual_seed: that of GPUs would stay changed, and dropout there be the same on all ranks.
             torch.default_generator.manual_seed(seed)
             if gpus:

@@ -270,7 +270,7 @@ class Steps:
     def _compare(self) -> None:
         """Tells the others how many batches this rank has come to."""
         if self._compares:
-            own = torch.tensor([self.mean.passes, self.calls])
+            own = torch.tensor([self.mean.passes, self.calls], device="cpu")
             self._counts = [torch.empty_like(own) for _ in range(self._backend.world.size)]
             self._comparing = dist.all_gather(self._counts, own, group=self._backend.counting_group, async_op=True)
 

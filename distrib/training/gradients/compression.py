@@ -28,8 +28,9 @@ DUST = 1e-10
 """How large the random numbers are that keep PowerSGD's matrices from becoming nothing; beside others they are not noticed."""
 
 Waits = Iterator[torch.futures.Future[Any]]
-Errors = Callable[[int], torch.Tensor]
-"""Given a stage, what this rank has left out of this piece so far: to be read, and overwritten with what is left out now."""
+Errors = Callable[[int, int], torch.Tensor]
+"""Given a stage and how many elements are this rank's there, what it has left out of them so far: to be read, and overwritten with what
+is left out now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,7 @@ class Halved(Way):
         """Of so many elements at least."""
         room = 1 << (elements - 1).bit_length()
         kept = self._kept.setdefault((room, dtype), [])
-        return kept.pop() if kept else torch.zeros(room, dtype=dtype)
+        return kept.pop() if kept else torch.zeros(room, dtype=dtype, device="cpu")
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         return 2 * (hosts - 1) * 2 * math.ceil(elements / hosts)
@@ -146,17 +147,18 @@ class Blocks(Way):
         rows = torch.zeros(ranks, share, dtype=torch.float32, device=piece.device)
         flat = rows.view(-1)[: piece.numel()]
         flat.copy_(piece)
-        flat += errors(0)
+        left_out = errors(0, piece.numel())
+        flat += left_out
         sent = self.encode(rows)
-        _keep(errors(0), flat, self.decode(sent, share).view(-1)[: piece.numel()])
+        _keep(left_out, flat, self.decode(sent, share).view(-1)[: piece.numel()])
         received = torch.empty_like(sent)
         yield dist.all_to_all_single(received, sent, group=groups[0], async_op=True).get_future()
         total = self.decode(received, share).sum(dim=0, keepdim=True)
-        mine = slice(rank * share, max(rank * share, min((rank + 1) * share, piece.numel())))
-        length = mine.stop - mine.start
-        total[0, :length] += errors(1)[mine]
+        length = max(0, min((rank + 1) * share, piece.numel()) - rank * share)
+        left_out = errors(1, length)
+        total[0, :length] += left_out
         own = self.encode(total)
-        _keep(errors(1)[mine], total[0, :length], self.decode(own, share)[0, :length])
+        _keep(left_out, total[0, :length], self.decode(own, share)[0, :length])
         everyones = torch.empty(ranks, own.shape[1], dtype=own.dtype, device=own.device)
         yield gather(everyones.view(-1), own.view(-1), group=groups[1], async_op=True).get_future()
         piece.copy_(self.decode(everyones, share).view(-1)[: piece.numel()])
@@ -211,7 +213,7 @@ class Largest(Way):
 
     def sum(self, piece: torch.Tensor, groups: list[dist.ProcessGroup], errors: Errors, origin: Origin | None) -> Waits:
         ranks, kept = groups[0].size(), self.kept(piece.numel())
-        wanted = errors(0)
+        wanted = errors(0, piece.numel())
         wanted += piece
         places = torch.topk(wanted.abs(), kept, sorted=False).indices
         values = wanted[places]
@@ -263,7 +265,12 @@ class PowerSgd:
                 start += self._dust_for(index, start)
             return done.value()
 
-        return powerSGD_hook(self.state, _Rows(bucket)).then(tidied)
+        # torch seeds the first matrix of a bucket, and with it the random numbers of all GPUs: dropout would be the same on all ranks.
+        buffer = bucket.buffer()
+        seeded = [buffer.device.index] if buffer.is_cuda and index not in self.state.q_memory_dict else []
+        with torch.random.fork_rng(devices=seeded, enabled=bool(seeded)):
+            future = powerSGD_hook(self.state, _Rows(bucket))
+        return future.then(tidied)
 
     def rescale(self, factor: torch.Tensor) -> None:
         for errors in self.state.error_dict.values():
@@ -272,7 +279,7 @@ class PowerSgd:
     def _dust_for(self, index: int, start: torch.Tensor) -> torch.Tensor:
         """Random numbers, the same on every rank, with which what has become nothing begins anew."""
         if index not in self._dust:
-            numbers = torch.randn(start.shape, generator=torch.Generator().manual_seed(index))
+            numbers = torch.randn(start.shape, generator=torch.Generator().manual_seed(index), device="cpu")
             self._dust[index] = (max(DUST, torch.finfo(start.dtype).tiny) * numbers).to(start)
         return self._dust[index]
 
@@ -353,7 +360,7 @@ class Units:
 
     def __init__(self) -> None:
         self._scaler: torch.amp.GradScaler | None = None
-        self._scale = torch.ones(())
+        self._scale = torch.ones((), device="cpu")
 
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """The gradients of this step are times the present scale of `scaler`."""

@@ -181,10 +181,10 @@ class Engine:
                 result += part
         if self._lane.hosts > 1:
 
-            def errors(stage: int) -> torch.Tensor:
-                key = piece.key, stage, result.numel()
+            def errors(stage: int, elements: int) -> torch.Tensor:
+                key = piece.key, stage, elements
                 if key not in self._errors:
-                    self._errors[key] = torch.zeros(result.numel())
+                    self._errors[key] = torch.zeros(elements, device=result.device)
                 return self._errors[key]
 
             self.sent_bytes += self.way.sent_bytes(

@@ -87,12 +87,12 @@ class Hierarchy:
         """
         self.own_input.zero_()
         self._trial(FEW)  # to warm up
-        source, copy = torch.zeros(TRIAL_BYTES // 4), torch.zeros(TRIAL_BYTES // 4)
+        source, copy = (torch.zeros(TRIAL_BYTES // 4, device="cpu") for _ in range(2))
         begun = time.perf_counter()
         for _ in range(COPIES):
             copy.copy_(source)
         inside = time.perf_counter() - begun
-        times = torch.tensor([self._trial(FEW), self._trial(MANY), inside], dtype=torch.float64)
+        times = torch.tensor([self._trial(FEW), self._trial(MANY), inside], dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         few, many, inside = times.tolist()
         return Wire(

@@ -126,7 +126,7 @@ class Averaging(Hook):
             self._engine.way = self._way
 
     def _cuts(self) -> list[Cut]:
-        times = torch.tensor(self._ready, dtype=torch.float64)
+        times = torch.tensor(self._ready, dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
         return worth_trying(sizes, times.tolist(), self._hierarchy.measure())
@@ -139,7 +139,7 @@ class Averaging(Hook):
             if not contest.over:
                 self._use(contest.cut)
                 return
-            seconds = torch.tensor(contest.seconds(), dtype=torch.float64)
+            seconds = torch.tensor(contest.seconds(), dtype=torch.float64, device="cpu")
             dist.all_reduce(seconds)
             self._use(contest.cuts[int(seconds.argmin())])
             self._contest = None
@@ -230,11 +230,11 @@ class GpuAveraging(Hook):
         buffer = bucket.buffer()
         elements, width = buffer.numel(), buffer.element_size()
 
-        def errors(stage: int) -> torch.Tensor:
-            key = bucket.index(), elements, stage
+        def errors(stage: int, own: int) -> torch.Tensor:
+            key = bucket.index(), own, stage
             self._used.add(key)
             if key not in self._errors:
-                self._errors[key] = torch.zeros(elements, device=buffer.device)
+                self._errors[key] = torch.zeros(own, device=buffer.device)
             return self._errors[key]
 
         way = self._way if self._steps >= SETTLED_STEPS else Exact()

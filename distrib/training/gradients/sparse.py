@@ -25,7 +25,7 @@ def averaged(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
 
 def _mean(own: torch.Tensor) -> torch.Tensor:
     """Of coalesced tensors of the same shape, also with different numbers of rows."""
-    counts = _gathered(torch.tensor([own.values().shape[0]]))
+    counts = _gathered(torch.tensor([own.values().shape[0]], device="cpu"))
     most = int(max(counts))
 
     def everyones(rows: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ def _mean(own: torch.Tensor) -> torch.Tensor:
 
     places = everyones(own.indices().t().contiguous()).t()
     values = everyones(own.values()) / len(counts)
-    return torch.sparse_coo_tensor(places, values, own.shape, check_invariants=False).coalesce()
+    return torch.sparse_coo_tensor(places, values, own.shape, device=values.device, check_invariants=False).coalesce()
 
 
 def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -96,7 +96,7 @@ class HeldTable:
         dtype = wire_dtype(self.description.wire, chunk.kind)
         if arena:
             return arena.gradients[chunk.number].view(dtype), arena.values[chunk.number].view(dtype)
-        made = [torch.zeros(chunk.elements, dtype=dtype, pin_memory=not self._on_cpu) for _ in range(2)]
+        made = [torch.zeros(chunk.elements, dtype=dtype, device="cpu", pin_memory=not self._on_cpu) for _ in range(2)]
         return made[0], made[1]
 
     def _arenas_of_servers(self) -> dict[int, Arena]:
@@ -348,7 +348,9 @@ class HeldTable:
             target = slot.gradient[offset : offset + size]
             gradient = self.parameters[piece.parameter].grad
             if gradient is None or empty:
-                if target.is_pinned():  # what a GPU was told to copy there before must not come later
+                if (
+                    not self._on_cpu and target.is_pinned()
+                ):  # what a GPU was told to copy there before must not come later
                     torch.cuda.current_stream().synchronize()
                 target.zero_()
             else:
@@ -407,7 +409,7 @@ class HeldTable:
                 mine, size = found.setdefault(parameter, {}), piece.stop - piece.start
                 for name, value in saved.items():
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == chunk.elements:
-                        whole = mine.setdefault(name, torch.empty(parameter.numel(), dtype=value.dtype))
+                        whole = mine.setdefault(name, torch.empty(parameter.numel(), dtype=value.dtype, device="cpu"))
                         whole[piece.start : piece.stop] = value.view(-1)[offset : offset + size]
                     else:
                         mine[name] = value
@@ -490,7 +492,11 @@ def _refuse_sparse(gradient: torch.Tensor) -> None:
 
 def _part(value: torch.Tensor | None, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """Elements of a parameter's state, in host memory; zeros where there is none."""
-    return torch.zeros(stop - start, dtype=like.dtype) if value is None else value.reshape(-1)[start:stop].cpu()
+    return (
+        torch.zeros(stop - start, dtype=like.dtype, device="cpu")
+        if value is None
+        else value.reshape(-1)[start:stop].cpu()
+    )
 
 
 def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
@@ -499,4 +505,11 @@ def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
         return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # or a core would be busy waiting
     event.record()
-    return event.synchronize
+
+    def wait() -> None:
+        with torch.cuda.device(
+            parameter.device
+        ):  # another thread's is the first GPU, and each rank would take memory there
+            event.synchronize()
+
+    return wait

@@ -76,7 +76,7 @@ class Pool:
     def take(self, size: int) -> torch.Tensor:
         """`size` bytes of whatever content."""
         free = self._free.get(size)
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def give(self, memory: torch.Tensor) -> None:
         """Nobody uses it any more."""
@@ -141,7 +141,7 @@ class Table:
             shape = like.shape if self.description.recipe.whole else (at.elements,)
             self.updaters[chunk] = Updater(
                 self.description.recipe,
-                torch.empty(shape, dtype=getattr(torch, at.kind)),
+                torch.empty(shape, dtype=getattr(torch, at.kind), device="cpu"),
                 self.description.options[at.group],
             )
         elif not replace:

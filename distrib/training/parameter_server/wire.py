@@ -365,11 +365,13 @@ class Loop:
         """Until `ended`."""
         while not self.ended:
             wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            if self._calls:
+                wait = 0.0
             self._forgotten.clear()
             for key, events in self._selector.select(wait):
                 if key.fileobj not in self._forgotten:
                     key.data(events)
-            while self._calls:
+            if self._calls:  # one at a time: each may wait for a GPU, and meanwhile there is to send and to read
                 self._calls.popleft()()
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
