@@ -65,7 +65,7 @@ def our_processes() -> dict[int, str]:
 
 @pytest.fixture(autouse=True)
 def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where several processes run tests (`pytest -n 2`), one that is marked `alone` waits until no other test runs."""
+    """Where several processes run tests (`pytest -n`), one that is marked `alone` waits until no other test runs."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
