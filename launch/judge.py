@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from distrib_launch.checks import Check, Want, error, warning
+from distrib_launch.ranges import ranges
 
-from distrib.cluster.inventory import GpuHolder, Inventory
+from distrib.cluster.inventory import GpuHealth, GpuHolder, Inventory
 from distrib.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -22,6 +23,8 @@ SMALL_DISK_BYTES = GIB
 CLOCK_SECONDS = 0.5
 HIDDEN_BYTES = 256 * MIB
 """Less GPU memory than this in use is the driver's own."""
+LOW_POWER = 0.98
+"""A limit below this part of the others' is another one."""
 
 OLDEST_PYTHON = (3, 10)
 
@@ -280,6 +283,72 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
             yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
 
 
+def gpu_health(e: Evidence) -> Iterator[Check]:
+    """GPUs that work, and are slower or less sound than others of their kind: all ranks wait for them."""
+    used = {
+        host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
+        for host, facts in e.inventories.items()
+        if _gpu_job(e, host)
+    }
+    kinds: dict[str | None, list[GpuHealth]] = {}
+    for gpu in (gpu for gpus in used.values() for gpu in gpus):
+        kinds.setdefault(gpu.kind, []).append(gpu.health)
+    for host, gpus in used.items():
+        found: dict[tuple[str, str], list[int]] = {}
+        for gpu in gpus:
+            for told in _ailments(gpu.health, kinds[gpu.kind]):
+                found.setdefault(told, []).append(gpu.index)
+        for (reason, fix), indices in found.items():
+            which = f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {ranges(indices)}"
+            yield warning(host, "gpus", f"{which}: {reason}", fix)
+
+
+def _ailments(health: GpuHealth, alike: Sequence[GpuHealth]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
+    up = _most([one.nvlinks_up for one in alike])
+    if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
+        yield (
+            f"{health.nvlinks_up} NVLinks are up, {up:g} with the others of its kind",
+            "nvidia-smi nvlink -s there; a reset or a new seat of the board brings links back",
+        )
+    if health.slowed_by:
+        heat = health.temperature_celsius
+        hot = f" ({heat} C)" if heat is not None and "heat" in health.slowed_by else ""
+        yield (
+            f"slowed down by {' and '.join(health.slowed_by)}{hot}",
+            "see to fans, air and power supplies; nvidia-smi -q -d PERFORMANCE",
+        )
+    watts = _most([one.power_limit_watts for one in alike])
+    if health.power_limit_watts is not None and watts is not None and health.power_limit_watts < LOW_POWER * watts:
+        yield (
+            f"limited to {health.power_limit_watts:g} W, {watts:g} W with the others of its kind",
+            f"nvidia-smi -pl {watts:g} there, if the power supplies allow it",
+        )
+    if health.has_bad_memory:
+        yield "bad rows of its memory could not be replaced", "have it exchanged; nvidia-smi -q -d ROW_REMAPPER"
+    elif health.needs_reset:
+        yield (
+            "bad rows of its memory wait to be replaced",
+            "reset it when idle: nvidia-smi --gpu-reset, or boot the host again",
+        )
+    elif health.uncorrected_errors:
+        yield (
+            f"{health.uncorrected_errors} uncorrected error(s) of its memory since the driver was loaded",
+            "jobs may end by such; nvidia-smi -q -d ECC, and reset it when idle: nvidia-smi --gpu-reset",
+        )
+    if health.has_fabric is False:
+        yield (
+            "its NVSwitches are not set up, without which CUDA may not start (error 802)",
+            "systemctl status nvidia-fabricmanager there, which must be of the driver's version",
+        )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    """The commonest of the values that are known, of equally common ones the largest."""
+    counts = Counter(value for value in values if value is not None)
+    return max(counts, key=lambda value: (counts[value], value), default=None)
+
+
 def _holder(holder: GpuHolder) -> str:
     hidden = "" if holder.listed else ", which nvidia-smi does not list"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
@@ -353,4 +422,4 @@ def _size(size: int) -> str:
     return format_size(size, digits=3, binary=True)
 
 
-FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_memory, machine, limits, clock)
+FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock)

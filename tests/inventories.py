@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distrib.cluster.inventory import Gpu, Interface, Inventory
+from distrib.cluster.inventory import Gpu, GpuHealth, Interface, Inventory
 
 GIB = 1 << 30
 
@@ -37,11 +37,13 @@ def interface(
     )  # fmt: skip
 
 
-def gpus(count: int, *, kind: str = "NVIDIA A100-SXM4-80GB", used_bytes: int = 0) -> tuple[Gpu, ...]:
+def gpus(count: int, *, kind: str = "NVIDIA A100-SXM4-80GB", used_bytes: int = 0, **health: Any) -> tuple[Gpu, ...]:
+    sound: dict[str, Any] = {"nvlinks_up": 12, "nvlinks": 12, "power_limit_watts": 400.0, "uncorrected_errors": 0}
     return tuple(
         Gpu(
             index=n, minor=n, kind=kind, memory_bytes=80 * GIB, used_memory_bytes=used_bytes,
             bus_id=f"0000:{n:02x}:00.0", numa_node=0,
+            health=GpuHealth(**{**sound, **health}),
         )
         for n in range(count)
     )  # fmt: skip

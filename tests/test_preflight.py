@@ -28,7 +28,16 @@ from hypothesis import strategies as st
 
 from distrib.cluster import inventory_program
 from distrib.cluster.host_program import BEGIN, END
-from distrib.cluster.inventory import GpuHolder, Question, RdmaPort, Told, own_inventory, program, read_answer
+from distrib.cluster.inventory import (
+    GpuHealth,
+    GpuHolder,
+    Question,
+    RdmaPort,
+    Told,
+    own_inventory,
+    program,
+    read_answer,
+)
 from tests.conftest import SCRIPTS, TOPO
 from tests.inventories import GIB, gpus, inventory
 
@@ -160,6 +169,45 @@ def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
         "nvmlDeviceGetHandleByIndex", lambda index: handle(index) if index else refuse(pynvml.NVMLError_NoPermission)()
     )
     assert [(gpu.index, gpu.minor) for gpu in own_inventory(Question()).gpus] == [(0, 0)]  # as CUDA counts
+
+
+def test_what_nvml_tells_of_a_gpus_health(nvml):
+    def link(index, number):
+        if number >= 4:
+            raise pynvml.NVMLError_InvalidArgument()
+        return int(index == 0 or number)
+
+    def fabric(index, info):
+        info._obj.state = pynvml.NVML_GPU_FABRIC_STATE_COMPLETED if index else pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS
+
+    idle, brake = pynvml.nvmlClocksThrottleReasonGpuIdle, pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+    answers = {
+        "nvmlDeviceGetNvLinkState": link,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda index: idle | brake if index else idle,
+        "nvmlDeviceGetRemappedRows": lambda index: (0, 1, index, 0),
+        "nvmlDeviceGetRetiredPagesPendingStatus": refuse(pynvml.NVMLError_NotSupported),
+        "nvmlDeviceGetEnforcedPowerLimit": lambda index: 500_000 if index else 700_000,
+        "nvmlDeviceGetPowerManagementDefaultLimit": lambda index: 700_000,
+        "nvmlDeviceGetTemperature": lambda index, sensor: 41 + index,
+        "nvmlDeviceGetTemperatureThreshold": lambda index, threshold: 87,
+        "nvmlDeviceGetTotalEccErrors": lambda index, kind, counter: 2 * index * (kind == 1) * (counter == 0),
+        "nvmlDeviceGetGpuFabricInfoV": fabric,
+    }
+    for name, answer in answers.items():
+        nvml(name, answer)
+    first, second = (gpu.health for gpu in own_inventory(Question()).gpus)
+    assert first == GpuHealth(
+        nvlinks_up=4, nvlinks=4, power_limit_watts=700, usual_power_limit_watts=700, temperature_celsius=41,
+        slowdown_celsius=87, uncorrected_errors=0, has_fabric=False,
+    )  # fmt: skip
+    assert second == GpuHealth(
+        nvlinks_up=3, nvlinks=4, slowed_by=("its power supply",), power_limit_watts=500, usual_power_limit_watts=700,
+        temperature_celsius=42, slowdown_celsius=87, uncorrected_errors=2, needs_reset=True, has_fabric=True,
+    )  # fmt: skip
+    for refusal in (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, AttributeError):
+        for name in answers:
+            nvml(name, refuse(refusal))
+        assert [gpu.health for gpu in own_inventory(Question()).gpus] == [GpuHealth()] * 2
 
 
 def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
@@ -334,6 +382,13 @@ def gpu_hosts(**odd):
         ({"gpus": gpus(1)}, "gpus", "error", "2 rank(s) on 1 GPU(s)"),
         ({"gpus": ()}, "gpus", "error", "no GPU there, but 3 other host(s) have some"),
         ({"gpus": gpus(2, kind="NVIDIA H200")}, "gpus", "warning", "GPUs of kind NVIDIA H200, 3 others have NVIDIA A100"),
+        ({"gpus": gpus(2, nvlinks_up=11, nvlinks=12)}, "gpus", "warning", "GPUs 0-1: 11 NVLinks are up, 12 with the others"),
+        ({"gpus": gpus(2, slowed_by=("heat",), temperature_celsius=91)}, "gpus", "warning", "slowed down by heat (91 C)"),
+        ({"gpus": gpus(2, power_limit_watts=300.0)}, "gpus", "warning", "limited to 300 W, 400 W with the others"),
+        ({"gpus": gpus(2, needs_reset=True)}, "gpus", "warning", "bad rows of its memory wait to be replaced"),
+        ({"gpus": gpus(2, has_bad_memory=True, needs_reset=True)}, "gpus", "warning", "could not be replaced"),
+        ({"gpus": gpus(2, uncorrected_errors=3)}, "gpus", "warning", "3 uncorrected error(s)"),
+        ({"gpus": gpus(2, has_fabric=False)}, "gpus", "warning", "error 802"),
         ({"driver": "550.2"}, "cuda", "warning", "driver 550.2, 3 others have 570.1"),
         ({"gpus": (gpus(2)[0], msgspec.structs.replace(gpus(2)[1], problem="GPU is lost"))}, "cuda", "error",
          "GPU 1 does not answer: GPU is lost"),

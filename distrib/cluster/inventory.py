@@ -16,6 +16,29 @@ Said = TypeVar("Said")
 Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
 
+class GpuHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """What NVML tells of a GPU's state; None where it does not."""
+
+    nvlinks_up: int | None = None
+    nvlinks: int | None = None
+    slowed_by: tuple[str, ...] = ()
+    """What keeps its clocks low: `heat`, `its power supply`."""
+    power_limit_watts: float | None = None
+    usual_power_limit_watts: float | None = None
+    """As it left the factory."""
+    temperature_celsius: int | None = None
+    slowdown_celsius: int | None = None
+    """From where on it slows itself down."""
+    uncorrected_errors: int | None = None
+    """Of its memory, since the driver was loaded."""
+    needs_reset: bool = False
+    """Whether it must be reset for bad rows of its memory to be replaced."""
+    has_bad_memory: bool = False
+    """Whether bad rows could not be replaced."""
+    has_fabric: bool | None = None
+    """Whether its NVSwitches are set up, or it has none."""
+
+
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """One GPU. `index` counts those that may be used, as CUDA does, `minor` is the number of its device file, -1 where it has none."""
 
@@ -28,6 +51,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None
     problem: str | None = None
     """Why NVML says nothing of it."""
+    health: GpuHealth = GpuHealth()
 
 
 class GpuHolder(msgspec.Struct, frozen=True, kw_only=True):

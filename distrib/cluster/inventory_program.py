@@ -7,6 +7,7 @@ there is a GPU. A fact that cannot be had is null.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import pwd
@@ -233,13 +234,67 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
             gpus.append({"index": index, "minor": asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1),
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
-                         "bus_id": bus, "numa_node": numa_of(bus)})  # fmt: skip
+                         "bus_id": bus, "numa_node": numa_of(bus), "health": gpu_health(pynvml, device)})  # fmt: skip
             for process in asked(lambda device=device: running(pynvml, device), []):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
     finally:
         pynvml.nvmlShutdown()
     return gpus, listed
+
+
+SLOWED = {0x20: "heat", 0x40: "heat", 0x80: "its power supply"}
+"""By NVML's bits for why clocks are low (nvmlClocksThrottleReasons). That of a slowdown by whatever (0x8) is seen in passing, too."""
+FABRIC_UNREADY = (1, 2)
+"""NVML_GPU_FABRIC_STATE_NOT_STARTED and _IN_PROGRESS: NVIDIA's fabric manager has not set up the NVSwitches (yet)."""
+
+
+def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
+    """What may make a GPU slower than others of its kind, or end a job; None where it, its driver or the binding does not tell."""
+
+    def told(question: Any) -> Any:
+        try:
+            return question()
+        except (pynvml.NVMLError, AttributeError):
+            return None
+
+    links = []
+    for link in range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18)):
+        state = told(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(device, link))
+        if state is None:
+            break
+        links.append(bool(state))
+    reasons = told(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    remapped = told(lambda: pynvml.nvmlDeviceGetRemappedRows(device)) or (0, 0, 0, 0)
+    limits = (
+        told(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(device)),
+        told(lambda: pynvml.nvmlDeviceGetPowerManagementDefaultLimit(device)),
+    )
+    return {
+        "nvlinks_up": sum(links) if links else None,
+        "nvlinks": len(links) or None,
+        "slowed_by": sorted({why for bit, why in SLOWED.items() if reasons & bit}),
+        "power_limit_watts": limits[0] / 1000 if limits[0] else None,
+        "usual_power_limit_watts": limits[1] / 1000 if limits[1] else None,
+        "temperature_celsius": told(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
+        "slowdown_celsius": told(
+            lambda: pynvml.nvmlDeviceGetTemperatureThreshold(device, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
+        ),
+        "uncorrected_errors": told(
+            lambda: pynvml.nvmlDeviceGetTotalEccErrors(
+                device, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+            )
+        ),
+        "needs_reset": bool(remapped[2] or told(lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(device))),
+        "has_bad_memory": bool(remapped[3]),
+        "has_fabric": told(lambda: fabric_state(pynvml, device) not in FABRIC_UNREADY),
+    }
+
+
+def fabric_state(pynvml: Any, device: Any) -> int:
+    info = pynvml.c_nvmlGpuFabricInfoV_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
+    return int(info.state)
 
 
 def running(pynvml: Any, device: Any) -> Any:
