@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distrib_launch import choose
 from distrib_launch.options import Once
@@ -16,7 +18,14 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distrib_launch.preflight import Report
+    from distrib_launch.choose import Wishes
+    from distrib_launch.connections import Connections
+    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.preflight import Answers, Report
+
+    from distrib.cluster.hosts import HostList
+    from distrib.cluster.inventory import Question
+    from distrib.cluster.topology import Topology
 
 
 def add_options(check: argparse.ArgumentParser) -> None:
@@ -35,26 +44,35 @@ def add_options(check: argparse.ArgumentParser) -> None:
     check.add_argument("script", nargs="?", metavar="SCRIPT", help="also: is this script the same on every host?")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
+class Asked(NamedTuple):
+    """What hosts have answered, while they can be asked more."""
+
+    plan: LaunchPlan
+    question: Question
+    answers: Answers
+    connections: Connections
+
+
+@contextlib.contextmanager
+def asked(
+    hosts: HostList | None,
+    topology: Topology | None,
+    *,
+    wishes: Wishes,
+    script: Path | None = None,
+    mpirun: str | None = None,
+    ssh_command: str | None = None,
+) -> Iterator[Asked]:
+    """Ask the hosts that a job would run on, this machine where there are none."""
     import msgspec
-    from distrib_launch import network, openfiles, preflight
+    from distrib_launch import openfiles, preflight
     from distrib_launch import plan as planning
     from distrib_launch.connections import Connections
-    from distrib_launch.console import perhaps_unread
-    from distrib_launch.engines import mpirun
-    from distrib_launch.job import FILE_NAME, read_hosts, read_topology_for, this_machine
+    from distrib_launch.engines.mpirun import write_ssh_config
+    from distrib_launch.job import this_machine
 
     from distrib.strategy import Strategy
 
-    script = Path(options.script).absolute() if options.script else None
-    if script and not script.is_file():
-        raise ConfigError(f"{options.script}: no such script")
-    if script and options.hosts is None and FILE_NAME.search(script.name):
-        raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
-    if options.interface:
-        network.named(options.interface)
-    hosts = read_hosts(options.hosts)
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
     apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
     environment = planning.forwarded(os.environ, [])
@@ -66,26 +84,53 @@ def run(options: argparse.Namespace) -> int:
                 interpreter=sys.executable,
                 directory=str(Path.cwd()),
                 run_dir=folder,
-                mpirun=options.mpirun,
-                ssh_command=options.ssh_command,
+                mpirun=mpirun,
+                ssh_command=ssh_command,
                 environment=environment,
-                wishes=choose.wishes_of(options),
+                wishes=wishes,
                 strategy=Strategy(mode="async") if apart else Strategy(),
             ),
             hosts,
-            read_topology_for(options.topology, options.hosts),
+            topology,
             this_machine(environment),
         )
-        mpirun.write_ssh_config(Path(folder), plan)
+        write_ssh_config(Path(folder), plan)
         question = preflight.question_of(plan)
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)
         openfiles.allow(len(plan.hosts), 0)
         with Connections() as connections:
             answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections, _say)
-            report, _ = preflight.settle(
-                plan, answers, connections, question=question, interface=options.interface, environ=os.environ
-            )
+            yield Asked(plan, question, answers, connections)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
+    import msgspec
+    from distrib_launch import network, preflight
+    from distrib_launch.console import perhaps_unread
+    from distrib_launch.job import FILE_NAME, read_hosts, read_topology_for
+
+    script = Path(options.script).absolute() if options.script else None
+    if script and not script.is_file():
+        raise ConfigError(f"{options.script}: no such script")
+    if script and options.hosts is None and FILE_NAME.search(script.name):
+        raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
+    if options.interface:
+        network.named(options.interface)
+    topology = read_topology_for(options.topology, options.hosts)
+    with asked(
+        read_hosts(options.hosts), topology, wishes=choose.wishes_of(options), script=script, mpirun=options.mpirun,
+        ssh_command=options.ssh_command,
+    ) as all_:  # fmt: skip
+        report, _ = preflight.settle(
+            all_.plan,
+            all_.answers,
+            all_.connections,
+            question=all_.question,
+            interface=options.interface,
+            environ=os.environ,
+        )
     with perhaps_unread():
         if options.json:
             print(msgspec.json.encode(report).decode())

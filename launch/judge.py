@@ -13,7 +13,7 @@ import msgspec
 from distrib_launch.checks import Check, Want, error, warning
 from distrib_launch.ranges import ranges
 
-from distrib.cluster.inventory import GpuHealth, GpuHolder, Inventory
+from distrib.cluster.inventory import Gpu, GpuHealth, GpuHolder, Inventory
 from distrib.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -284,12 +284,18 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
 
 
 def gpu_health(e: Evidence) -> Iterator[Check]:
-    """GPUs that work, and are slower or less sound than others of their kind: all ranks wait for them."""
-    used = {
-        host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
-        for host, facts in e.inventories.items()
-        if _gpu_job(e, host)
-    }
+    """Of the GPUs that ranks will use those that are slower or less sound than others of their kind: all ranks wait for them."""
+    return ailing(
+        {
+            host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
+            for host, facts in e.inventories.items()
+            if _gpu_job(e, host)
+        }
+    )
+
+
+def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
+    """Of the GPUs of each host those that are slower or less sound than others of their kind."""
     kinds: dict[str | None, list[GpuHealth]] = {}
     for gpu in (gpu for gpus in used.values() for gpu in gpus):
         kinds.setdefault(gpu.kind, []).append(gpu.health)

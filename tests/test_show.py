@@ -181,14 +181,6 @@ def test_a_bad_topology_is_one_line_and_exit_code_2(lab, text, error):
     assert done.stderr.startswith(f"distrib-topo: error: {error}") and done.stderr.count("\n") == 1
 
 
-def test_nothing_to_show_is_an_error():
-    done = show(SLURM_JOB_NODELIST="", SLURM_NODELIST="")
-    assert done.returncode == 2
-    assert (
-        done.stderr == "distrib-topo: error: no hosts to show; name a hostfile with -H, or a topology with --topology\n"
-    )
-
-
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_is_drawn(path, tmp_path):
     picture = tmp_path / "cluster.svg"

@@ -51,6 +51,10 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None
     problem: str | None = None
     """Why NVML says nothing of it."""
+    pcie: str | None = None
+    """What it and its slot could have, such as `PCIe4 x16`."""
+    nvlink_to: tuple[str, ...] = ()
+    """What its NVLinks that are up lead to, each: `switch`, or another GPU's bus id."""
     health: GpuHealth = GpuHealth()
 
 
@@ -78,6 +82,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_bytes_per_second: float | None
     rdma: tuple[str, ...]
     """RDMA devices on the same card, such as `mlx5_0`."""
+    numa_node: int | None = None
+    pcie: str | None = None
 
     def parsed(self) -> list[Address]:
         """The addresses that could lead to another host: neither loopback nor link-local."""
@@ -93,6 +99,8 @@ class RdmaPort(msgspec.Struct, frozen=True, kw_only=True):
     link_layer: str
     active: bool
     rate_bytes_per_second: float | None
+    numa_node: int | None = None
+    pcie: str | None = None
 
 
 def fastest_ports(ports: Iterable[RdmaPort]) -> tuple[RdmaPort, ...]:
@@ -127,6 +135,9 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     nvml_error: str | None
     cpus: int | None
     usable_cpus: int
+    sockets: int | None = None
+    cores: int | None = None
+    """Physical ones."""
     numa: dict[str, str]
     memory_bytes: int | None
     available_memory_bytes: int | None

@@ -53,6 +53,8 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "nvml_error": nvml_error,
         "cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)),
+        "sockets": len({package for package, _ in cores()}) or None,
+        "cores": len(cores()) or None,
         "numa": numa_nodes(),
         "memory_bytes": total,
         "available_memory_bytes": available,
@@ -234,7 +236,8 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
             gpus.append({"index": index, "minor": asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1),
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
-                         "bus_id": bus, "numa_node": numa_of(bus), "health": gpu_health(pynvml, device)})  # fmt: skip
+                         "bus_id": bus, "numa_node": numa_of(bus), "pcie": pcie_of(f"/sys/bus/pci/devices/{bus}"),
+                         "nvlink_to": nvlink_ends(pynvml, device), "health": gpu_health(pynvml, device)})  # fmt: skip
             for process in asked(lambda device=device: running(pynvml, device), []):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
@@ -291,6 +294,23 @@ def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
     }
 
 
+def nvlink_ends(pynvml: Any, device: Any) -> list[str]:
+    """What each NVLink of a GPU that is up leads to: `switch`, or the PCI bus id of another GPU."""
+    ends = []
+    for link in range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18)):
+        try:
+            if not pynvml.nvmlDeviceGetNvLinkState(device, link):
+                continue
+            if pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(device, link) == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
+                ends.append("switch")
+                continue
+            bus = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId
+        except (pynvml.NVMLError, AttributeError):
+            break
+        ends.append((bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:])
+    return ends
+
+
 def fabric_state(pynvml: Any, device: Any) -> int:
     info = pynvml.c_nvmlGpuFabricInfoV_t()
     pynvml.nvmlDeviceGetGpuFabricInfoV(device, ctypes.byref(info))
@@ -327,8 +347,7 @@ def gpu_from_proc(index: int, minor: int) -> dict[str, Any]:
 
 
 def numa_of(bus: str) -> int | None:
-    told = text_of(f"/sys/bus/pci/devices/{bus}/numa_node")
-    return int(told) if told.isdigit() else None
+    return numa_node_of(f"/sys/bus/pci/devices/{bus}")
 
 
 def open_device_files() -> dict[int, set[int]]:
@@ -348,6 +367,37 @@ def open_device_files() -> dict[int, set[int]]:
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
+
+PCIE_OF_SPEED = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
+"""Generations by GT/s, as /sys writes them."""
+
+
+def pcie_of(device: str) -> str | None:
+    """The PCIe link that a device and the slot that it is in could have, such as `PCIe4 x16`; `device` is its folder in /sys."""
+    generations, widths = [], []
+    for folder in (device, os.path.dirname(os.path.realpath(device))):
+        speed = text_of(f"{folder}/max_link_speed").partition(" ")[0]
+        width = text_of(f"{folder}/max_link_width")
+        generation = PCIE_OF_SPEED.get(speed[:-2] if speed.endswith(".0") else speed)
+        if generation and width in ("1", "2", "4", "8", "16", "32"):
+            generations.append(generation)
+            widths.append(int(width))
+    return f"PCIe{min(generations)} x{min(widths)}" if widths else None
+
+
+def numa_node_of(device: str) -> int | None:
+    told = text_of(f"{device}/numa_node")
+    return int(told) if told.isdigit() else None
+
+
+def cores() -> set[tuple[str, str]]:
+    """The physical cores, by their package and their number in it."""
+    base = "/sys/devices/system/cpu"
+    folders = [f"{base}/{name}/topology" for name in entries(base) if re.match(r"cpu\d+$", name)]
+    found = {
+        (text_of(f"{f}/physical_package_id"), f"{text_of(f'{f}/die_id')}/{text_of(f'{f}/core_id')}") for f in folders
+    }
+    return {core for core in found if core[0]}
 
 
 def numa_nodes() -> dict[str, str]:
@@ -505,7 +555,8 @@ def interfaces() -> list[dict[str, Any]]:
                             "up": bool(flags & 1 and flags & 0x40),
                             "mtu": struct.unpack("=I", told[4])[0] if 4 in told else None,
                             "speed_bytes_per_second": int(speed) * 125000 if speed.isdigit() else None,
-                            "rdma": rdma.get(name, [])}  # fmt: skip
+                            "rdma": rdma.get(name, []), "numa_node": numa_node_of(here + "device"),
+                            "pcie": pcie_of(here + "device")}  # fmt: skip
         for body in netlink(22):  # RTM_GETADDR
             family, prefix, flags, _, index = struct.unpack("=BBBBI", body[:8])
             told = attributes(body[8:])
@@ -538,5 +589,7 @@ def rdma_ports() -> list[dict[str, Any]]:
             data = 0.8 if layer == "InfiniBand" and re.search(r"\b[SDQ]DR\b", told) else 1.0
             found.append({"device": device, "port": int(port), "link_layer": layer,
                           "active": usable and "ACTIVE" in text_of(f"{base}/{port}/state"),
-                          "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None})  # fmt: skip
+                          "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None,
+                          "numa_node": numa_node_of(f"/sys/class/infiniband/{device}/device"),
+                          "pcie": pcie_of(f"/sys/class/infiniband/{device}/device")})  # fmt: skip
     return found

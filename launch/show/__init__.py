@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrib_launch.options import Once
@@ -14,6 +15,7 @@ from distrib_launch.options import Once
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
+    from distrib_launch.show.asked import Said
     from distrib_launch.show.view import View
 
 
@@ -29,13 +31,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
     )
+    parser.add_argument("--ask", action="store_true", help="ask the hosts what they are (this machine where none is named) and show "
+                        "that; a topology file is not needed")  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="with --ask: write what they say into this new topology file"
+    )
+    parser.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, bytes per second, seconds")
     parser.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw the cluster into FILE (.svg, .png, "
                         ".pdf); may be repeated")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show it; returns the exit code. Raises `DistribError` for files that cannot be what they should."""
+    """Show it; returns the exit code, 3 where a host that was asked has not answered. Raises `DistribError` for files that cannot be
+    what they should."""
     import msgspec
     from distrib_launch.console import perhaps_unread
     from distrib_launch.job import read_hosts, read_topology_for
@@ -43,31 +52,57 @@ def run(options: argparse.Namespace) -> int:
 
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
-    if hosts is None and topology is None:
-        raise ConfigError("no hosts to show", hint="name a hostfile with -H, or a topology with --topology")
-    view = view_of(hosts, topology)
+    said = None
+    if options.ask or (hosts is None and topology is None):
+        from distrib_launch.show import asked
+
+        if options.output is not None:
+            asked.check_new(options.output)
+        said = asked.ask(hosts, topology, options.ssh_command)
+        view = view_of(asked.answered(hosts, said), said.topology)
+        if options.output:
+            Path(options.output).write_text(said.text)
+    elif options.output is not None:
+        raise ConfigError(f"-o {options.output}: nothing is written of what files say", hint="--ask asks the hosts")
+    else:
+        view = view_of(hosts, topology)
     for path in options.plot:
         from distrib_launch.show.plot import plot
 
         plot(view, path)
     with perhaps_unread():
         if options.json:
-            print(msgspec.json.encode(_as_json(view)).decode())
+            told = _as_json(view)
+            if said:
+                told["inventories"] = msgspec.to_builtins(said.inventories)
+            print(msgspec.json.encode(told).decode())
         else:
-            _tell(view, options.plot)
-    return 0
+            _tell(view, options.plot, said, options.output)
+    for problem in said.silent if said else ():
+        print(f"distrib-topo: error: {problem}", file=sys.stderr)
+    return 3 if said and said.silent else 0
 
 
-def _tell(view: View, pictures: Sequence[str]) -> None:
+def _tell(view: View, pictures: Sequence[str], said: Said | None, written: str | None) -> None:
     from distrib_launch.show.tree import tree_text
 
     terminal = sys.stdout.isatty()
     colour = terminal and "NO_COLOR" not in os.environ
     _print(tree_text(view, colour=colour, width=shutil.get_terminal_size().columns if terminal else None))
+    if said:
+        from distrib_launch.show import asked
+        from rich.console import Console
+
+        if table := asked.gpu_table(said.inventories):
+            Console(width=None if terminal else 160, highlight=False, no_color=not colour).print(table)
+        for line in asked.ailments(said.inventories):
+            _print(f"warning: {line}")
     for note in view.notes:
         _print(f"note: {note}")
     for path in pictures:
         _print(f"the picture is in {path}")
+    if written:
+        _print(f"written in {written}: what is not known there, such as racks and their uplinks, is for you to add")
 
 
 def _as_json(view: View) -> dict[str, Any]:

@@ -128,8 +128,8 @@ def view_of(hosts: HostList | None, topology: Topology | None) -> View:
         notes += check_hosts(topology, hosts)
     if topology is None:
         notes.append(
-            "no topology: nothing is known of these hosts but their names; describe them in a YAML file beside the "
-            "hostfile (hostfiles/ has examples), or let `distrib-topo probe -o FILE` measure them"
+            "no topology: nothing is known of these hosts but their names; --ask asks them (and -o FILE writes a topology file to go "
+            "on with; hostfiles/ has examples), `distrib-topo probe -o FILE` measures their links"
         )
     names = [host.name for host in hosts.hosts] if hosts else list(topology.hosts) if topology else []
     return View(

@@ -1,0 +1,196 @@
+"""`distrib-topo show --ask`: what hosts say of themselves, shown, and drafted as a topology file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+from distrib_launch.show import asked
+from distrib_launch.show.draft import as_yaml, describe
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from distrib.cluster import inventory_program
+from distrib.cluster.inventory import Inventory, RdmaPort
+from distrib.cluster.topology import parse_topology, read_topology
+from tests.conftest import TOPO
+from tests.inventories import GIB, gpus, interface, inventory
+
+
+def show(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(TOPO), "show", *map(str, words)], capture_output=True, text=True, timeout=200, cwd=cwd)
+
+
+def port(number: int, *, layer: str = "InfiniBand", rate: float = 25e9, active: bool = True) -> RdmaPort:
+    return RdmaPort(
+        device=f"mlx5_{number}", port=1, link_layer=layer, active=active, rate_bytes_per_second=rate,
+        numa_node=number // 4, pcie="PCIe4 x16",
+    )  # fmt: skip
+
+
+def dgx(name: str, memory: int = 2015 * GIB, **facts: object) -> Inventory:
+    """Eight A100 at NVSwitches, and as many ports of HDR."""
+    inside = [
+        msgspec.structs.replace(g, numa_node=g.index // 4, pcie="PCIe4 x16", nvlink_to=("switch",) * 12)
+        for g in gpus(8)
+    ]
+    return inventory(
+        name,
+        **{
+            "gpus": tuple(inside), "cores": 128, "sockets": 2, "numa": {"0": "0-63", "1": "64-127"}, "memory_bytes": memory,
+            "gpudirect": True, "rdma": tuple(map(port, range(8))),
+            "interfaces": (
+                interface("eth0", "10.0.0.1/24", speed=1.25e9), interface("docker0", "172.17.0.1/16", kind="bridge", speed=1e9),
+                interface("ib0", "10.1.0.1/24", infiniband=True, speed=25e9, rdma=("mlx5_0",)),
+                interface("eth1", "10.2.0.1/24", speed=1.25e9, up=False), interface("eth2", speed=1.25e9),
+            ),
+            **facts,
+        },
+    )  # fmt: skip
+
+
+def test_hosts_that_are_alike_are_described_together():
+    hosts = {"dgx1": dgx("dgx1"), "login": inventory("login"), "dgx2": dgx("dgx2", 2010 * GIB)}
+    drafted = as_yaml(describe(hosts))
+    first, second = parse_topology(drafted, "draft").nodes
+    assert (first.hosts, second.hosts) == ("dgx[1-2]", "login")
+    assert (first.sockets, first.cores, first.memory_bytes) == (2, 128, 2015 * GIB)
+    assert first.gpus and (first.gpus.count, first.gpus.kind, first.gpus.memory) == (8, "A100-SXM4-80GB", None)
+    assert first.links and (first.links.nvlink, first.links.nvswitch, first.links.pcie) == (
+        "NVLink3 x12",
+        True,
+        "PCIe4 x16",
+    )
+    assert [(numa.gpus, numa.cpus) for numa in first.numa] == [("0-3", "0-63"), ("4-7", "64-127")]
+    assert [(nic.name, nic.kind, nic.rate, nic.gpudirect, nic.gpus, nic.numa) for nic in first.nics] == [
+        ("mlx5_[0-3]", "InfiniBand", "200 Gb/s", True, "0-3", 0), ("mlx5_[4-7]", "InfiniBand", "200 Gb/s", True, "4-7", 1),
+        ("eth0", "Ethernet", "10 Gb/s", None, None, None),
+    ]  # fmt: skip
+    assert second.memory == "64GiB" and second.gpus is None and second.nics == ()
+    split = describe({"dgx1": dgx("dgx1"), "dgx2": dgx("dgx2", 1007 * GIB), "dgx3": dgx("dgx3", gpudirect=False)})
+    assert [group.hosts for group in split] == ["dgx1", "dgx2", "dgx3"]
+    assert "gpudirect: false" in as_yaml(split[2:])
+
+
+def test_nvlinks_that_lead_to_other_gpus_are_pairs():
+    def volta(index: int) -> tuple[str, ...]:
+        return tuple(f"0000:{other:02x}:00.0" for other in range(4) if other != index for _ in range(2))
+
+    cards = [
+        msgspec.structs.replace(g, nvlink_to=volta(g.index), pcie="PCIe3 x16")
+        for g in gpus(4, kind="Tesla V100-SXM2-16GB")
+    ]
+    roce = port(0, layer="Ethernet", rate=12.5e9)
+    facts = inventory("v1", gpus=tuple(cards), rdma=(roce, port(1, active=False)),
+                      interfaces=(interface("ens1", "10.0.0.1/24", speed=12.5e9, rdma=("mlx5_0",)),))  # fmt: skip
+    (group,) = parse_topology(as_yaml(describe({"v1": facts})), "draft").nodes
+    assert group.links and group.links.nvlink == "NVLink2 x6" and not group.links.nvswitch
+    assert group.links.pairs == {f"{one}-{other}": 2 for one, other in itertools.combinations(range(4), 2)}
+    assert [(nic.name, nic.kind, nic.rate) for nic in group.nics] == [("ens1", "RoCE", "100 Gb/s")]
+    # A bridge that leads to a GPU which this host does not show leads nowhere.
+    alone = msgspec.structs.replace(facts, gpus=tuple(cards[:1]))
+    assert (describe({"v1": alone})[0].links or group.links).nvlink is None
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["NVIDIA A100-SXM4-80GB", "NVIDIA RTX 9999", None]), st.integers(0, 9), st.sampled_from([(), ("switch",)])),
+        max_size=5,
+    ),
+    st.sampled_from([{}, {"0": "0-7"}, {"0": "0-3", "1": "4-7"}, {"0": "0-3", "8": ""}]),
+    st.sampled_from([None, 1 << 20, 503 * GIB + 12345]),
+)  # fmt: skip
+def test_whatever_hosts_say_makes_a_topology_file(cards, numa, memory):
+    listed = gpus(len(cards))
+    facts = inventory(
+        "n1", numa=numa, memory_bytes=memory, rdma=(port(0),),
+        gpus=tuple(
+            msgspec.structs.replace(gpu, kind=kind, numa_node=node, nvlink_to=ends)
+            for gpu, (kind, node, ends) in zip(listed, cards, strict=True)
+        ),
+    )  # fmt: skip
+    (group,) = parse_topology(as_yaml(describe({"n1": facts})), "draft").nodes
+    assert (group.gpus.count if group.gpus else 0) == len(cards)
+
+
+def test_the_gpus_as_they_are():
+    hosts = {
+        f"n{i}": inventory(f"n{i}", gpus=gpus(2, temperature_celsius=40 + i, slowdown_celsius=87)) for i in (1, 2, 3)
+    }
+    hosts["n3"] = inventory("n3", gpus=gpus(2, nvlinks_up=11, temperature_celsius=80))
+    table = asked.gpu_table(hosts)
+    assert table is not None
+    with (console := Console(width=160)).capture() as captured:
+        console.print(table)
+    rows = [" ".join(line.split()) for line in captured.get().splitlines()[2:]]
+    assert rows == [
+        "n1, n2 0-1 NVIDIA A100-SXM4-80GB 0 B 12 of 12 400 W ? 41 to 42 C (slower from 87 C) 0",
+        "n3 0-1 NVIDIA A100-SXM4-80GB 0 B 11 of 12 400 W ? 80 C 0",
+    ]
+    assert asked.ailments(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
+    assert asked.gpu_table({"n1": inventory("n1")}) is None
+
+
+def test_the_slot_of_a_device(tmp_path):
+    """A card of PCIe 4 in a slot that has fewer lanes, or an older generation, is as good as that."""
+    device = tmp_path / "0000:00:01.0" / "0000:01:00.0"
+    device.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(device)  # as /sys/class/net/eth0/device is
+    for folder, speed, width in ((device, "16.0 GT/s PCIe", 16), (device.parent, "8.0 GT/s PCIe", 4)):
+        (folder / "max_link_speed").write_text(f"{speed}\n")
+        (folder / "max_link_width").write_text(f"{width}\n")
+    assert inventory_program.pcie_of(str(tmp_path / "link")) == "PCIe3 x4"
+    (device.parent / "max_link_width").write_text("255\n")  # as a bridge says that has none
+    assert inventory_program.pcie_of(str(device)) == "PCIe4 x16"
+    assert inventory_program.pcie_of(str(tmp_path)) is None
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
+    done = show("-o", "here.yaml", cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr, done
+    assert "1 host  (as the hosts say)" in done.stdout and "memory" in done.stdout
+    (group,) = read_topology(tmp_path / "here.yaml").nodes
+    assert group.hosts == "localhost" and group.memory and group.cores
+    again = show("--topology", "here.yaml", cwd=tmp_path)
+    assert again.stdout.splitlines()[1:] == done.stdout.splitlines()[1:-1]
+    told = json.loads(show("--json", cwd=tmp_path).stdout)
+    assert told["inventories"]["localhost"]["cores"] == group.cores
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ask", "-H", "localhost", "-o", "there.yaml"], "there.yaml: it is there already; name a new file"),
+        (["--ask", "-o", ""], "-o: no file is named"),
+        (
+            ["-H", "localhost", "-o", "new.yaml"],
+            "-o new.yaml: nothing is written of what files say; --ask asks the hosts",
+        ),
+        (["--ask", "-H", "nosuch.invalid"], "no host answers: nosuch.invalid: ssh: its name does not resolve"),
+    ],
+)
+def test_mistakes_are_told(tmp_path, words, says):
+    (tmp_path / "there.yaml").write_text("nodes: []\n")
+    done = show(*words, cwd=tmp_path)
+    assert done.returncode == 2 and says in done.stderr, done
+    assert not (tmp_path / "new.yaml").exists()
+
+
+@pytest.mark.cluster
+def test_hosts_are_asked_and_those_that_do_not_answer_are_named(make_cluster):
+    cluster = make_cluster(3)
+    cluster.lose("n3")
+    ssh = ["--ssh-command", "ssh -o ConnectTimeout=1"]
+    done = cluster.run("n1", [TOPO, "show", "--ask", "-H", cluster.hostfile, *ssh, "-o", cluster.directory / "t.yaml"])
+    assert done.returncode == 3, done
+    assert "n[1-2], 2 hosts, 1 slot" in done.stdout
+    assert "error: n3: ssh: " in done.stderr
+    assert read_topology(cluster.directory / "t.yaml").hosts == ("n1", "n2")
