@@ -255,7 +255,8 @@ def _tell(
             problems.append(LaunchError(f"{options.output} stays as it was: {why}", hint=kept))
         else:
             try:
-                write_measured(options.output, output.measured)
+                described = probefile.description(Path(output.run_dir), output.measured.hosts)
+                write_measured(options.output, output.measured, described)
                 done.append(f"written in {options.output}")
             except DistribError as error:
                 problems.append(error)

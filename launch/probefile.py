@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,3 +90,16 @@ def why_not(earlier: Measured | None, now: Measured, *, whole: bool, lost: Colle
     if len(links) < FEW * len(had):
         return f"of {len(had)} links that it has, {len(links)} could be measured now"
     return ""
+
+
+def description(run_dir: Path, hosts: Sequence[str]) -> str:
+    """What the hosts said of themselves before the probe, as a topology file; empty where not all were asked."""
+    from distrib_launch.admission import REPORT
+    from distrib_launch.draft import as_yaml, describe
+    from distrib_launch.preflight import Report
+
+    try:
+        told = msgspec.json.decode((run_dir / REPORT).read_bytes(), type=Report).inventories
+    except (OSError, msgspec.DecodeError):
+        return ""
+    return as_yaml(describe({host: told[host] for host in hosts})) if set(hosts) <= set(told) else ""

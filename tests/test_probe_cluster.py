@@ -125,6 +125,8 @@ def test_what_became_worse_since_an_earlier_probe_is_told(make_cluster, probe, t
     cluster = make_cluster(3, rate="400mbit")
     earlier = tmp_path / "earlier.yaml"
     assert probe(cluster, "--quick", "-o", earlier).returncode == 0
+    (group,) = read_topology(earlier).nodes  # a new file has what the hosts said of themselves
+    assert len(group.host_names) == len(cluster.hosts) and group.cores and group.memory
     cluster.shape("n2", "200mbit")
     done = probe(cluster, "--quick", "--baseline", earlier, "--json")
     worse = [f for f in json.loads(done.stdout)["findings"] if f["kind"] == "worse_than_baseline"]

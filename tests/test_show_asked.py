@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from distrib_launch.draft import as_yaml, describe
 from distrib_launch.show import asked
-from distrib_launch.show.draft import as_yaml, describe
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console

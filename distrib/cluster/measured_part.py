@@ -86,15 +86,15 @@ def decode_measured(part: str) -> Measured | None:
         return None
 
 
-def write_measured(path: str | os.PathLike[str], measured: Measured) -> None:
+def write_measured(path: str | os.PathLike[str], measured: Measured, description: str = "") -> None:
     """Put the measured part into a topology file, or replace the one that is there; everything else stays as it is.
 
-    Without a file, one is made that describes the hosts and nothing more. The file changes in one step or not at all.
+    Without a file, one is made of `description`, the text of a topology file, or of the hosts' names and nothing more. The file changes in one step or not at all.
     Raises TopologyError: the file is no topology, knows other hosts, or cannot be written.
     """
     check_writable(path)
     target = Path(os.path.realpath(path))  # a link stays a link
-    _replace(target, _with_measured(target, measured, os.fspath(path)), os.fspath(path))
+    _replace(target, _with_measured(target, measured, os.fspath(path), description), os.fspath(path))
 
 
 def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
@@ -102,15 +102,16 @@ def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
     _with_measured(Path(path), Measured(when="", software={}, hosts=tuple(hosts)), os.fspath(path))
 
 
-def _with_measured(target: Path, measured: Measured, source: str) -> str:
+def _with_measured(target: Path, measured: Measured, source: str, description: str = "") -> str:
     """The file's text with the measured part in it."""
     from distrib.cluster.topology import parse_topology
     from distrib.cluster.yamlfile import read_text
 
-    old = read_text(target) if target.exists() else _minimal(measured.hosts)
+    description = description or _minimal(measured.hosts)
+    old = read_text(target) if target.exists() else description
     before, _, after = split_measured(old)
     if not _has_content(before + after):
-        before += ("" if not before or before.endswith("\n") else "\n") + _minimal(measured.hosts)
+        before += ("" if not before or before.endswith("\n") else "\n") + description
     newline = "\r\n" if "\r\n" in old else "\n"
     if before and not before.endswith(("\n", "\r")):
         before += newline

@@ -10,9 +10,9 @@ import msgspec
 from distrib_launch import check
 from distrib_launch.checks import Check
 from distrib_launch.choose import Wishes
+from distrib_launch.draft import as_yaml, describe
 from distrib_launch.judge import ailing
 from distrib_launch.ranges import ranges
-from distrib_launch.show.draft import as_yaml, describe
 
 from distrib.cluster.inventory import Gpu, Inventory
 from distrib.cluster.node import name_hosts
