@@ -176,8 +176,6 @@ class ShardedLoader(Iterable[Any]):
         known = inspect.signature(DataLoader.__init__).parameters
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
-        if self._device.type == "cuda" and loader.num_workers:  # from other memory a copy waits until the GPU is done
-            options["pin_memory"] = True
         warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
