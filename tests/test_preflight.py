@@ -204,7 +204,7 @@ def test_what_nvml_tells_of_a_gpus_health(nvml):
         nvlinks_up=3, nvlinks=4, slowed_by=("its power supply",), power_limit_watts=500, usual_power_limit_watts=700,
         temperature_celsius=42, slowdown_celsius=87, uncorrected_errors=2, needs_reset=True, has_fabric=True,
     )  # fmt: skip
-    for refusal in (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, AttributeError):
+    for refusal in (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, AttributeError, TypeError):
         for name in answers:
             nvml(name, refuse(refusal))
         assert [gpu.health for gpu in own_inventory(Question()).gpus] == [GpuHealth()] * 2

@@ -29,7 +29,7 @@ AFTERWARDS_SECONDS = 6.0
 """And so long for the next: longer than a call takes to fail. The connection is of use to the engine, if it comes soon."""
 
 LARGE_SECONDS = 2.0
-"""What is lost is sent again after 0.2, 0.4 and 0.8 s (tcp_retries: the round trip was measured by the connection)."""
+"""What is lost is sent again after 0.2, 0.6 and 1.4 s, as the round trip is known from the connection (RFC 6298; Linux waits 0.2 s at least)."""
 SMALLER_SECONDS = 1.0
 USUAL_MTUS = (8900, 4092, 2044, 1500, 1450, 1400, 1280, 576)
 """Jumbo frames in a tunnel, InfiniBand's datagrams, Ethernet, and what tunnels and VPNs leave of it."""

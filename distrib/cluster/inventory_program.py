@@ -35,6 +35,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
     """Everything, as a dictionary that `inventory.Inventory` mirrors. `question` names paths that the job needs."""
     packages = installed_packages()
     gpus, holders, nvml_error = gpu_facts()
+    found_cores = cores()
     limits = {name: soft_limit(name) for name in ("memlock", "nofile", "nproc")}
     available, total = memory()
     places = {"directory": question.get("directory"), "run_dir": question.get("run_dir"), "tmp": "/tmp"}
@@ -53,8 +54,8 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "nvml_error": nvml_error,
         "cpus": os.cpu_count(),
         "usable_cpus": len(os.sched_getaffinity(0)),
-        "sockets": len({package for package, _ in cores()}) or None,
-        "cores": len(cores()) or None,
+        "sockets": len({package for package, _ in found_cores}) or None,
+        "cores": len(found_cores) or None,
         "numa": numa_nodes(),
         "memory_bytes": total,
         "available_memory_bytes": available,
@@ -258,7 +259,7 @@ def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
     def told(question: Any) -> Any:
         try:
             return question()
-        except (pynvml.NVMLError, AttributeError):
+        except Exception:  # whatever a driver or a binding makes of it, the GPU works
             return None
 
     links = []
@@ -305,7 +306,7 @@ def nvlink_ends(pynvml: Any, device: Any) -> list[str]:
                 ends.append("switch")
                 continue
             bus = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(device, link).busId
-        except (pynvml.NVMLError, AttributeError):
+        except Exception:
             break
         ends.append((bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:])
     return ends

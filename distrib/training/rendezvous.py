@@ -102,9 +102,7 @@ def meet_at_end(world: World, *, tell: bool) -> None:
             dist.recv(message, 0, tag=END_TAG)
         else:
             others = range(1, world.size)
-            for work in [
-                dist.irecv(torch.zeros(1, dtype=torch.uint8, device="cpu"), other, tag=END_TAG) for other in others
-            ]:
+            for work in [dist.irecv(torch.zeros_like(message), other, tag=END_TAG) for other in others]:
                 work.wait()  # type: ignore[union-attr]
             for work in [dist.isend(message, other, tag=END_TAG) for other in others]:
                 work.wait()  # type: ignore[union-attr]

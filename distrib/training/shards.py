@@ -198,10 +198,8 @@ class _Drawn(Sequence[int]):
         number, place = divmod(range(self._draws)[index], _BLOCK)
         if number != self._number:
             generator = torch.Generator().manual_seed(hash((self._seed, number)) % 2**63)
-            self._number, self._block = (
-                number,
-                torch.randint(self._below, (_BLOCK,), generator=generator, device="cpu").tolist(),
-            )
+            self._block = torch.randint(self._below, (_BLOCK,), generator=generator, device="cpu").tolist()
+            self._number = number
         return self._block[place]
 
 

@@ -348,9 +348,8 @@ class HeldTable:
             target = slot.gradient[offset : offset + size]
             gradient = self.parameters[piece.parameter].grad
             if gradient is None or empty:
-                if (
-                    not self._on_cpu and target.is_pinned()
-                ):  # what a GPU was told to copy there before must not come later
+                if not self._on_cpu and target.is_pinned():
+                    # What a GPU was told to copy there before must not come later.
                     torch.cuda.current_stream().synchronize()
                 target.zero_()
             else:
@@ -492,11 +491,9 @@ def _refuse_sparse(gradient: torch.Tensor) -> None:
 
 def _part(value: torch.Tensor | None, start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
     """Elements of a parameter's state, in host memory; zeros where there is none."""
-    return (
-        torch.zeros(stop - start, dtype=like.dtype, device="cpu")
-        if value is None
-        else value.reshape(-1)[start:stop].cpu()
-    )
+    if value is None:
+        return torch.zeros(stop - start, dtype=like.dtype, device="cpu")
+    return value.reshape(-1)[start:stop].cpu()
 
 
 def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
@@ -507,9 +504,8 @@ def _when_copied(parameter: torch.Tensor) -> Callable[[], None] | None:
     event.record()
 
     def wait() -> None:
-        with torch.cuda.device(
-            parameter.device
-        ):  # another thread's is the first GPU, and each rank would take memory there
+        # Another thread's device is the first GPU, on which each rank would take memory.
+        with torch.cuda.device(parameter.device):
             event.synchronize()
 
     return wait
