@@ -429,12 +429,12 @@ def test_any_order_of_events():
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0.0, 3.0)), max_size=60), st.sets(st.integers(0, 4)))
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3072)), max_size=60), st.sets(st.integers(0, 4)))
 def test_who_takes_charge_has_been_asked_by_more_than_half_all_the_time(asked, dead):
     ballot, now, calls = Ballot(servers=2), 0.0, []
     voices = set(range(5)) - dead
     for worker, pause in asked:
-        now += pause
+        now += pause / 1024  # of which sums and differences are exact
         calls.append((now, worker))
         seconds = ballot.ask(worker, 0, {worker}, voices, now)
         again = CALL_SECONDS * (1 + 2)
