@@ -194,3 +194,27 @@ def test_the_example_learns_on_one_gpu(device, tmp_path, words):
     assert json.loads((tmp_path / "run/result.json").read_text())["ranks"][0]["device"] == "cuda:0"
     last = done.stdout.splitlines()[-1]
     assert float(last.rpartition("validation accuracy ")[2].split()[0]) >= 94
+
+
+@pytest.mark.parametrize("mode", [[], ["--mode", "async"]], ids=["sync", "async"])
+def test_a_script_may_make_everything_on_its_gpu(device, tmp_path, mode):
+    launch = [
+        sys.executable,
+        "-m",
+        "distrib_launch.cli",
+        "-np",
+        "1",
+        *mode,
+        str(ROOT / "tests/scripts/default_device.py"),
+    ]
+    done = subprocess.run([*launch, str(tmp_path), "cuda"], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done
+    told = json.loads(next(line for line in done.stdout.splitlines() if "first" in line).partition("] ")[2])
+    assert told["device"].startswith("cuda") and told["last"] < told["first"]
+
+
+def test_what_nvml_tells_of_health(device):
+    health = own_inventory(Question()).gpus[0].health
+    assert health.power_limit_watts and health.temperature_celsius and health.slowdown_celsius, health
+    told = subprocess.run([str(TOPO), "show", "--ask"], capture_output=True, text=True, timeout=100)
+    assert told.returncode == 0 and "GPUs as they are" in told.stdout, told

@@ -1,7 +1,7 @@
 """Trains where `torch.set_default_device` names another device than the model's.
 
-It stands for GPUs: what the library makes without saying where comes to be on the device "meta", which holds no numbers.
-Arguments: a folder.
+What the library makes without saying where comes to be there: on the device "meta", which stands for GPUs, it has no numbers.
+Arguments: a folder, and perhaps another device than "meta".
 """
 
 import json
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distrib
 
-folder = sys.argv[1]
+folder, device = sys.argv[1], (*sys.argv, "meta")[2]
 torch.manual_seed(0)
 inputs = torch.randn(64, 8)
 data = TensorDataset(inputs, inputs @ torch.randn(8, 1))
 model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
-torch.set_default_device("meta")
+torch.set_default_device(device)
 job = distrib.init()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 model, optimizer, loader = job.prepare(model, optimizer, DataLoader(data, batch_size=8, shuffle=True))
