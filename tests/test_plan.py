@@ -6,14 +6,17 @@ import json
 import re
 import subprocess
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from distrib_launch.outlook import words
 
 from distrib.bandwidth.workload import Gradient, write_workload
 from distrib.bandwidth.workloads import read_workload, workload
+from distrib.cluster.topology import parse_topology
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 EXAMPLES = ROOT / "hostfiles"
@@ -76,6 +79,26 @@ def test_a_network_of_the_catalogue_runs_on_the_gpus_that_were_chosen():
         assert (told["workload"]["device"], told["predictions"][-1]["ranks"]) == ("V100-PCIe-16GB", 8)
     done = plan("--workload", "ResNet-50", "--gpu", "A100", "--network", "HDR", "--pool", "A100")
     assert done.returncode == 2 and "no hosts to choose from" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [
+        (
+            "2026-01-01T00:00:00Z",
+            "the links were measured 328 days ago, 2026-01-01; distrib-topo probe -o t.yaml measures them anew",
+        ),
+        ("2026-01-01", "the links were measured 328 days ago"),
+        ("2026-11-20T10:00:00+02:00", ""),
+        ("last tuesday", "t.yaml says that its links were measured 'last tuesday', which is no date"),
+    ],
+)
+def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
+    topology = parse_topology(
+        f'nodes: [{{hosts: n1}}]\nmeasured: {{when: "{when}", software: {{}}, hosts: [n1]}}\n', "t.yaml"
+    )
+    told = words.age(topology, datetime(2026, 11, 25, tzinfo=timezone.utc))
+    assert bool(told) == bool(says) and all(note.startswith(says) for note in told)
 
 
 def test_what_the_network_must_carry_is_not_compared_with_a_link_inside_a_host():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING, TypedDict
 
 import msgspec
 from distrib_launch.choose import Choice, Wishes, choose, wishes_of
-from distrib_launch.outlook import whatif
+from distrib_launch.outlook import whatif, words
 from distrib_launch.outlook.whatif import Network
 
 from distrib.bandwidth import workloads
@@ -231,7 +232,7 @@ def answer(question: Question) -> Answer:
         advice=() if last.ranks == 1 else advise(question.topology, workload, **largest),
         compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
-        notes=last.notes,
+        notes=(*last.notes, *words.age(question.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
 
 

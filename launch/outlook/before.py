@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -121,6 +122,8 @@ def look(
     fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
     if warning or not fed:
         notes += tuple(note for note in foretold.notes if note not in notes)
+    if warning:
+        notes += words.age(topology, datetime.now(timezone.utc))
     if foretold.fits_memory is False:
         notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
     outlook = Outlook(

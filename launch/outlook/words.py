@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, timezone
 
 from distrib import units
 from distrib.bandwidth.fewer import Fewer
 from distrib.bandwidth.prediction import Prediction
 from distrib.cluster.node import fold_hosts, name_hosts
+from distrib.cluster.topology import Topology
+
+OLD_DAYS = 180
+"""What was measured longer ago may have changed."""
 
 
 def time(seconds: float) -> str:
@@ -43,3 +48,20 @@ def include(few: Fewer) -> str:
     folded = fold_hosts(few.hosts)
     is_one = "," not in re.sub(r"\[[^\]]*\]", "", folded) and ":" not in folded
     return f"--include {folded if is_one else '@'.join(f'[{name}]' if ':' in name else name for name in few.hosts)}"
+
+
+def age(topology: Topology | None, now: datetime) -> tuple[str, ...]:
+    """A note where the links were measured long ago: cables, and what shares them, change."""
+    if topology is None or topology.measured is None:
+        return ()
+    said = topology.measured.when
+    try:
+        when = datetime.fromisoformat(re.sub(r"Z$", "+00:00", said))
+    except ValueError:
+        return (f"{topology.source} says that its links were measured {said!r}, which is no date",)
+    days = (now - (when if when.tzinfo else when.replace(tzinfo=timezone.utc))).days
+    if days <= OLD_DAYS:
+        return ()
+    return (
+        f"the links were measured {days} days ago, {when:%Y-%m-%d}; distrib-topo probe -o {topology.source} measures them anew",
+    )
