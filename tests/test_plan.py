@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from distrib_launch.outlook import words
+from distrib_launch.outlook.words import age
 
 from distrib.bandwidth.workload import Gradient, write_workload
 from distrib.bandwidth.workloads import read_workload, workload
@@ -97,7 +97,7 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
     topology = parse_topology(
         f'nodes: [{{hosts: n1}}]\nmeasured: {{when: "{when}", software: {{}}, hosts: [n1]}}\n', "t.yaml"
     )
-    told = words.age(topology, datetime(2026, 11, 25, tzinfo=timezone.utc))
+    told = age(topology, datetime(2026, 11, 25, tzinfo=timezone.utc))
     assert bool(told) == bool(says) and all(note.startswith(says) for note in told)
 
 
