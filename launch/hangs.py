@@ -196,7 +196,11 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
 def wait_for_ended(stacks: Sequence[Stack]) -> bool:
     """Whether ranks wait for such as have left their script: nothing can come of it."""
     others = [stack for stack in stacks if place_of(stack) != AT_END]
-    return 0 < len(others) < len(stacks) and all(_surely_waits(stack) for stack in others)
+    ended = max((stack.step for stack in stacks if place_of(stack) == AT_END), default=-1)
+    # A GPU may compute by itself what is waited for; of a step that the ended have not taken it waits for them.
+    return 0 < len(others) < len(stacks) and all(
+        _surely_waits(stack) or (_is_for_gpu(stack) and stack.step > ended >= 0) for stack in others
+    )
 
 
 def ask_in_vain(stacks: Sequence[Stack]) -> bool:

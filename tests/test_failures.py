@@ -10,6 +10,7 @@ import time
 import types
 from pathlib import Path
 
+import msgspec
 import pytest
 from distrib_launch import failures, hangs, standstill
 from distrib_launch.ranges import ranges
@@ -627,6 +628,8 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
     ended = [stack(0, CLOSING), *stacks[1:]]
     assert [s.rank for s in hangs.culprits(ended)] == [0]
     assert not hangs.wait_for_ended(ended)  # their GPUs may still compute
+    further = [ended[0], *(msgspec.structs.replace(one, step=8) for one in ended[1:])]
+    assert hangs.wait_for_ended(further) and not hangs.ask_in_vain(further)
     on_cpu = stack(1, reads, running=True, gpu=False)
     assert not hangs.place_of(on_cpu).waits
 
