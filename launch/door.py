@@ -37,6 +37,7 @@ class Door:
         self._selector, self._token, self._welcome = selector, token, welcome
         self._strangers: dict[Channel, float] = {}
         self._listeners: list[socket.socket] = []
+        self._is_shut = False
         for address in sorted(addresses):
             listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
             self._listeners.append(listener)
@@ -65,10 +66,12 @@ class Door:
 
     def _accept(self, listener: socket.socket, _: int) -> None:
         with contextlib.suppress(OSError):
-            sock, _peer = listener.accept()
-            if len(self._strangers) >= STRANGERS_LIMIT:
-                sock.close()
+            if (
+                len(self._strangers) >= STRANGERS_LIMIT
+            ):  # who calls now waits in the kernel's queue until one of them leaves
+                self._shut()
                 return
+            sock, _peer = listener.accept()
             channel = Channel(sock, self._token, listener=True)
             self._strangers[channel] = time.monotonic()
             self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._meet(channel))
@@ -88,12 +91,27 @@ class Door:
                     raise ProtocolError("the first frame is no hello")
                 hear = self._welcome(channel, json.loads(payload))
                 del self._strangers[channel]
+                self._open()
         except (OSError, ProtocolError, ValueError, KeyError):
             channel.closed = True
         if channel.closed and channel in self._strangers:
             self._drop(channel)
 
+    def _shut(self) -> None:
+        if self._is_shut:  # another of its listeners was called at the same time
+            return
+        self._is_shut = True
+        for listener in self._listeners:
+            self._selector.unregister(listener)
+
+    def _open(self) -> None:
+        if self._is_shut:
+            self._is_shut = False
+            for listener in self._listeners:
+                self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
     def _drop(self, channel: Channel) -> None:
         del self._strangers[channel]
+        self._open()
         self._selector.unregister(channel.sock)
         channel.close()

@@ -14,7 +14,7 @@ from distrib_launch.checks import Check, Want, error, warning
 from distrib_launch.ranges import ranges
 
 from distrib.cluster.inventory import Gpu, GpuHealth, GpuHolder, Inventory
-from distrib.units import format_size
+from distrib.units import format_rate, format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 64 * MIB
@@ -424,8 +424,48 @@ def clock(e: Evidence) -> Iterator[Check]:
             )  # fmt: skip
 
 
+def rdma(e: Evidence) -> Iterator[Check]:
+    """Hosts that hold the others back on InfiniBand or RoCE, or have it and cannot use it: all would go over TCP without a word."""
+    if len({facts.network_identity for facts in e.inventories.values()}) < 2:
+        return
+    for host, facts in e.inventories.items():
+        shut = [port.device for port in facts.rdma if port.up and not port.active]
+        if shut and not any(port.active for port in facts.rdma):
+            yield warning(
+                host, "network", f"{', '.join(shut)} is up, and may not be opened there: NCCL and MPI go over TCP",
+                "give the container its devices (docker run --device=/dev/infiniband, or the RDMA resource of the pod), or the user "
+                "access to /dev/infiniband/uverbs*",
+            )  # fmt: skip
+        if facts.has_verbs is False and any(port.active for port in facts.rdma):
+            yield warning(
+                host, "network", "InfiniBand or RoCE is up, and there is no libibverbs.so.1: NCCL and MPI go over TCP",
+                "install rdma-core there (libibverbs1 and ibverbs-providers), in the container where there is one",
+            )  # fmt: skip
+    wires = {
+        host: Counter((p.link_layer, p.rate_bytes_per_second or 0.0) for p in f.rdma if p.active)
+        for host, f in e.inventories.items()
+    }
+    kinds = Counter(frozenset(wire.items()) for wire in wires.values())
+    commonest = max(kinds, key=lambda kind: (kinds[kind], sum(rate * count for (_, rate), count in kind)))
+    if 2 * kinds[commonest] <= len(wires) or not commonest:
+        return  # a cluster of several kinds, or of none
+    (layer, rate), count = max(commonest, key=lambda kind: kind[0][1])
+    for host, wire in wires.items():
+        own = wire[layer, rate]
+        if own < count:
+            what = f"{own or 'no'} active {_LAYERS.get(layer, layer)} port{'s' * (own != 1)} of {format_rate(rate, digits=3, bits=True)}"
+            held = "" if own else "; as it has none, no host may use its own"
+            yield warning(
+                host, "network", f"{what}, {count} on most other hosts{held}",
+                f"look at its cables and ports (ibstat, ibdev2netdev), or leave it out: --exclude {host}",
+            )  # fmt: skip
+
+
+_LAYERS = {"Ethernet": "RoCE"}
+
+
 def _size(size: int) -> str:
     return format_size(size, digits=3, binary=True)
 
 
-FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock)
+FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)

@@ -26,6 +26,10 @@ PREFERENCE = {
     "bridge": 1, "openvswitch": 1, "dummy": 0,
 }  # fmt: skip
 
+FAST_KINDS = ("physical", "bond", "team")
+MUCH_FASTER = 2.0
+"""A card that carries so many times what the chosen one does is worth a word, where not all hosts share its network."""
+
 NAMED_BY_USER = "chosen with --interface"
 
 
@@ -126,6 +130,8 @@ def choose_network(
         )
     notes: list[str] = []
     rdma = _rdma_choice(inventories, notes)
+    if not wanted:
+        notes += _faster_elsewhere(usable, taken)
     hosts = tuple(
         HostNetwork(
             host=host,
@@ -246,6 +252,25 @@ def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[st
     return next((c for c in candidates if str(c.address.ip) == reached_at.get(host)), None) or _best(candidates)
 
 
+def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candidate]) -> list[str]:
+    """A note where every host has a card that is much faster than the chosen one, in a network that not all are in."""
+    faster: dict[str, _Candidate] = {}
+    for host, choice in taken.items():
+        speed = choice.interface.speed_bytes_per_second
+        other = _best(
+            [c for c in usable if c.host == host and (c.interface.infiniband or c.interface.kind in FAST_KINDS)]
+        )
+        if speed and other and (other.interface.speed_bytes_per_second or 0.0) >= MUCH_FASTER * speed:
+            faster[host] = other
+    if len(faster) < len(taken) or len(taken) < 2:
+        return []
+    host, card = next(iter(faster.items()))
+    return [
+        f"every host has a faster card (on {host}: {card}), in networks that not all share: Gloo, MPI over TCP and parameter servers "
+        "do not use it; where those networks lead to each other, name the cards with --interface"
+    ]
+
+
 # -- RDMA -------------------------------------------------------------------------------------------------------------
 
 
@@ -258,6 +283,7 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
     active = {host: [port for port in inventory.rdma if port.active] for host, inventory in inventories.items()}
     if not any(active.values()):
         return None
+    active = _leading(active, inventories, notes)
     without = [host for host, ports in active.items() if not ports]
     if without:
         notes.append(
@@ -274,6 +300,36 @@ def _rdma_choice(inventories: Mapping[str, Inventory], notes: list[str]) -> dict
         notes.append("some hosts have InfiniBand and others RoCE: no host uses either, NCCL cannot mix them")
         return dict.fromkeys(inventories, ())
     return dict(zip(active, everywhere[layer], strict=True))
+
+
+def _leading(
+    active: Mapping[str, list[RdmaPort]], inventories: Mapping[str, Inventory], notes: list[str]
+) -> dict[str, list[RdmaPort]]:
+    """The ports without those of RoCE that lead nowhere: without an address, or in no network of all hosts where others are in one.
+
+    NCCL would connect the first port of one host with the first of another, and wait until its time is up.
+    """
+    subnets: dict[tuple[str, str, int], set[Network]] = {}
+    for host, ports in active.items():
+        cards = {card.name: card for card in inventories[host].interfaces}
+        for port in ports:
+            names = port.netdevs or tuple(card.name for card in cards.values() if port.device in card.rdma)
+            known = [cards[name] for name in names if name in cards]
+            if port.link_layer == "Ethernet" and known:
+                subnets[host, port.device, port.port] = {a.network for card in known if card.up for a in card.parsed()}
+    of_hosts = [set().union(*(found for (owner, _, _), found in subnets.items() if owner == host)) for host in active]
+    shared = set.intersection(*of_hosts) if of_hosts else set()
+    left: dict[str, list[RdmaPort]] = {}
+    for host, ports in active.items():
+        left[host] = []
+        for port in ports:
+            found = subnets.get((host, port.device, port.port))
+            if found is None or (found & shared if shared else found):
+                left[host].append(port)
+            else:
+                where = "in no network that all hosts are in" if found else "without an address"
+                notes.append(f"{port.device}:{port.port} of {host} is not used: its card is {where}")
+    return left
 
 
 # -- variables --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import fcntl
 import hmac
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -36,6 +37,8 @@ TOKEN = "DISTRIB_TOKEN"
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
 """After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
+
+OPEN_FILES = 65536
 
 BUFFER_LIMIT_BYTES = 16 << 20
 """Output kept for the launcher while the wire is slow; beyond it the script waits in its `print`."""
@@ -323,6 +326,7 @@ class Rank:
         self.started = time.time()
         self.memory = OutOfMemory()
         libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
+        _allow_files()
         try:
             with placement.bound(share.cpus) as problem:
                 self.child = subprocess.Popen(
@@ -484,6 +488,15 @@ class Rank:
         if self.silence.too_long():
             raise TimeoutError
         self.channel.flush()
+
+
+def _allow_files() -> None:
+    """As many open files as may be: a rank is connected with every other one, for each of its groups, and 1024 is the usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def main() -> int:

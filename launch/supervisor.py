@@ -49,6 +49,8 @@ DEAD_CONNECTION_SECONDS = 30.0
 
 
 INPUT_PIECE_BYTES = 1 << 20
+CPUS_OF_GPU_RANK = 2
+"""One for the rank, and one for what loads its data."""
 
 
 class Supervisor:
@@ -282,6 +284,10 @@ class Supervisor:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
         self.progress.start()
+        if (
+            self.plan.engine == "srun"
+        ):  # which gives a task one processor where nothing was said; no host was asked before
+            self._tell_few_processors()
         told = assignments(
             self.plan,
             self.ranks,
@@ -295,6 +301,19 @@ class Supervisor:
                 self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
             state.assignment = assignment
             self._send(state, Kind.ASSIGN, assignment.payload())
+
+    def _tell_few_processors(self) -> None:
+        few: dict[tuple[int, int], list[str]] = {}
+        for host in self.hosts.values():
+            there = next(state for state in self.ranks if state.plan.host == host.name)
+            cpus, each = there.hello["cpus"], 1 if there.plan.device == "cpu" else CPUS_OF_GPU_RANK
+            if cpus < each * host.ranks:
+                few.setdefault((cpus, host.ranks), []).append(host.name)
+        for (cpus, ranks), names in few.items():
+            self._warn(
+                f"{name_hosts(names)}: Slurm gave {cpus} processor{'s' * (cpus > 1)} for {ranks} rank{'s' * (ranks > 1)}; ask for more with "
+                "--cpus-per-task=N or --exclusive, for sbatch or salloc"
+            )
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
 

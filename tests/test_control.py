@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from distrib_launch import door
 from distrib_launch.control import GREETING, HEADER, NONCE_BYTES, Channel, Kind, ProtocolError, new_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -259,3 +260,43 @@ def test_a_silent_stranger_is_dropped_and_keeps_nobody_out():
     assert not channel.proven
     a.close()
     b.close()
+
+
+def test_a_door_before_which_many_stand_hangs_up_on_none():
+    """Of a thousand ranks more may call at once than are listened to; the others wait in the kernel's queue."""
+    met = []
+
+    def welcome(channel, hello):
+        met.append(hello["rank"])
+        selector.unregister(channel.sock)
+        welcomed.append(channel)
+        return lambda kind, payload: None
+
+    welcomed: list[Channel] = []
+    said: set[int] = set()
+    with selectors.DefaultSelector() as selector:
+        entrance = door.Door(selector, TOKEN, ["127.0.0.1"], welcome)
+        host, _, port = entrance.addresses.rpartition(":")
+        socks = [socket.create_connection((host, int(port))) for _ in range(door.STRANGERS_LIMIT + 44)]
+
+        def turn_until(done):
+            deadline = time.monotonic() + 20
+            while not done() and time.monotonic() < deadline:
+                for key, events in selector.select(0.05):
+                    key.data(key.fileobj, events)
+                for rank, caller in enumerate(callers):
+                    list(caller.receive())
+                    if caller.ready and rank not in said:
+                        said.add(rank)
+                        caller.send(Kind.HELLO, {"rank": rank})
+                    caller.flush()
+            assert done()
+
+        callers: list[Channel] = []
+        turn_until(lambda: len(entrance._strangers) == door.STRANGERS_LIMIT)
+        callers += [Channel(sock, TOKEN, listener=False) for sock in socks]
+        turn_until(lambda: len(met) == len(socks))
+        assert sorted(met) == list(range(len(socks)))
+        entrance.close()
+    for channel in (*callers, *welcomed):
+        channel.close()

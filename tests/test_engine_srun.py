@@ -179,6 +179,8 @@ class TestInAnAllocation:
         assert ("n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)" in out) == (
             allocation == ["--exclusive"]
         )
+        few = len(os.sched_getaffinity(0)) < 3 == hosts.count("n1")
+        assert ("n1: Slurm gave " in out and "for 3 ranks; ask for more with --cpus-per-task" in out) == few, out
         nothing_left(cluster)
 
     def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):

@@ -687,3 +687,14 @@ def test_hosts_with_the_same_ranks_share_a_line_of_the_plan(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[1].startswith("  n[1-100]: ranks 0 to 799, 8 on each, device ")
     assert told[2].startswith("  m1: ranks 800 to 803, device ")
+
+
+def test_a_rank_may_open_as_many_files_as_are_allowed(tmp_path):
+    """A thousand ranks are a thousand connections in each, and 1024 files is the usual soft limit."""
+    script = tmp_path / "limits.py"
+    script.write_text("import resource\nprint('files', *resource.getrlimit(resource.RLIMIT_NOFILE))\n")
+    command = f"ulimit -Sn 900 && exec {LAUNCH} -np 1 --run-dir {tmp_path / 'run'} {script}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 0, done
+    soft, hard = map(int, (tmp_path / "run/ranks/0.out").read_text().split()[1:])
+    assert soft == min(65536, hard)

