@@ -20,7 +20,7 @@ from distrib.cluster.node import Nic, NodeGroup
 from distrib.cluster.topology import Topology
 from distrib.cluster.ways import link_between
 from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
-from distrib.probe.facts import used_ports
+from distrib.probe.facts import ports_of_job, used_ports
 from distrib.probe.leader import ATTEMPTS
 from distrib.probe.networks import other_networks
 from distrib.probe.records import (
@@ -627,6 +627,14 @@ def test_a_narrow_slot_is_known_once_the_gpu_was_used():
     assert findings.find([*records, GpusSeen(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
 
 
+def test_mpi_that_goes_beside_infiniband_is_told_of():
+    """As without the libraries for it; the one number would be held against the ports' rate."""
+    said = tuple(facts(f"n{n}", rdma_bytes_per_second=25e9, mpi_over_rdma=n != 2) for n in (1, 2, 3))
+    (found,) = findings.find(Network(3).records(facts=said))
+    assert (found.kind, found.severity, found.hosts) == ("wrong_interface", "warning", ("n2",))
+    assert found.what.startswith("n2: MPI goes over TCP, though there is InfiniBand")
+
+
 def test_gpudirect_is_doubted_only_where_nothing_was_measured():
     gpu = Gpu(index=0, name="H100")
     said = tuple(facts(f"n{n}", gpus=(gpu,), rdma_bytes_per_second=25e9) for n in (1, 2, 3))
@@ -711,6 +719,10 @@ def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
     hdr, login = [port(200, "InfiniBand")] * 8, [port(100, "Ethernet"), port(25, "Ethernet")]
     assert used_ports([*login, *hdr, port(400, "InfiniBand", active=False)]) == tuple(hdr)
     assert used_ports(login) == (login[0],)
+    assert ports_of_job(hdr, {}) == tuple(hdr)
+    named = {"NCCL_IB_HCA": f"={hdr[0].device}:1"}
+    assert ports_of_job(hdr, named) == tuple(port for port in hdr if port.device == hdr[0].device)
+    assert ports_of_job(hdr, {"NCCL_IB_DISABLE": "1", **named}) == ()
     said = tuple(
         facts(f"n{n}", rdma_bytes_per_second=8 * 25e9, rdma_ports=8, rdma_kind="infiniband") for n in range(1, 5)
     )

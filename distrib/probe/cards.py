@@ -108,6 +108,7 @@ def of_facts(
     found = [
         *_below_nominal(facts, seen, way, described),
         *_not_there(facts, described),
+        *_mpi_beside_rdma(facts),
         *_gpudirect(facts, collectives),
     ]
     for host, each in facts.items():
@@ -223,6 +224,23 @@ def _faster_interface(facts: Facts, tried: Collection[str | None]) -> list[Findi
             evidence=f"{own.name} is rated {rate_text(own.speed_bytes_per_second)}, {faster.name} "
             f"{rate_text(faster.speed_bytes_per_second or 0)}",
             advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(facts.host,), loss=0.4,
+        )
+    ]  # fmt: skip
+
+
+def _mpi_beside_rdma(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Hosts on which MPI goes over TCP though the job has InfiniBand or RoCE there."""
+    hosts = tuple(host for host, each in facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
+    if not hosts or len(facts) < 2:
+        return []
+    return [
+        Finding(
+            kind="wrong_interface", severity="warning",
+            what=f"{fold_hosts(hosts)}: MPI goes over TCP, though there is InfiniBand or RoCE; the links are judged by TCP",
+            evidence="an RDMA port is up, and the probe's process has opened none",
+            advice="install rdma-core there (libibverbs, its providers), let the user lock memory (ulimit -l) and open /dev/infiniband; "
+            "what Open MPI takes: -x OMPI_MCA_pml_base_verbose=10; NCCL may fare better or alike (-x NCCL_DEBUG=INFO)",
+            hosts=hosts, loss=0.4,
         )
     ]  # fmt: skip
 

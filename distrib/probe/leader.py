@@ -79,7 +79,7 @@ class Leader:
         # A host that was lost since still has its say: the way must not change in the middle of a probe.
         known = {facts.host: facts for start in starts for facts in start.facts}
         known |= {facts.host: facts for facts in self.facts.values()}
-        rdma = all(facts.rdma_bytes_per_second for facts in known.values())
+        rdma = all(facts.rdma_bytes_per_second and facts.mpi_over_rdma for facts in known.values())
         self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
         self.start = Started(
             when=datetime.now(timezone.utc).isoformat(timespec="seconds"),

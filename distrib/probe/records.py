@@ -58,6 +58,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of its fastest active ports, all InfiniBand or all RoCE, whichever carry more; None where there are none."""
     rdma_ports: int = 1
     rdma_kind: Literal["infiniband", "roce"] = "infiniband"
+    mpi_over_rdma: bool = True
+    """Whether MPI has opened such a port in the probe, where there are some."""
     gpudirect: bool = False
     """Whether the kernel module is loaded by which network cards reach GPU memory."""
     gpus: tuple[Gpu, ...] = ()
