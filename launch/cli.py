@@ -91,6 +91,8 @@ def parser() -> Parser:
     pods = p.add_argument_group("with --engine kubernetes")
     pods.add_argument("--image", metavar="NAME", help="the image of the Dockerfile, as the cluster finds it")
     pods.add_argument("--manifest", metavar="FILE", help="write the MPIJob there (default: to standard output)")
+    pods.add_argument("--pod-resource", dest="pod_resources", action="append", default=[], type=_resource, metavar="NAME=N",
+                      help="what each worker needs besides GPUs, such as rdma/hca_shared_devices_a=1 (may be repeated)")  # fmt: skip
     pods.add_argument("--runtime-class", default="", metavar="NAME", help="RuntimeClass of pods with GPUs, such as nvidia "
                       "(default: the cluster's own)")  # fmt: skip
     out = p.add_argument_group("what to show and keep")
@@ -118,6 +120,15 @@ class _Command(argparse.Action):
     def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
         assert isinstance(values, list)
         namespace.script, *namespace.arguments = values[1:] if values[0] == "--" else values
+
+
+def _resource(given: str) -> tuple[str, str]:
+    from distrib_launch.engines import kubernetes
+
+    try:
+        return kubernetes.parse_resource(given)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _ranks(text: str) -> int:
@@ -215,12 +226,13 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
     words = kubernetes.launcher_words(parser(), options, planning.FORWARDED_PREFIXES)
     environment = planning.forwarded(os.environ, options.env)
     manifest = kubernetes.manifest(
-        plan, image=options.image, words=words, environment=environment, runtime_class=options.runtime_class
-    )
+        plan, image=options.image, words=words, environment=environment, runtime_class=options.runtime_class,
+        resources=dict(options.pod_resources),
+    )  # fmt: skip
     text = json.dumps(manifest, indent=2)
     if not options.json:
         text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree, where nothing refers to anything
-    for note in filter(None, (*plan.notes, kubernetes.note_on_secrets(environment))):
+    for note in (*plan.notes, *kubernetes.notes_on_pods(plan, environment, dict(options.pod_resources))):
         print(f"distrib-launch: note: {note}", file=sys.stderr)
     if options.manifest:
         try:

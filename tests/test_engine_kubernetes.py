@@ -18,7 +18,7 @@ from distrib_launch.engines import kubernetes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import ROOT
+from tests.conftest import LAUNCH, ROOT
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas/mpijob-v2beta1.json").read_text())
 CRD = os.environ.get("DISTRIB_MPIJOB_CRD")
@@ -144,6 +144,28 @@ def test_on_the_cpu_no_gpu_is_asked_for(manifest):
     assert container(job, "Worker")["resources"] == {"requests": {"cpu": "4"}}
     assert not {"tolerations", "runtimeClassName"} & set(pod(job, "Worker"))
     assert {"name": "CUDA_VISIBLE_DEVICES", "value": ""} in container(job, "Launcher")["env"]
+
+
+def test_workers_are_given_what_they_need_besides_gpus(manifest):
+    job = manifest(*HOSTS, "--pod-resource", "rdma/hca_shared_devices_a=1", SCRIPT)
+    limits = pod(job, "Worker")["containers"][0]["resources"]["limits"]
+    assert limits["rdma/hca_shared_devices_a"] == "1" and "nvidia.com/gpu" in limits
+    assert "--pod-resource" not in pod(job, "Launcher")["containers"][0]["command"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "note: no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N"),
+        (["--pod-resource", "rdma/a=1"], "note: memory is locked for RDMA by a user who is not root"),
+        (["-x", "CUDA_VISIBLE_DEVICES="], ""),
+        (["--pod-resource", "rdma=1"], "'rdma=1' is no resource of a pod; write such as rdma/hca_shared_devices_a=1"),
+    ],
+)
+def test_what_pods_need_for_infiniband_is_said(words, says):
+    command = [str(LAUNCH), "--engine", "kubernetes", "--image", "i", *HOSTS, *words, SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert says in done.stderr and ("RDMA" in done.stderr) == ("RDMA" in says), done.stderr
 
 
 def test_a_runtime_class_is_for_pods_with_gpus(manifest):

@@ -58,6 +58,7 @@ DECIDED_HERE = [
     "image",
     "manifest",
     "runtime_class",
+    "pod_resources",
     "mpirun",
     "ssh_command",
     "interface",
@@ -154,12 +155,18 @@ def slots_per_worker(plan: LaunchPlan) -> int:
 
 
 def manifest(
-    plan: LaunchPlan, *, image: str, words: Sequence[str], environment: Mapping[str, str], runtime_class: str = ""
+    plan: LaunchPlan,
+    *,
+    image: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    runtime_class: str = "",
+    resources: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The MPIJob that runs `plan`.
 
     `words` are options for the launcher inside the cluster, `environment` what every rank is to find. `runtime_class` is
-    the RuntimeClass of pods with GPUs; empty: the cluster's default.
+    the RuntimeClass of pods with GPUs; empty: the cluster's default. `resources` are what workers are given besides GPUs.
     """
     slots = slots_per_worker(plan)
     name = job_name(plan)
@@ -186,10 +193,12 @@ def manifest(
         }
     ]
     if gpu:
-        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots)}
+        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots), **(resources or {})}
         worker_pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
         if runtime_class:
             worker_pod["spec"]["runtimeClassName"] = runtime_class
+    elif resources:
+        container["resources"]["limits"] = dict(resources)
     return {
         "apiVersion": "kubeflow.org/v2beta1",
         "kind": "MPIJob",
@@ -261,6 +270,33 @@ def _variable(name: str, value: str) -> dict[str, Any]:
     if is_secret(name):
         return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
     return {"name": name, "value": _literal(value)}
+
+
+def parse_resource(text: str) -> tuple[str, str]:
+    """`rdma/hca_shared_devices_a=1`: an extended resource of the cluster's, and how many of it. Raises ValueError."""
+    match = re.fullmatch(
+        r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)=([1-9][0-9]{0,8})", text.strip()
+    )
+    if not match:
+        raise ValueError(f"{text!r} is no resource of a pod; write such as rdma/hca_shared_devices_a=1")
+    return match[1], match[4]
+
+
+def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> tuple[str, ...]:
+    """What is left to do, or to know, for who creates the job."""
+    return tuple(filter(None, (note_on_network(plan, resources), note_on_secrets(environment))))
+
+
+def note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
+    """What keeps pods from InfiniBand or RoCE."""
+    if len(plan.hosts) < 2 or all(rank.device == "cpu" for rank in plan.ranks):
+        return ""
+    if any("rdma" in name or "infiniband" in name or name.startswith("vpc.amazonaws.com/efa") for name in resources):
+        return (
+            "memory is locked for RDMA by a user who is not root: the container runtime must let it (LimitMEMLOCK=infinity for "
+            "containerd), or NCCL falls back to TCP; distrib-topo check, run in the launcher's pod, tells"
+        )
+    return "no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
 
 
 def note_on_secrets(environment: Mapping[str, str]) -> str:
