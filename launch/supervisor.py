@@ -164,6 +164,7 @@ class Supervisor:
             if host.address and self.plan.listen and not self.is_local:
                 self.liveness.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
+        missing = self.missing
         while not all(state.ending for state in self.ranks):
             self._turn(0.1)
             now = time.monotonic()
@@ -171,6 +172,8 @@ class Supervisor:
                 if start == begun:
                     self.console.say(f"{self.plan.engine} waits for the hosts to be free: {why}")
                 start = now
+            if self.missing < missing:  # they come, one after the other: of thousands the last may take long
+                missing, start = self.missing, max(start, now)
             if now >= next_ping:
                 self._ping()
                 next_ping = now + PING_SECONDS
@@ -188,7 +191,10 @@ class Supervisor:
                     if not self.stopping and not all(state.ending for state in self.ranks):
                         self._engine_lost(engine, engine_code)
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
-                self._start_failed(engine, f"not every rank has called back within {START_SECONDS:.0f} s")
+                self._start_failed(
+                    engine,
+                    f"{missing} of {len(self.ranks)} ranks have not called back, and none has for {START_SECONDS:.0f} s",
+                )
             spent_seconds = now - begun + self.spent_seconds
             if self.timeout_seconds and spent_seconds > self.timeout_seconds and not self.verdict.is_decided:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
