@@ -255,6 +255,10 @@ def _reached(host: str, candidates: Sequence[_Candidate], reached_at: Mapping[st
 def _faster_elsewhere(usable: Sequence[_Candidate], taken: Mapping[str, _Candidate]) -> list[str]:
     """A note where every host has a card that is much faster than the chosen one, in a network that not all are in."""
     faster: dict[str, _Candidate] = {}
+    owners: dict[Network, set[str]] = {}
+    for candidate in usable:
+        owners.setdefault(candidate.subnet, set()).add(candidate.host)
+    usable = [candidate for candidate in usable if len(owners[candidate.subnet]) < len(taken)]
     for host, choice in taken.items():
         speed = choice.interface.speed_bytes_per_second
         other = _best(
