@@ -361,6 +361,8 @@ def _environment(
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
         # Open MPI takes IPv4's subnets only.
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet and subnet.version == 4 else name,
+        # And all addresses of a card that has one in it: those of the other family need lead nowhere.
+        "OMPI_MCA_btl_tcp_disable_family": "6" if choice.address.version == 4 else "4",
         "UCX_NET_DEVICES": ",".join([*hcas, name]),
     }
     if hcas:
@@ -397,6 +399,7 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
     if not inside:
         return {}
     if subnet.version == 4:
-        return {"PRTE_MCA_prte_if_include": network.subnet}
+        # Of a card in it the daemons would take the addresses of IPv6, too.
+        return {"PRTE_MCA_prte_if_include": network.subnet, "PRTE_MCA_oob_tcp_disable_ipv6_family": "1"}
     cards = {host.interface for host in network.hosts} | inside
     return {"PRTE_MCA_prte_if_include": cards.pop()} if len(cards) == 1 else {}

@@ -116,6 +116,7 @@ def test_variables_for_every_library():
         "NCCL_SOCKET_IFNAME": "=ens5",
         "NCCL_SOCKET_FAMILY": "AF_INET",
         "OMPI_MCA_btl_tcp_if_include": "10.0.0.0/24",
+        "OMPI_MCA_btl_tcp_disable_family": "6",
         "OMPI_MCA_btl_tcp_port_min_v4": "32768",
         "OMPI_MCA_btl_tcp_port_range_v4": "28232",
         "UCX_NET_DEVICES": "ens5",
@@ -246,7 +247,10 @@ def test_the_engine_keeps_to_the_network_where_this_machine_is_in_it():
     network = choose_network(cluster((interface("eth0", "10.0.0.1/24"),), (interface("eth0", "10.0.0.2/24"),)))
     member = inventory("login", interfaces=(interface("eno1", "10.0.0.9/24"),))
     stranger = inventory("login", interfaces=(interface("eno1", "10.5.0.9/24"),))
-    assert engine_environment(network, member, {}) == {"PRTE_MCA_prte_if_include": "10.0.0.0/24"}
+    assert engine_environment(network, member, {}) == {
+        "PRTE_MCA_prte_if_include": "10.0.0.0/24",
+        "PRTE_MCA_oob_tcp_disable_ipv6_family": "1",
+    }
     assert engine_environment(network, member, {"PRTE_MCA_prte_if_include": "eno1"}) == {}
     assert engine_environment(network, stranger, {}) == {}
 

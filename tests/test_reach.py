@@ -257,6 +257,16 @@ def test_ranks_keep_to_the_ports_that_the_kernel_may_give(make_cluster, launch):
 
 
 @pytest.mark.cluster
+def test_addresses_of_ipv6_that_lead_nowhere_are_left_alone(make_cluster, launch):
+    """Open MPI takes all addresses of a card that has one in the network that it is told: half of a LAN with IPv6 hung."""
+    cluster = make_cluster(3)
+    for number, host in enumerate(cluster.hosts[:2], start=1):
+        cluster.run(host, ["ip", "-6", "addr", "add", f"fd00::{number}/64", "dev", "eth0", "nodad"], check=True)
+    run = launch("-H", cluster.hostfile, "--timeout", "60s", SCRIPTS / "mpi_ring.py", cluster=cluster)
+    assert run.code == 0, run
+
+
+@pytest.mark.cluster
 def test_another_network_is_taken_where_the_first_leads_nowhere(make_cluster, launch):
     cluster = make_cluster(2, second_rates={"n1": "1gbit", "n2": "1gbit"})
     cluster.wall("n2")
