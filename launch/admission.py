@@ -12,6 +12,7 @@ from distrib_launch import preflight
 from distrib_launch.checks import folded
 from distrib_launch.connections import Connections
 from distrib_launch.console import Console
+from distrib_launch.engines import mpirun
 from distrib_launch.plan import HostPlan, LaunchPlan
 from distrib_launch.results import write_json
 
@@ -105,7 +106,7 @@ def admit(
             )
     connections.stop_listening()
     warnings = _told(dropped, report.told("warning"), plan, options, console)
-    return preflight.with_network(plan, report, answers, os.environ), warnings
+    return mpirun.with_shells(preflight.with_network(plan, report, answers, os.environ)), warnings
 
 
 def _told(

@@ -136,28 +136,43 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
         return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
     if told.code is None:
         return Answer(problem=_silent(target, told.out), no_login=not target.is_here and SIGN not in told.out)
-    return Answer(
-        problem=explain(target, told.code, told.err, told.out.replace(SIGN, "").strip()), asked=asked, answered=answered
-    )
+    reached = target.is_here or SIGN in told.out
+    out = told.out.replace(SIGN, "").strip()
+    return Answer(problem=explain(target, told.code, told.err, out, reached=reached), asked=asked, answered=answered)
 
 
 # -- what went wrong --------------------------------------------------------------------------------------------------
 
 
-def explain(target: Target, code: int, err: str, out: str = "") -> Check:
-    """Why a host gave no facts, from the exit code and the words of ssh, the shell or Python there."""
+def explain(target: Target, code: int, err: str, out: str = "", *, reached: bool = True) -> Check:
+    """Why a host gave no facts, from the exit code and the words of ssh, the shell or Python there.
+
+    `reached`: whether its login shell has come to our command.
+    """
     if code == 255 and not target.is_here:
         return _explain_ssh(target, err)
     lines = [line.strip() for line in err.splitlines() if line.strip()]
     words = lines[-1] if lines else f"exit code {code}"
-    if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", err, re.I):
+    if not reached:
+        said = [line for line in (out or err).splitlines() if line.strip() and "exec(" not in line]  # our own program
+        says = f", and says {said[-1].strip()[:120]!r}" if said else ""
+        return error(
+            target.name, "ssh", f"ssh gets in, and its login shell ends before our command, with exit code {code}{says}",
+            f"look for exit, exec or read in ~/.bashrc there, or for an account that may run no commands; try: {_try_it(target, '-V')}",
+        )  # fmt: skip
+    if "invalid literal for int()" in words or "exec('" in words:
+        return error(
+            target.name, "python", "its login shell has taken the standard input of our command",
+            f"look for what reads, or redirects, it in ~/.bashrc there: echo hello | {_try_it(target, '-')}",
+        )  # fmt: skip
+    if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", words, re.I):
         return _no_interpreter(target, words)
     if "SyntaxError" in err:
         return error(
             target.name, "python", f"{target.python} is too old for distrib", "distrib needs Python 3.10 or later"
         )
     if code == 0 and out:
-        words = "its login shell prints something else instead"
+        words = f"its login shell prints something else instead: {out.splitlines()[-1].strip()[:120]!r}"
     return error(target.name, "python", f"{target.python} does not run there: {words}", _try_it(target, "-V"))
 
 
@@ -188,7 +203,7 @@ def _explain_ssh(target: Target, err: str) -> Check:
     if says("remote host identification has changed"):
         return because(
             "its host key is not the one that ssh knows: it was reinstalled, or another machine answers",
-            f"if that is expected: ssh-keygen -R {host}, then ssh {port}{login} to look at the new key and accept it",
+            f"if that is expected: ssh-keygen -R {shlex.quote(f'[{host}]:{target.port}') if target.port else host}, then ssh {port}{login} to look at the new key and accept it",
         )
     if says("host key verification failed|no .* host key is known"):
         return because(
@@ -205,9 +220,14 @@ def _explain_ssh(target: Target, err: str) -> Check:
         )
     if match := re.search(r"permission denied(?: \(([^)]*)\))?", err, re.IGNORECASE):
         allowed = f"; it takes {match[1]}" if match[1] else ""
+        if match[1] and "publickey" not in match[1]:
+            return because(
+                f"its sshd takes no keys, only {match[1]}", f"on {host} set PubkeyAuthentication yes in sshd_config"
+            )
         return because(
             f"it refuses our key{allowed}",
-            f"ssh-copy-id {port}{login}, and on {host} chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys",
+            f"ssh-copy-id {port}{login}, and on {host} chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys; or may that user not log in? "
+            "see journalctl -u ssh there",
         )
     if says("connection refused"):
         return because(
@@ -237,7 +257,8 @@ def _silent(target: Target, out: str) -> Check:
             f"{where}{target.python} has not answered within {ANSWER_SECONDS:.0f} s",
             f"does a disk or a network file system hang there? try: {_try_it(target, '-V')}",
         )
-    return error(target.name, "ssh", f"no login within {SSH_SECONDS:.0f} s", _is_it_up(target))
+    waits = "; or does something in its ~/.bashrc wait, or read standard input?"
+    return error(target.name, "ssh", f"no login within {SSH_SECONDS:.0f} s", _is_it_up(target) + waits)
 
 
 def _began(answer: Answer) -> bool:

@@ -23,6 +23,8 @@ SMALL_DISK_BYTES = GIB
 CLOCK_SECONDS = 0.5
 HIDDEN_BYTES = 256 * MIB
 """Less GPU memory than this in use is the driver's own."""
+LEAST_FILES = 128
+"""With fewer open files ranks do not start."""
 LOW_POWER = 0.98
 """A limit below this part of the others' is another one."""
 
@@ -394,6 +396,13 @@ def machine(e: Evidence) -> Iterator[Check]:
                 host, "shm", f"{_size(facts.free_shm_bytes)} free of {_size(facts.shm_bytes or 0)} in /dev/shm",
                 "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",
             )  # fmt: skip
+        if facts.tmp_problem:  # where engines begin with files
+            yield error(
+                host,
+                "disk",
+                f"no file can be made in /tmp: {facts.tmp_problem}",
+                "see mount, df -h /tmp and df -i /tmp there",
+            )
         low = {
             place: free for place, free in facts.free_disk_bytes.items() if free is not None and free < SMALL_DISK_BYTES
         }
@@ -412,7 +421,8 @@ def limits(e: Evidence) -> Iterator[Check]:
                 "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
             )  # fmt: skip
         if files is not None and files < 1024:
-            yield warning(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
+            make = error if files < LEAST_FILES else warning
+            yield make(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
 
 
 def clock(e: Evidence) -> Iterator[Check]:

@@ -120,6 +120,8 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The network interface that leads to the other hosts, chosen at launch; None where there are no others."""
     address: str | None = None
     """That interface's address."""
+    shell: str | None = None
+    """The login shell there, where the host was asked."""
 
     @property
     def workers(self) -> int:

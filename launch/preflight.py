@@ -290,7 +290,12 @@ def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Ma
         return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if alone else plan
     choices = {choice.host: choice for choice in network.hosts}
     hosts = tuple(
-        msgspec.structs.replace(host, interface=choices[host.name].interface, address=choices[host.name].address)
+        msgspec.structs.replace(
+            host,
+            interface=choices[host.name].interface,
+            address=choices[host.name].address,
+            shell=report.inventories[host.name].shell or None,
+        )
         for host in plan.hosts
     )
     ranks = tuple(

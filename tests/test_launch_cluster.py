@@ -165,7 +165,8 @@ def test_nothing_is_left_on_any_host_when_launcher_or_engine_is_killed(make_clus
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish here")
-def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path):
+@pytest.mark.parametrize("where", [["n1", "n2", "n3"], ["n2"]], ids=["everywhere", "there"])
+def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path, where):
     cluster = make_cluster(3)
     users = Path("/etc/passwd").read_text().splitlines()
     (tmp_path / "passwd").write_text(
@@ -174,7 +175,7 @@ def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path):
         )
         + "\n"
     )
-    for host in cluster.hosts:
+    for host in where:
         cluster.run(host, ["mount", "--bind", tmp_path / "passwd", "/etc/passwd"], check=True)
     assert "fish" in cluster.run("n1", ["ssh", "n2", "status fish-path"], check=True).stdout
     run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster)

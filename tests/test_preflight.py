@@ -325,6 +325,8 @@ def test_fit_hosts_have_nothing_wrong():
         ({"free_disk_bytes": {"tmp": 5 << 20}}, "disk", "warning", "5 MiB free for /tmp", "make room"),
         ({"free_disk_bytes": {"tmp": 0}}, "disk", "error", "0 B free for /tmp", "make room"),
         ({"usable_cpus": 0}, "cores", "warning", "1 ranks on 0", "fewer slots"),
+        ({"tmp_problem": "Read-only file system"}, "disk", "error", "no file can be made in /tmp: Read-only file system", "df -i /tmp"),
+        ({"limits": {"memlock": None, "nofile": 64}}, "limits", "error", "64 open files", "ulimit -n"),
         ({"limits": {"memlock": 8 << 20, "nofile": 256}}, "limits", "warning", "256 open files", "ulimit -n"),
     ],
 )  # fmt: skip
@@ -533,6 +535,30 @@ def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
     assert reason in check.reason
 
 
+@pytest.mark.parametrize(
+    ("code", "out", "err", "reached", "check", "reason"),
+    [
+        (1, "This account is currently not available.", "", False, "ssh",
+         "its login shell ends before our command, with exit code 1, and says 'This account is currently not available.'"),
+        (0, "", "", False, "ssh", "its login shell ends before our command, with exit code 0"),
+        (1, "", "nonexistent_cmd: command not found\nValueError: invalid literal for int() with base 10: ''", True, "python",
+         "its login shell has taken the standard input of our command"),
+        (0, "hello", "", True, "python", "prints something else instead: 'hello'"),
+    ],
+)  # fmt: skip
+def test_login_shells_that_do_not_come_to_the_command_are_told_so(code, out, err, reached, check, reason):
+    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    told = explain(target, code, err, out, reached=reached)
+    assert (told.check, told.status) == (check, "error") and reason in told.reason and "ssh n2" in told.fix
+
+
+def test_keys_and_ports_in_what_to_do_about_ssh():
+    other = Target(name="n2", python="/opt/python", is_here=False, question=Question(), port=2222)
+    changed = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
+    assert "ssh-keygen -R '[n2]:2222'" in explain(other, 255, changed).fix
+    assert "takes no keys, only password" in explain(other, 255, "root@n2: Permission denied (password).").reason
+
+
 # -- on the virtual cluster -------------------------------------------------------------------------------------------
 
 
@@ -677,6 +703,16 @@ def test_check_alone_as_text_and_json(make_cluster):
 
 def environments(run, ranks):
     return [json.loads((run.run_dir / f"ranks/{n}.out").read_text().splitlines()[0])["env"] for n in range(ranks)]
+
+
+@pytest.mark.cluster
+def test_a_temporary_folder_that_became_read_only_is_named(make_cluster):
+    """As file systems do after an error: the engine's daemon would end without a word."""
+    cluster = make_cluster(2)
+    cluster.run("n2", ["sh", "-c", "mount --bind /tmp /tmp && mount -o remount,ro,bind /tmp"], check=True)
+    told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
+    assert told.returncode == 3, told
+    assert "error: n2: disk: no file can be made in /tmp: Read-only file system" in told.stdout
 
 
 @pytest.mark.cluster

@@ -126,6 +126,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     network_identity: str
     """Equal for two names of one machine."""
     user: str
+    shell: str = ""
+    """The login shell, as sshd says."""
     python: str
     executable: str
     packages: dict[str, str | None]
@@ -148,6 +150,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit_bytes: int | None
     shm_bytes: int | None
     free_shm_bytes: int | None
+    tmp_problem: str = ""
+    """Why no file can be made in /tmp."""
     free_disk_bytes: dict[str, int | None]
     """By place: directory, run_dir, tmp."""
     limits: dict[str, int | None]

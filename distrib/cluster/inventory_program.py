@@ -48,6 +48,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "hostname": socket.gethostname(),
         "network_identity": network_identity(),
         "user": user_name(os.getuid()),
+        "shell": os.environ.get("SHELL", ""),
         "python": ".".join(map(str, sys.version_info[:3])),
         "executable": sys.executable,
         "packages": packages,
@@ -67,6 +68,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "memory_limit_bytes": cgroup_memory_limit(),
         "shm_bytes": space("/dev/shm")[0],
         "free_shm_bytes": space("/dev/shm")[1],
+        "tmp_problem": why_not_writable("/tmp"),
         "free_disk_bytes": {name: space(path)[1] for name, path in places.items() if path},
         "limits": limits,
         "interfaces": interfaces(),
@@ -450,6 +452,17 @@ def space(path: str) -> tuple[int | None, int | None]:
     except OSError:
         return None, None
     return told.f_blocks * told.f_frsize, told.f_bavail * told.f_frsize
+
+
+def why_not_writable(folder: str) -> str:
+    """Why no file can be made there; empty where one can: it may be read-only, or have no room for the names of more."""
+    path = f"{folder}/.distrib-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.unlink(path)
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return ""
 
 
 def soft_limit(name: str) -> int | None:

@@ -6,6 +6,7 @@ lost host to make it exit 0. What counts are the exit records that the ranks sen
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pwd
@@ -17,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from distrib_launch import apart
 
 from distrib.errors import ConfigError
@@ -97,17 +99,24 @@ def _needs_agent(plan: LaunchPlan) -> bool:
     return (
         any(host.python for host in plan.hosts)
         or any(not word or ":" in word or any(map(str.isspace, word)) for word in plan.ssh)
-        or _has_strange_shell()
+        or _has_strange_shell(plan)
     )
 
 
-def _has_strange_shell() -> bool:
-    """Whether the user's login shell, which Open MPI takes for that of every host, is none that it can write for: fish."""
-    try:
-        shell = Path(pwd.getpwuid(os.getuid()).pw_shell).name
-    except KeyError:  # a user whom this machine does not know, as in a container
-        return False
-    return bool(shell) and shell not in SHELLS
+def _has_strange_shell(plan: LaunchPlan) -> bool:
+    """Whether the user's login shell, which Open MPI takes for that of every host, or a host's is none that it can write for: fish."""
+    shells = {host.shell for host in plan.hosts}
+    with contextlib.suppress(KeyError):  # a user whom this machine does not know, as in a container
+        shells.add(pwd.getpwuid(os.getuid()).pw_shell)
+    return not {Path(shell).name for shell in shells if shell} <= {*SHELLS}
+
+
+def with_shells(plan: LaunchPlan) -> LaunchPlan:
+    """The plan with a command that every host's login shell takes, now that the hosts were asked for theirs."""
+    words = list(plan.command)
+    if "plm_ssh_agent" in words:
+        words[words.index("plm_ssh_agent") + 1] = _agent(plan)
+    return msgspec.structs.replace(plan, command=tuple(words))
 
 
 def _agent(plan: LaunchPlan) -> str:
@@ -258,7 +267,7 @@ def write_files(run_dir: Path, plan: LaunchPlan) -> None:
         own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
         here = str(Path(plan.command[0]).parent.parent)
         prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
-        if _has_strange_shell():  # where a prefix is named, the command is given to a plain shell
+        if _has_strange_shell(plan):  # where a prefix is named, the command is given to a plain shell
             prefixes = {host.name: here for host in hosts} | prefixes
         settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
         (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
