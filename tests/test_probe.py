@@ -1001,3 +1001,16 @@ def test_a_few_fast_pairs_do_not_leave_the_others_in_the_dark():
     assert usual_most([1.0] * 99 + [60.0]) == (1.0, True)
     assert usual_most([0.5] * 50 + [1.0] * 50) == (1.0, False)
     assert usual_most([2.0]) == (2.0, False)
+
+
+@pytest.mark.parametrize(("hosts", "bad"), [(2, "n2"), (3, "n2"), (4, "n2")])
+def test_a_host_that_loses_packets_is_told_of_however_few_there_are(hosts, bad):
+    def lossy(record):
+        lost = 0.05 if bad in (record.source, record.target) else 0.0
+        segments = record.bandwidth_bytes_per_second * record.seconds / 1448
+        return structs.replace(record, path_mtu=1500, retransmits=int(lost * segments))
+
+    records = [lossy(r) if isinstance(r, PairSeen) and r.way == "tcp" else r for r in Network(hosts).records()]
+    found = [f for f in findings.find(records) if f.kind == "noisy_link"]
+    assert found and all(bad in f.hosts for f in found)
+    assert not [f for f in findings.find(Network(hosts).records()) if f.kind == "noisy_link"]

@@ -100,7 +100,14 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
         use = f"use it with --interface {network}"
         if without:
             use = f"bring up the cards of {name_hosts(without)} on it, or leave these hosts out, and {use}"
-        if own and rates and statistics.median(rates) > FASTER * statistics.median(own):
+        # Every step waits for the slowest.
+        if (
+            own
+            and rates
+            and not slow
+            and min(rates) > min(own)
+            and statistics.median(rates) > FASTER * statistics.median(own)
+        ):
             found.append(
                 Finding(
                     kind="wrong_interface", severity="warning",
@@ -202,9 +209,10 @@ def _lossy(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
             segments = record.bandwidth_bytes_per_second * record.seconds / segment_bytes
             part = record.retransmits / max(segments, 1.0)
             parts[record.source, record.target] = min(part, parts.get((record.source, record.target), part))
-    if len(parts) < 4:
+    if not parts:
         return []
-    usual = statistics.median(parts.values())
+    # The better ones: of three hosts one that loses is at an end of most ways.
+    usual = sorted(parts.values())[(len(parts) - 1) // 4] if len(parts) >= 4 else 0.0
     lossy = {pair: part for pair, part in parts.items() if part > max(LOSSY, 10 * usual)}
     found = []
     for host in hosts:
@@ -261,9 +269,12 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
             found.append(
                 Finding(
                     kind="mtu", severity="error",
-                    what=f"{host}: small messages pass, large ones do not, with most other hosts: MTU mismatch?",
+                    what=f"{host}: small messages pass, and next to nothing of large ones, with most other hosts: MTU mismatch, or a link "
+                    "that is nearly dead?",
                     evidence=f"{directions}: {next(iter(mine.values()))}",
-                    advice=f"set the MTU of the others on {host} and on its switch port", hosts=(host,), ratio=0.0, loss=1.0,
+                    advice=f"distrib-topo check tells whether it is the MTU: then set that of the others on {host} and on its switch port; else look "
+                    "at its rate and duplex (ethtool), and at errors and drops (ethtool -S)",
+                    hosts=(host,), ratio=0.0, loss=1.0,
                 )
             )  # fmt: skip
         else:
@@ -283,9 +294,10 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
             found.append(
                 Finding(
                     kind="mtu" if stalls else "not_measured", severity="error",
-                    what=f"{source} to {target}: " + ("small messages pass, large ones do not: MTU mismatch?" if stalls else "could not be measured"),
+                    what=f"{source} to {target}: " + ("small messages pass, and next to nothing of large ones: MTU mismatch, or a link that is nearly dead?" if stalls else "could not be measured"),
                     evidence=why,
-                    advice="set the same MTU on both hosts and on every switch between them" if stalls
+                    advice="distrib-topo check tells whether it is the MTU: then set the same on both hosts and every switch between; else look at rate, duplex and errors "
+                    "on the way (ethtool, ethtool -S)" if stalls
                     else "see whether a firewall is between them", hosts=(source, target), source=source, target=target,
                     ratio=0.0, loss=0.5,
                 )
