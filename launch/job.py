@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
 import re
 import socket
@@ -12,7 +14,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from distrib.errors import ConfigError
+from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
     from distrib.cluster.hostfile import HostList
     from distrib.cluster.topology import Topology
+
+DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
 FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
 
@@ -294,7 +298,20 @@ def _launch(
         console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
     if os.geteuid() == 0 and not _in_container():
         console.say("note: running as root; on a shared cluster a user of your own is safer")
-    ended = Attempts(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
+    began = time.time()
+    try:
+        ended = Attempts(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise LaunchError(
+            f"cannot write into the run directory {run_dir}: {error.strerror}",
+            hint="make room, or name another with --run-dir",
+        ) from error
+    except DistribError as error:  # whoever waits for the result is to find it
+        with contextlib.suppress(OSError):
+            results.write_json(run_dir / "result.json", results.not_started(plan, error, time.time() - began))
+        raise
     plan, result = ended.plan, ended.result
     try:
         results.write_json(run_dir / "result.json", result)

@@ -35,6 +35,8 @@ class Journal:
         self.path = path
         self.done_steps: tuple[str, ...] = ()
         self._started = False
+        self.problem = ""
+        """Why what was measured could not be kept."""
         try:
             fresh = path.exists() and time.time() - path.stat().st_mtime < FRESH_SECONDS
             self._file = path.open("a+b", buffering=0)
@@ -82,7 +84,10 @@ class Journal:
                     f"({len(self.done_steps)} steps are done); --no-resume begins anew"
                 )
             self._started = True
-        self._file.write(line.encode() + b"\n")
+        try:
+            self._file.write(line.encode() + b"\n")
+        except OSError as error:  # a full disk: it is told at the end, when all who measure have ended
+            self.problem = f"{self.path}: {error.strerror}"
         return said
 
     def read(self) -> list[Record]:

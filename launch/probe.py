@@ -114,7 +114,9 @@ def run(options: argparse.Namespace) -> int:
         return _interrupted(options, journal, result.exit_code)
     problems = _tell(options, output, records, earlier, journal)
     if not output.whole:
-        why = result.first_failure.message if result and result.first_failure else "no host is left to measure with"
+        why = journal.problem or (
+            result.first_failure.message if result and result.first_failure else "no host is left to measure with"
+        )
         told = LaunchError(f"the probe did not come to its end: {why}", hint=_how_to_go_on(options, journal))
         problems.append(told)  # not raised: what was found has been shown
     for problem in problems:

@@ -9,13 +9,16 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from distrib_launch.outlook.record import Measured
 
 from distrib.bandwidth.prediction import Prediction
-from distrib.errors import ConfigError
+from distrib.errors import ConfigError, DistribError
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan
 
 Status = Literal["succeeded", "failed", "stopped"]
 
@@ -88,6 +91,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What the bandwidth model said before the start, where the workload was known."""
     measured: Measured | None = None
     """What the ranks measured of their steps, where their script has `distrib.init()` and took enough of them."""
+
+
+def not_started(plan: LaunchPlan, error: DistribError, seconds: float) -> Result:
+    """The result of a job of which no rank has run its script."""
+    failure = Failure(
+        rank=None, host="", time=time.time(), exit_code=error.exit_code, signal=None, message=str(error), traceback="", log=""
+    )  # fmt: skip
+    return Result(
+        status="failed", exit_code=error.exit_code, world_size=plan.world_size, hosts=tuple(host.name for host in plan.hosts),
+        seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),
+    )  # fmt: skip
 
 
 def choose_run_dir(wanted: str | None, script: str) -> Path:

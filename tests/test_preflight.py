@@ -568,7 +568,8 @@ def refused(run, cluster, host, check, *words):
     for word in words:
         assert word in run.err, run
     assert "host" in run.err and all(name.split()[0] in run.err for name in CHECKS)  # the table
-    assert not (run.run_dir / "result.json").exists()
+    result = json.loads((run.run_dir / "result.json").read_text())
+    assert (result["status"], result["exit_code"], result["ranks"]) == ("failed", 3, [])
     assert cluster.left_over(within_seconds=6) == {}
     report = json.loads((run.run_dir / "preflight.json").read_text())
     assert {c["host"] for c in report["checks"] if c["status"] == "error"} == {host}
