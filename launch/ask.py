@@ -45,11 +45,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """What a host said: its facts, or why there are none. `asked` and `answered` are Unix times on this machine.
 
-    `port` is where the host can be called while its connection is held, None where it cannot.
+    `ports` are where the host can be called while its connection is held, none where it cannot.
     """
 
     inventory: Inventory | None = None
-    port: int | None = None
+    ports: tuple[int, ...] = ()
     problem: Check | None = None
     no_login: bool = False
     """Whether ssh was neither let in nor refused."""
@@ -84,7 +84,7 @@ def ask_all(
         if target.is_here and target.python == own_python:
             now = time.time()
             own = own_inventory(target.question)
-            return Answer(inventory=own, port=connections.listen(), asked=now, answered=time.time())
+            return Answer(inventory=own, ports=connections.listen(), asked=now, answered=time.time())
         command = [target.python, "-c", LOADER]
         if not target.is_here:
             command = [*connections.shared(ssh), target.name, f"echo '{SIGN}'; {shlex.join(command)}"]
@@ -133,7 +133,7 @@ def _ask(target: Target, command: Sequence[str], connections: Connections) -> An
         raise LaunchError(f"cannot run {command[0]}: {problem.strerror}", hint=hint) from None
     answered = time.time()
     if said := read_answer(told.out, Told):
-        return Answer(inventory=said.inventory, port=said.port, asked=asked, answered=answered)
+        return Answer(inventory=said.inventory, ports=said.ports, asked=asked, answered=answered)
     if told.code is None:
         return Answer(problem=_silent(target, told.out), no_login=not target.is_here and SIGN not in told.out)
     reached = target.is_here or SIGN in told.out

@@ -64,7 +64,7 @@ class Connections:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._door: socket.socket | None = None
+        self._doors: list[socket.socket] | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._has_folder = False
@@ -125,23 +125,21 @@ class Connections:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def listen(self) -> int | None:
-        """The port at which this machine can be called while the connections are held."""
+    def listen(self) -> tuple[int, ...]:
+        """The ports at which this machine can be called while the connections are held."""
         with self._lock:
-            if self._door is None and not self._closed:
-                self._door = host_program.listen()
-                if self._door:
-                    threading.Thread(target=host_program.welcome, args=(self._door,), daemon=True).start()
-            return host_program.port_of(self._door)
+            if self._doors is None and not self._closed:
+                self._doors = host_program.open_doors()
+            return tuple(host_program.port_of(door) for door in self._doors or ())
 
     def stop_listening(self) -> None:
         """Nobody needs to call this machine any more."""
         with self._lock:
-            if self._door:
+            for door in self._doors or ():
                 with contextlib.suppress(OSError):
-                    self._door.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
-                self._door.close()
-            self._door = None
+                    door.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
+                door.close()
+            self._doors = None
 
     def asked(self, host: str) -> bool:
         """Whether `host` was asked by a program of its own."""

@@ -220,15 +220,15 @@ def settle(
 def _callees(network: ClusterNetwork, answers: Answers) -> list[Callee]:
     """The hosts, at their chosen addresses. All of them must reach this machine, be it one of them."""
     return [
-        Callee(host=one.host, addresses=(one.address,), port=port, by_all=one.host in answers.own_names)
+        Callee(host=one.host, addresses=(one.address,), ports=ports, by_all=one.host in answers.own_names)
         for one in network.hosts
-        if (port := answers.by_host[one.host].port)
+        if (ports := answers.by_host[one.host].ports)
     ]
 
 
 def _this_machine(addresses: Collection[str], connections: Connections) -> list[Callee]:
-    port = connections.listen()
-    return [Callee(host="", addresses=tuple(sorted(addresses)), port=port, by_all=True)] if port else []
+    ports = connections.listen()
+    return [Callee(host="", addresses=tuple(sorted(addresses)), ports=ports, by_all=True)] if ports else []
 
 
 def clock_offset(answer: Answer) -> float:

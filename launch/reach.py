@@ -25,11 +25,11 @@ NEAR = 16
 
 
 class Callee(msgspec.Struct, frozen=True, kw_only=True):
-    """What is called: a host, or this machine, "", at any of these addresses. `by_all`: by every host, however many."""
+    """What is called: a host, or this machine, "", at any of these addresses, on all these ports. `by_all`: by every host, however many."""
 
     host: str
     addresses: tuple[str, ...]
-    port: int
+    ports: tuple[int, ...]
     by_all: bool = False
 
 
@@ -71,7 +71,7 @@ def call_all(callees: Sequence[Callee], sources: Sequence[str], subnet: str | No
 
     def call(source: str) -> list[Call]:
         due = list(_due(source, callees))
-        targets = [(address, callee.port) for callee in due for address in callee.addresses]
+        targets = [(address, port) for callee in due for address in callee.addresses for port in callee.ports]
         if connections.asked(source):
             asked = msgspec.json.encode({"targets": targets, "seconds": CALL_SECONDS}).decode()
             told = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[tuple[str, int, int]])
@@ -80,10 +80,25 @@ def call_all(callees: Sequence[Callee], sources: Sequence[str], subnet: str | No
         if told is None or len(told) != len(targets):
             return []
         outcomes = iter(told)
-        return [_best(source, callee, [next(outcomes) for _ in callee.addresses]) for callee in due]
+        return [
+            _best(
+                source, callee, [_worst([(port, *next(outcomes)) for port in callee.ports]) for _ in callee.addresses]
+            )
+            for callee in due
+        ]
 
     calls = [call for calls in connections.all_at_once(call, sources) for call in calls]
     return Round(subnet=subnet, calls=tuple(c for c in calls if not (c.reason and connections.ended(c.target))))
+
+
+def _worst(outcomes: Sequence[tuple[int, str, int, int]]) -> tuple[str, int, int]:
+    """What came of the calls to all ports of an address: each must be let through, as a rank may be given any."""
+    bad = [outcome for outcome in outcomes if outcome[1]]
+    if not bad:
+        return "", 0, 0
+    port, reason, lost, passed = bad[0]
+    some = f" on {len(bad)} of {len(outcomes)} ports, such as {port}" if len(bad) < len(outcomes) and not lost else ""
+    return reason + some, lost, passed
 
 
 def _best(source: str, callee: Callee, outcomes: Sequence[tuple[str, int, int]]) -> Call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 
 import pytest
@@ -22,7 +23,7 @@ NET = "10.0.0.0/24"
 
 
 def callee(number, *, by_all=False):
-    return Callee(host=f"n{number}", addresses=(f"10.0.0.{number}",), port=40000, by_all=by_all)
+    return Callee(host=f"n{number}", addresses=(f"10.0.0.{number}",), ports=(40000,), by_all=by_all)
 
 
 def calls(hosts, *failed, subnet=NET, lost_bytes=0):
@@ -80,7 +81,7 @@ def test_every_host_calls_and_is_called_by_enough_others(size):
 def test_a_door_takes_any_number_of_calls():
     """The kernel keeps a queue of callers, of 128 on older ones; full, it would let nobody through."""
     with Connections() as connections:
-        target = ("127.0.0.1", connections.listen())
+        target = ("127.0.0.1", connections.listen()[0])
         for _ in range(3):
             assert host_program.reach([target] * 600, 5.0) == [("", 0, 0)] * 600
         connections.stop_listening()
@@ -89,7 +90,7 @@ def test_a_door_takes_any_number_of_calls():
 
 def test_a_call_tells_why_it_failed():
     with contextlib.ExitStack() as stack:
-        there = stack.enter_context(host_program.listen())
+        there = stack.enter_context(host_program.listen(0))
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(3):  # the kernel lets one more than the backlog in, and is silent to the others
             caller = stack.enter_context(socket.socket())
@@ -202,6 +203,17 @@ def test_a_firewall_that_lets_in_ssh_alone_is_named_before_the_start(make_cluste
     left = launch("-H", cluster.hostfile, "--drop-bad-hosts", WHERE, cluster=cluster)
     assert left.code == 0, left
     assert left.result["hosts"] == ["n1", "n2"]
+
+
+@pytest.mark.cluster
+def test_a_firewall_that_lets_in_some_ports_is_named(make_cluster):
+    """By luck a port that the kernel chooses is let in; the ranks would have others, and wait."""
+    cluster = make_cluster(3)
+    cluster.wall("n2", ports="22, 32768-44999")
+    told = cluster.run("n1", [TOPO, "check", "-H", cluster.hostfile])
+    assert told.returncode == 3, told
+    assert "error: n2: network: n1, n3 cannot reach it at 198.18.0.2 (timed out" in told.stdout
+    assert re.search(r"timed out on \d of 9 ports, such as \d{5}\)", told.stdout), told.stdout
 
 
 @pytest.mark.cluster

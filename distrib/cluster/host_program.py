@@ -28,6 +28,8 @@ HOLD_SECONDS = 240.0
 AFTERWARDS_SECONDS = 6.0
 """And so long for the next: longer than a call takes to fail. The connection is of use to the engine, if it comes soon."""
 
+MORE_DOORS = 8
+
 LARGE_SECONDS = 2.0
 """What is lost is sent again after 0.2, 0.6 and 1.4 s, as the round trip is known from the connection (RFC 6298; Linux waits 0.2 s at least)."""
 SMALLER_SECONDS = 1.0
@@ -38,10 +40,7 @@ LOOK_SECONDS = 0.005
 
 def converse(facts: dict[str, Any]) -> None:
     """Say the facts, then answer what is asked, a line each, until the connection is closed or of no more use."""
-    door = listen()
-    if door:
-        threading.Thread(target=welcome, args=(door,), daemon=True).start()
-    say({"inventory": facts, "port": port_of(door)})
+    say({"inventory": facts, "ports": [port_of(door) for door in open_doors()]})
     seconds = HOLD_SECONDS
     while select.select([0], [], [], seconds)[0]:
         line = sys.stdin.readline()
@@ -58,14 +57,32 @@ def say(told: Any) -> None:
     sys.stdout.flush()
 
 
-def listen() -> socket.socket | None:
-    """A socket that listens at every address of the host; None where it may not."""
+def open_doors() -> list[socket.socket]:
+    """Sockets that listen at every address of the host, and take calls: on a port of the kernel's choice, and on others all over the range
+    from which it chooses for ranks. A firewall may let some of them in, and the rest not. None where it may not listen."""
+    words = []
+    try:
+        with open("/proc/sys/net/ipv4/ip_local_port_range") as file:  # noqa: PTH123 - as quick as may be
+            words = file.read().split()
+    except OSError:
+        pass
+    first, last = (int(words[0]), int(words[1])) if len(words) == 2 else (32768, 60999)
+    step = max(1, (last - first + 1) // MORE_DOORS)
+    doors = [listen(0), *(listen(first + number * step + step // 2) for number in range(MORE_DOORS))]
+    opened = [door for door in doors if door]
+    for door in opened:
+        threading.Thread(target=welcome, args=(door,), daemon=True).start()
+    return opened
+
+
+def listen(port: int) -> socket.socket | None:
+    """A socket that listens at every address of the host, on any port for 0; None where it may not, or the port is in use."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             door = socket.socket(family)
             if family == socket.AF_INET6:
                 door.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            door.bind((address, 0))
+            door.bind((address, port))
             door.listen(1024)
             return door
         except OSError:  # a kernel without IPv6
@@ -84,9 +101,9 @@ def welcome(door: socket.socket) -> None:
             time.sleep(0.01)  # too many files are open, for a moment
 
 
-def port_of(door: socket.socket | None) -> int | None:
+def port_of(door: socket.socket) -> int:
     """Where it listens."""
-    return int(door.getsockname()[1]) if door else None
+    return int(door.getsockname()[1])
 
 
 def reach(targets: list[tuple[str, int]], seconds: float) -> list[tuple[str, int, int]]:

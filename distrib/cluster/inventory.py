@@ -192,10 +192,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A host's answer: its facts, and the port at which it can be called while it is held, None where it may not listen."""
+    """A host's answer: its facts, and the ports at which it can be called while it is held, none where it may not listen."""
 
     inventory: Inventory
-    port: int | None
+    ports: tuple[int, ...]
 
 
 def program(question: Question) -> str:
