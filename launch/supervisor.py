@@ -461,6 +461,11 @@ class Supervisor:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(state.channel.sock)
         state.channel.close()
+        if lost == "closed" and not self.assigned and not self.stopping:
+            # The engine ends all where one could not start: that one has failed, and is told of when the engine is gone.
+            state.channel = None
+            self.missing += 1
+            return
         self._lost(state, why, lost)
 
     # -- what ranks are told ------------------------------------------------------------------------------------------
@@ -554,6 +559,7 @@ class Supervisor:
 
     def _start_failed(self, engine: EngineProcess, what: str) -> None:
         missing = [state for state in self.ranks if state.channel is None]
+        missing = [state for state in missing if not state.hello] or missing  # not those that the engine took along
         hosts = list(dict.fromkeys(state.plan.host for state in missing))
         self.stopping = True
         words = engine.words.strip()

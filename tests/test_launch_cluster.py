@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LAUNCH, SCRIPTS
+from tests.conftest import LAUNCH, ROOT, SCRIPTS
 
 pytestmark = pytest.mark.cluster
 JOB = SCRIPTS / "job.py"
@@ -180,6 +180,18 @@ def test_a_login_shell_that_is_no_bourne_shell(make_cluster, launch, tmp_path, w
     assert "fish" in cluster.run("n1", ["ssh", "n2", "status fish-path"], check=True).stdout
     run = launch("-H", cluster.hostfile, JOB, "--mpi", cluster=cluster)
     assert run.code == 0, run
+
+
+def test_the_host_where_ranks_could_not_start_is_named_and_not_those_that_were_taken_along(
+    make_cluster, launch, tmp_path
+):
+    cluster = make_cluster(3)
+    cluster.run("n2", ["mount", "--bind", tmp_path, ROOT / "distrib"], check=True)  # a torn installation
+    for words in ([], ["--no-check"]):
+        run = launch(*words, "-H", cluster.hostfile, JOB, cluster=cluster)
+        assert run.code == 3, run
+        assert "error: n2: distrib: " in run.err and "n1: " not in run.err and "rank 0" not in run.err, run
+        assert run.result["status"] == "failed" and run.result["first_failure"]["rank"] is None
 
 
 def test_a_host_with_two_names_is_refused(make_cluster, launch):

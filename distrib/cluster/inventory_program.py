@@ -158,7 +158,7 @@ def has_launcher() -> bool:
     try:
         from importlib.util import find_spec
 
-        return find_spec("distrib_launch") is not None
+        return find_spec("distrib_launch.rank") is not None and find_spec("distrib.errors") is not None
     except (ImportError, ValueError):
         return False
 
