@@ -22,6 +22,7 @@ COLLECTIVE_CALL = re.compile(
 SERVER_FILES = re.compile(r"/distrib/training/parameter_server/\w+\.py$")
 AVERAGE_FILES = re.compile(r"/distrib/training/local\.py$")
 """Mode local's, which waits for all ranks, in a call that is compiled."""
+MEET_FILES = re.compile(r"/distrib/training/rendezvous\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
@@ -161,6 +162,11 @@ def place_of(stack: Stack) -> Place:
 def is_importing(stack: Stack) -> bool:
     """Whether a rank loads a module, or its Python is not there yet."""
     return bool(stack.problem) or any(frame.filename.startswith("<frozen importlib") for frame in stack.frames)
+
+
+def is_meeting(stack: Stack) -> bool:
+    """Whether a rank stands where all ranks of a job find each other."""
+    return any(frame.function in ("join", "_meet") and MEET_FILES.search(frame.filename) for frame in stack.frames)
 
 
 def is_computing(stack: Stack) -> bool:

@@ -64,8 +64,7 @@ class Progress:
     def _look_who_met(self, seconds: float, there: Sequence[RankState]) -> None:
         wanted = self._unmet.asks(seconds, [state.plan.rank for state in there])
         self._ask([state for state in there if state.plan.rank in wanted])
-        if self._unmet.found(seconds):
-            note = unmet.NOTE.format(copies=len(there))
+        if note := self._unmet.found(seconds):
             self._warnings.append(note)
             self._console.say(f"warning: {note}")
 

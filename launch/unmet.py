@@ -1,4 +1,6 @@
-"""Notices ranks that train and have never met: copies of one script, each with a model of its own.
+"""Notices ranks that do not find each other: that train and have never met, or stand where they should meet.
+
+The first are copies of one script, each with a model of its own.
 
 `alone` finds most of them by their text before they start. A script that could meet others, but has not been told to, is known by
 its processes: they compute gradients, and none has a connection over TCP, which whoever meets others by torch, MPI or Horovod has.
@@ -24,6 +26,12 @@ NOTE = (
 )
 
 
+STAND = (
+    "all ranks have stood in distrib.init() for {seconds:.0f} s, where they meet: something on the way lets them connect, and not all that they "
+    "send through. distrib-topo check tries the ways between the hosts; --interface names another network"
+)
+
+
 class Unmet:
     """When to look, and what was seen."""
 
@@ -32,6 +40,9 @@ class Unmet:
         self._asked: tuple[int, ...] = ()
         self._deadline = 0.0
         self._seen: dict[int, hangs.Stack] = {}
+        self._stood = False
+        """Whether all stood where they meet when it was looked last."""
+        self._ranks = 0
         self._is_known = any(alone.WORDS in note for note in plan.notes)  # all there is to know
 
     def asks(self, seconds: float, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -40,6 +51,7 @@ class Unmet:
             return ()
         self._due = 2 * seconds
         self._asked, self._deadline, self._seen = tuple(ranks[:MOST_RANKS]), seconds + PATIENCE_SECONDS, {}
+        self._ranks = len(ranks)
         return self._asked
 
     def add(self, stack: hangs.Stack) -> None:
@@ -47,14 +59,19 @@ class Unmet:
         if stack.rank in self._asked and not stack.problem:
             self._seen[stack.rank] = stack
 
-    def found(self, seconds: float) -> bool:
-        """Whether they are seen now to be strangers to each other; once."""
+    def found(self, seconds: float) -> str:
+        """What is to be said of them as they are seen now; once."""
         if not self._asked or (len(self._seen) < len(self._asked) and seconds < self._deadline):
-            return False
+            return ""
         stacks = [*self._seen.values()] if len(self._seen) == len(self._asked) else []
         self._asked = ()
+        meet = len(stacks) == self._ranks and all(map(hangs.is_meeting, stacks))
+        stood, self._stood = self._stood, meet
+        if self._stood:
+            self._is_known = stood  # a second time: where many start, the first meeting takes its time
+            return STAND.format(seconds=seconds) if stood else ""
         self._is_known = any(stack.met for stack in stacks)
         if self._is_known or not any(map(hangs.is_training, stacks)):
-            return False
+            return ""
         self._is_known = True
-        return True
+        return NOTE.format(copies=self._ranks)

@@ -45,6 +45,18 @@ def test_strangers_are_ranks_that_train_of_which_none_has_met_another():
     assert when_found(stack(0, IN_BACKWARD), stack(1, IN_BACKWARD), notes=noted) is None
 
 
+def test_ranks_that_stand_where_they_meet_are_told_of():
+    meets = (
+        hangs.Frame(name="_meet", filename="/venv/distrib/training/rendezvous.py", line=159),
+        hangs.Frame(name="train", filename="/home/me/train.py", line=3),
+    )
+    assert when_found(stack(0, meets, met=True), stack(1, meets, met=True)) == 2 * unmet.FIRST_SECONDS
+    assert when_found(stack(0, meets, met=True), stack(1, IN_LOADER)) is None  # it waits for one that is slow
+    assert (
+        when_found(*(stack(rank, meets, met=True) for rank in range(9)), ranks=9) is None
+    )  # of the ninth nothing is known
+
+
 @pytest.mark.parametrize("kind", ["none", "a TCP server", "a pair"])
 def test_whoever_meets_others_has_a_tcp_socket(kind):
     made = {
