@@ -1014,3 +1014,15 @@ def test_a_host_that_loses_packets_is_told_of_however_few_there_are(hosts, bad):
     found = [f for f in findings.find(records) if f.kind == "noisy_link"]
     assert found and all(bad in f.hosts for f in found)
     assert not [f for f in findings.find(Network(hosts).records()) if f.kind == "noisy_link"]
+
+
+def test_a_link_that_came_and_went_often_is_told_of():
+    def card(changes):
+        return (Interface(name="eth0", physical=True, up=True, mtu=1500, carrier_changes=changes),)
+
+    said = tuple(facts(f"n{n}", interfaces=card(400 if n == 2 else 3)) for n in (1, 2, 3, 4))
+    (found,) = findings.find(Network(4).records(facts=said))
+    assert (found.kind, found.severity, found.hosts) == ("noisy_link", "note", ("n2",))
+    assert "came or went 400 times" in found.what
+    often = tuple(facts(f"n{n}", interfaces=card(300 + n)) for n in (1, 2, 3, 4))  # hosts that are often booted
+    assert findings.find(Network(4).records(facts=often)) == ()

@@ -84,6 +84,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """RDMA devices on the same card, such as `mlx5_0`."""
     numa_node: int | None = None
     pcie: str | None = None
+    carrier_changes: int | None = None
+    """How often the link came or went since the driver was loaded."""
 
     def parsed(self) -> list[Address]:
         """The addresses that could lead to another host: neither loopback nor link-local."""

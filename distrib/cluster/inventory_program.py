@@ -584,11 +584,12 @@ def interfaces() -> list[dict[str, Any]]:
             linked = attributes(told.get(18, b"")).get(1, b"").rstrip(b"\0").decode()
             here = f"/sys/class/net/{name}/"
             what = linked or ("physical" if os.path.exists(here + "device") else "unknown")
-            speed = text_of(here + "speed")
+            speed, changes = text_of(here + "speed"), text_of(here + "carrier_changes")
             found[index] = {"name": name, "kind": "loopback" if flags & 8 else what, "infiniband": kind == 32, "addresses": [],
                             "up": bool(flags & 1 and flags & 0x40),
                             "mtu": struct.unpack("=I", told[4])[0] if 4 in told else None,
                             "speed_bytes_per_second": int(speed) * 125000 if speed.isdigit() else None,
+                            "carrier_changes": int(changes) if changes.isdigit() else None,
                             "rdma": rdma.get(name, []), "numa_node": numa_node_of(here + "device"),
                             "pcie": pcie_of(here + "device")}  # fmt: skip
         for body in netlink(22):  # RTM_GETADDR

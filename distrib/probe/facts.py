@@ -46,6 +46,7 @@ def own_facts(host: str, address: str) -> Facts:
                 speed_bytes_per_second=each.speed_bytes_per_second,
                 duplex=DUPLEX.get(stats[each.name].duplex) if each.name in stats else None,
                 kind=each.kind,
+                carrier_changes=each.carrier_changes,
                 addresses=each.addresses,
             )
             for each in inventory.interfaces

@@ -30,6 +30,9 @@ from distrib.probe.uplinks import oversubscribed
 LOSSY = 0.02
 """Segments sent again, as a part of all, from which a way is said to lose packets."""
 
+MANY_CHANGES = 20
+"""Boots, updates and people at work make some."""
+
 HEADERS_BYTES = 52
 """Of IP and TCP, with its time stamps, in each packet."""
 
@@ -59,7 +62,7 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     found += other_cards(seen, start.primary, facts)
     found += oversubscribed(seen, groups, start.primary, start.hosts)
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
-    found += [*noisy(seen, start.primary), *_mtu(seen, facts), *_lossy(seen, start.hosts)]
+    found += [*noisy(seen, start.primary), *_mtu(seen, facts), *_flapping(facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
     used = {record.host: record.gpus for record in records if isinstance(record, GpusSeen)}
     found += of_facts(facts, seen, start.primary, collectives, described or {}, used)
@@ -246,6 +249,23 @@ def _loses(where: str, parts: Mapping[tuple[str, str], float], usual: float, hos
         target=one[1],
         loss=part / 10,
     )
+
+
+def _flapping(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Cards whose link has come and gone far more often than the others': a cable or port that will do so again."""
+    cards = {host: each.named(each.interface) for host, each in facts.items()}
+    changes = {host: card.carrier_changes for host, card in cards.items() if card and card.carrier_changes is not None}
+    usual = statistics.median_low(changes.values()) if changes else 0
+    return [
+        Finding(
+            kind="noisy_link", severity="note",
+            what=f"{host}: the link of {facts[host].interface} came or went {count} times since its driver was loaded",
+            evidence=f"/sys/class/net/{facts[host].interface}/carrier_changes; {usual:g} is usual here",
+            advice="look at the cable, its plugs and the switch port, and when it was (dmesg)", hosts=(host,), loss=0.05,
+        )
+        for host, count in changes.items()
+        if count >= MANY_CHANGES and count > 5 * usual
+    ]  # fmt: skip
 
 
 # -- what failed, and what the hosts say of themselves -----------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_bytes_per_second: float | None = None
     duplex: str | None = None
     kind: str = "unknown"
+    carrier_changes: int | None = None
+    """How often its link came or went since the driver was loaded."""
     addresses: tuple[str, ...] = ()
 
 
