@@ -25,6 +25,8 @@ HIDDEN_BYTES = 256 * MIB
 """Less GPU memory than this in use is the driver's own."""
 LEAST_FILES = 128
 """With fewer open files ranks do not start."""
+PROCESSES_OF_RANK = 64
+"""Threads of Python, torch, MPI and NCCL, and some processes that load data."""
 LOW_POWER = 0.98
 """A limit below this part of the others' is another one."""
 
@@ -419,6 +421,12 @@ def limits(e: Evidence) -> Iterator[Check]:
             yield warning(
                 host, "limits", f"locked memory is limited to {_size(locked)}: RDMA may not register its buffers",
                 "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
+            )  # fmt: skip
+        processes, ranks = facts.limits.get("pids"), e.wants[host].ranks
+        if processes is not None and processes < PROCESSES_OF_RANK * max(ranks, 1):
+            yield warning(
+                host, "limits", f"{processes} processes and threads at most, in its control group, for {ranks} rank(s)",
+                "raise pids.max: docker run --pids-limit, TasksMax= of the service or user slice",
             )  # fmt: skip
         if files is not None and files < 1024:
             make = error if files < LEAST_FILES else warning

@@ -266,6 +266,28 @@ def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, t
     assert (found["active"], found["rate_bytes_per_second"]) == (usable, rate)
 
 
+@pytest.mark.parametrize(
+    ("group", "folder"),
+    [("0::/jobs/mine", ""), ("9:cpu,pids:/jobs/mine\n3:memory:/jobs/mine\n1:name=systemd:/", "/{}")],
+    ids=["v2", "v1"],
+)
+def test_the_lowest_limit_of_the_control_groups_counts(monkeypatch, group, folder):
+    def place(controller, path):
+        return "/sys/fs/cgroup" + folder.format(controller) + path
+
+    old = bool(folder)
+    files = {
+        "/proc/self/cgroup": group,
+        place("pids", "/jobs/pids.max"): "100",
+        place("pids", "/jobs/mine/pids.max"): "max",
+        place("memory", f"/jobs/mine/{'memory.limit_in_bytes' if old else 'memory.max'}"): "1000000",
+        place("memory", f"/{'memory.limit_in_bytes' if old else 'memory.max'}"): str(1 << 62),
+    }
+    monkeypatch.setattr(inventory_program, "text_of", lambda path, *_: files.get(path, ""))
+    assert inventory_program.cgroup_limit("pids", "pids.max", "pids.max") == 100
+    assert inventory_program.cgroup_limit("memory", "memory.max", "memory.limit_in_bytes") == 1_000_000
+
+
 def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     entries = inventory_program.entries
@@ -326,6 +348,7 @@ def test_fit_hosts_have_nothing_wrong():
         ({"free_disk_bytes": {"tmp": 0}}, "disk", "error", "0 B free for /tmp", "make room"),
         ({"usable_cpus": 0}, "cores", "warning", "1 ranks on 0", "fewer slots"),
         ({"tmp_problem": "Read-only file system"}, "disk", "error", "no file can be made in /tmp: Read-only file system", "df -i /tmp"),
+        ({"limits": {"pids": 20}}, "limits", "warning", "20 processes and threads at most", "pids.max"),
         ({"limits": {"memlock": None, "nofile": 64}}, "limits", "error", "64 open files", "ulimit -n"),
         ({"limits": {"memlock": 8 << 20, "nofile": 256}}, "limits", "warning", "256 open files", "ulimit -n"),
     ],

@@ -39,6 +39,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
     gpus, holders, nvml_error = gpu_facts()
     found_cores = cores()
     limits = {name: soft_limit(name) for name in ("memlock", "nofile", "nproc")}
+    limits["pids"] = cgroup_limit("pids", "pids.max", "pids.max")
     if may_lock_memory():
         limits["memlock"] = None
     ports = rdma_ports()
@@ -65,7 +66,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "numa": numa_nodes(),
         "memory_bytes": total,
         "available_memory_bytes": available,
-        "memory_limit_bytes": cgroup_memory_limit(),
+        "memory_limit_bytes": cgroup_limit("memory", "memory.max", "memory.limit_in_bytes"),
         "shm_bytes": space("/dev/shm")[0],
         "free_shm_bytes": space("/dev/shm")[1],
         "tmp_problem": why_not_writable("/tmp"),
@@ -421,19 +422,19 @@ def memory() -> tuple[int | None, int | None]:
     return available, total
 
 
-def cgroup_memory_limit() -> int | None:
-    """The lowest memory limit of the control groups that this process is in, or None."""
+def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
+    """The lowest limit of that kind of the control groups that this process is in, or None; `old_name` is its file's in version 1."""
     limits = []
     for line in text_of("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, name = "/sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = "/sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            base, file = "/sys/fs/cgroup", name
+        elif controller in controllers.split(","):
+            base, file = "/sys/fs/cgroup/" + controller, old_name
         else:
             continue
         while True:
-            told = text_of(base + path.rstrip("/") + "/" + name)
+            told = text_of(base + path.rstrip("/") + "/" + file)
             if told.isdigit() and int(told) < 1 << 60:
                 limits.append(int(told))
             if path in ("", "/"):
