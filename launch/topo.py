@@ -33,7 +33,9 @@ def _run(argv: Sequence[str] | None) -> int:
         description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
-    show_verb = verbs.add_parser("show", help="hosts, GPUs, NICs, links and switches, as the files tell")
+    show_verb = verbs.add_parser(
+        "show", help="hosts, GPUs, NICs, links and switches, as the files tell, or the hosts themselves"
+    )
     show.add_options(show_verb)
     show_verb.set_defaults(run=show.run)
     check_verb = verbs.add_parser("check", help="ask every host whether it is fit to run a job, and start nothing")

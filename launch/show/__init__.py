@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         action=Once,
         metavar="FILE|LIST",
-        help="which hosts (default: a Slurm allocation, else all of the topology)",
+        help="which hosts (default: a Slurm allocation, else all of the topology, else this machine, which is asked)",
     )
     parser.add_argument(
         "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
