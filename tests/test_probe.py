@@ -1026,3 +1026,20 @@ def test_a_link_that_came_and_went_often_is_told_of():
     assert "came or went 400 times" in found.what
     often = tuple(facts(f"n{n}", interfaces=card(300 + n)) for n in (1, 2, 3, 4))  # hosts that are often booted
     assert findings.find(Network(4).records(facts=often)) == ()
+
+
+@pytest.mark.parametrize(
+    ("worst", "failed", "told"),
+    [(300 * MB, None, True), (1 * MB, None, False), (0.0, "n2: no connection in 2 s", False)],
+)
+def test_a_network_is_recommended_where_its_worst_pair_is_better(worst, failed, told):
+    names = ("n1", "n2", "n3")
+    further = [
+        PairSeen(step="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
+                 bandwidth_bytes_per_second=worst if "n2" in (a, b) else 400 * MB, variation=0.01, repetitions=10, seconds=0.1,
+                 failed=failed if "n2" in (a, b) else None)
+        for a in names for b in names if a != b
+    ]  # fmt: skip
+    said = tuple(facts(name) for name in names)
+    kinds = {finding.kind for finding in findings.find([*Network(3, noise=0.002).records(QUICK, said), *further])}
+    assert ("wrong_interface" in kinds) == told, kinds

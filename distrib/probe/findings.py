@@ -103,14 +103,9 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
         use = f"use it with --interface {network}"
         if without:
             use = f"bring up the cards of {name_hosts(without)} on it, or leave these hosts out, and {use}"
-        # Every step waits for the slowest.
-        if (
-            own
-            and rates
-            and not slow
-            and min(rates) > min(own)
-            and statistics.median(rates) > FASTER * statistics.median(own)
-        ):
+        # Every step waits for the slowest pair: each must be there, and better than the worst now.
+        better = rates and own and not any(record.failed for record in here) and min(rates) > min(own)
+        if better and statistics.median(rates) > FASTER * statistics.median(own):
             found.append(
                 Finding(
                     kind="wrong_interface", severity="warning",
