@@ -66,9 +66,8 @@ def as_yaml(groups: Sequence[NodeGroup], *, head: str = HEAD) -> str:
 
 def _group(host: str, facts: Inventory) -> NodeGroup:
     gpus = facts.gpus
-    places = {
-        node: place for place, node in enumerate(sorted(facts.numa, key=int))
-    }  # a file numbers them by their order
+    # A file numbers its nodes by their order; those without processors, which are memory alone, are none of it.
+    places = {node: place for place, node in enumerate(sorted((n for n, cpus in facts.numa.items() if cpus), key=int))}
     return NodeGroup(
         hosts=host,
         gpus=_gpus(gpus),
@@ -79,7 +78,6 @@ def _group(host: str, facts: Inventory) -> NodeGroup:
         numa=tuple(
             Numa(gpus=_range(gpu.index for gpu in gpus if gpu.numa_node == int(node)), cpus=facts.numa[node])
             for node in places
-            if facts.numa[node]
         )
         if len(places) > 1
         else (),
@@ -110,7 +108,7 @@ def _links(gpus: Sequence[Gpu]) -> InsideLinks | None:
     nvlink = None
     pairs: dict[str, int] = {}
     if spec and spec.nvlink and any(ends):
-        nvlink = f"{spec.nvlink.partition(' ')[0]} x{Counter(len(to) for to in ends if to).most_common(1)[0][0]}"
+        nvlink = f"{spec.nvlink.partition(' ')[0]} x{max(map(len, ends))}"
         place = {gpu.bus_id: number for number, gpu in enumerate(gpus)}
         joined = Counter((number, place[end]) for number, to in enumerate(ends) for end in to if end in place)
         pairs = {f"{one}-{other}": links for (one, other), links in sorted(joined.items()) if one < other}

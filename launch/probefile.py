@@ -11,7 +11,7 @@ import msgspec
 
 from distrib.cluster.measured import Measured
 from distrib.cluster.node import name_hosts
-from distrib.errors import ConfigError
+from distrib.errors import ConfigError, DistribError
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
@@ -98,8 +98,17 @@ def description(run_dir: Path, hosts: Sequence[str]) -> str:
     from distrib_launch.draft import as_yaml, describe
     from distrib_launch.preflight import Report
 
+    from distrib.cluster.topology import parse_topology
+
     try:
         told = msgspec.json.decode((run_dir / REPORT).read_bytes(), type=Report).inventories
     except (OSError, msgspec.DecodeError):
         return ""
-    return as_yaml(describe({host: told[host] for host in hosts})) if set(hosts) <= set(told) else ""
+    if not set(hosts) <= set(told):
+        return ""
+    try:
+        text = as_yaml(describe({host: told[host] for host in hosts}))
+        parse_topology(text, "")
+    except (ValueError, DistribError):  # hosts of a build that nobody thought of: what was measured is worth more
+        return ""
+    return text

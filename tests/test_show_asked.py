@@ -102,13 +102,14 @@ def test_nvlinks_that_lead_to_other_gpus_are_pairs():
         st.tuples(st.sampled_from(["NVIDIA A100-SXM4-80GB", "NVIDIA RTX 9999", None]), st.integers(0, 9), st.sampled_from([(), ("switch",)])),
         max_size=5,
     ),
-    st.sampled_from([{}, {"0": "0-7"}, {"0": "0-3", "1": "4-7"}, {"0": "0-3", "8": ""}]),
+    st.sampled_from([{}, {"0": "0-7"}, {"0": "0-3", "1": "4-7"}, {"0": "0-3", "8": ""}, {"0": "", "1": "0-3", "2": "4-7"}]),
+    st.sampled_from([None, 0, 1, 2, 8]),
     st.sampled_from([None, 1 << 20, 503 * GIB + 12345]),
 )  # fmt: skip
-def test_whatever_hosts_say_makes_a_topology_file(cards, numa, memory):
+def test_whatever_hosts_say_makes_a_topology_file(cards, numa, near, memory):
     listed = gpus(len(cards))
     facts = inventory(
-        "n1", numa=numa, memory_bytes=memory, rdma=(port(0),),
+        "n1", numa=numa, memory_bytes=memory, rdma=(msgspec.structs.replace(port(0), numa_node=near),),
         gpus=tuple(
             msgspec.structs.replace(gpu, kind=kind, numa_node=node, nvlink_to=ends)
             for gpu, (kind, node, ends) in zip(listed, cards, strict=True)
