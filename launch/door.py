@@ -66,10 +66,8 @@ class Door:
 
     def _accept(self, listener: socket.socket, _: int) -> None:
         with contextlib.suppress(OSError):
-            if (
-                len(self._strangers) >= STRANGERS_LIMIT
-            ):  # who calls now waits in the kernel's queue until one of them leaves
-                self._shut()
+            if len(self._strangers) >= STRANGERS_LIMIT:
+                self._shut()  # who calls now waits in the kernel's queue until one of them leaves
                 return
             sock, _peer = listener.accept()
             channel = Channel(sock, self._token, listener=True)

@@ -30,6 +30,9 @@ PROCESSES_OF_RANK = 64
 LOW_POWER = 0.98
 """A limit below this part of the others' is another one."""
 
+LAYERS = {"Ethernet": "RoCE"}
+"""What RDMA over a link layer is called, where that is not the layer's own name."""
+
 OLDEST_PYTHON = (3, 10)
 
 
@@ -471,15 +474,12 @@ def rdma(e: Evidence) -> Iterator[Check]:
     for host, wire in wires.items():
         own = wire[layer, rate]
         if own < count:
-            what = f"{own or 'no'} active {_LAYERS.get(layer, layer)} port{'s' * (own != 1)} of {format_rate(rate, digits=3, bits=True)}"
+            what = f"{own or 'no'} active {LAYERS.get(layer, layer)} port{'s' * (own != 1)} of {format_rate(rate, digits=3, bits=True)}"
             held = "" if own else "; as it has none, no host may use its own"
             yield warning(
                 host, "network", f"{what}, {count} on most other hosts{held}",
                 f"look at its cables and ports (ibstat, ibdev2netdev), or leave it out: --exclude {host}",
             )  # fmt: skip
-
-
-_LAYERS = {"Ethernet": "RoCE"}
 
 
 def _size(size: int) -> str:

@@ -144,7 +144,7 @@ class Supervisor:
 
     def _may_try_again(self, failed: EngineProcess) -> bool:
         """Whether the engine failed before any rank called back, for no reason that would be there again, and for the first time."""
-        if self.tried_again or any(state.channel for state in self.ranks):
+        if self.tried_again or any(state.hello for state in self.ranks):
             return False
         return self.runtime.may_succeed(failed.words)
 
@@ -193,7 +193,7 @@ class Supervisor:
             elif not self.assigned and not self.stopping and now - start > START_SECONDS:
                 self._start_failed(
                     engine,
-                    f"{missing} of {len(self.ranks)} ranks have not called back, and none has for {START_SECONDS:.0f} s",
+                    f"{self.missing} of {len(self.ranks)} ranks have not called back, and none has for {START_SECONDS:.0f} s",
                 )
             spent_seconds = now - begun + self.spent_seconds
             if self.timeout_seconds and spent_seconds > self.timeout_seconds and not self.verdict.is_decided:
@@ -290,9 +290,8 @@ class Supervisor:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
         self.progress.start()
-        if (
-            self.plan.engine == "srun"
-        ):  # which gives a task one processor where nothing was said; no host was asked before
+        if self.plan.engine == "srun":
+            # It gives a task one processor where nothing was said, and no host was asked before.
             self._tell_few_processors()
         told = assignments(
             self.plan,
