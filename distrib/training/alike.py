@@ -127,7 +127,8 @@ def _described(thing: Any) -> list[str]:
         # Of other lengths some ranks would wait for a last batch that others do not have.
         size = f" in batches of {thing.batch_size}" if thing.batch_size else ""
         rest = ", without an incomplete last one" if thing.drop_last else ""
-        return [f"a {kind} of {len(thing.dataset)} samples{size}{rest}"]  # type: ignore[arg-type]
+        counted = thing.dataset if hasattr(thing.dataset, "__len__") else thing.sampler
+        return [f"a {kind} of {len(counted)} samples{size}{rest}"]  # type: ignore[arg-type]
     if not isinstance(thing, nn.Module):
         return [f"a {kind}"]
     parameters = [

@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.alike import IS_MEAN, several
+from distrib.training.buffers import Buffers
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
 from distrib.training.rendezvous import timeout_of_job
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped, without
 from distrib.training.world import World
+from distrib.training.wrapped import Wrapped, frozen_later
 
 torch.serialization.add_safe_globals([nullcontext])  # in files of whole models, which have it as their no_sync
 
@@ -152,15 +154,20 @@ class Together(Backend):
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         self._models: list[nn.Module] = []
+        self._buffers: dict[nn.Module, Buffers] = {}
         self._averaged: set[torch.Tensor] = set()
         """The parameters whose gradients are averaged: those that learnt when they were prepared."""
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         self._models = [*without(self._models, model), model]
+        self._buffers[model] = Buffers(model)
         return model
 
     def release(self, model: nn.Module) -> None:
         self._models = without(self._models, model)
+        self._buffers = {
+            one: buffers for one, buffers in self._buffers.items() if any(one is left for left in self._models)
+        }
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -175,7 +182,7 @@ class Together(Backend):
 
     def stepped(self, models: Sequence[nn.Module]) -> None:
         for model in models:
-            broadcast(list(model.buffers()))
+            broadcast(self._buffers[model].present())
 
     def settle(self) -> None:
         self.stepped(self._models)  # there may have been batches since the last step
@@ -252,17 +259,20 @@ class Synchronous(Together):
                     "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return; "
                     "a gradient that the script sets itself: p.grad = job.all_reduce(gradient)",
                 )
+            if isinstance(model, Wrapped) and own:
+                model.check_once()
             if model.find_unused_parameters or model.static_graph:
                 continue
-            unused = {name: p for name, p in self._awaited[inner].items() if p.grad is None}
-            if not unused or all(p.grad is None for p in model.parameters()) or _is_averaged(model):
+            if all(p.grad is None for p in model.parameters()) or (missing := _without_gradient(model)) is None:
                 continue
+            # Those that torch names; those without a gradient where it names none, as the script has set some to zero.
+            unused = {
+                name: p
+                for name, p in self._awaited[inner].items()
+                if name in missing or (p.grad is None and not missing)
+            }
             if frozen := [name for name, p in unused.items() if not p.requires_grad]:
-                raise TrainingError(
-                    f"{several(frozen)} of {type(inner).__name__} was frozen after job.prepare, and its gradient is waited for",
-                    hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
-                    "or job.prepare(..., find_unused_parameters=True)",
-                )
+                raise frozen_later(frozen, type(inner).__name__)
             raise TrainingError(
                 f"rank {self.world.rank}: {several(list(unused))} "
                 f"got no gradient in this step of {type(inner).__name__}, and is waited for",
@@ -291,13 +301,16 @@ def _was_called(model: nn.Module) -> bool:
     return getattr(model, "_lazy_init_ran", True)
 
 
-def _is_averaged(model: DistributedDataParallel) -> bool:
-    """Whether the latest backward gave all gradients that are waited for; the script may have cleared some since."""
+def _without_gradient(model: DistributedDataParallel) -> list[str] | None:
+    """The names of parameters to which the latest backward gave no gradient, and which are waited for, where torch tells them; None
+    where it gave all. The script may have cleared some since."""
+    if isinstance(model, Wrapped):
+        return model.without_gradient()
     try:
         model._check_reducer_finalized()  # type: ignore[no-untyped-call]
     except RuntimeError:
-        return False
-    return True
+        return []
+    return None
 
 
 def name_in(models: Sequence[nn.Module], parameter: torch.Tensor) -> str | None:

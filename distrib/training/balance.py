@@ -37,8 +37,7 @@ class Balance:
         self, *, gather: Callable[[list[float]], list[list[float]]], parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> None:
         """`gather` gives every rank the numbers of all; `parameters` are those that train."""
-        self.ahead = 0
-        """Batches that are drawn before they are needed, by a loader's worker processes."""
+        self._ahead = 0
         self._gather, self._parameters = gather, parameters
         self._proportion = Proportion()
         self._new: tuple[float, ...] = ()
@@ -48,6 +47,10 @@ class Balance:
         self._taken: list[tuple[int, float]] = []
         self._handles: list[RemovableHandle] = []
         self._clock: _Clock | None = None
+
+    def draws_ahead(self, batches: int) -> None:
+        """So many are drawn before they are needed, by a loader's worker processes: on each rank as many as it has. Every rank."""
+        self._ahead = int(max(most for (most,) in self._gather([float(batches)])))
 
     def speeds(self, step: int) -> tuple[float, ...]:
         """The ranks' speeds, for the batch of step number `step` of this epoch; none: not known yet."""
@@ -63,14 +66,18 @@ class Balance:
         if self._clock:
             self._clock.begin()
 
-    def end(self, step: int, samples: int) -> None:
-        """The script is done with the batch of step number `step`, of `samples` samples. Every rank."""
+    def end(self, step: int, samples: int, *, learnt: bool) -> None:
+        """The script is done with the batch of step number `step`, of `samples` samples. Every rank, once a step has `learnt`."""
         if self._clock and (seconds := self._clock.seconds()) is not None:
             self._taken.append((samples, seconds))
         if step + 1 == self._next:
             self._watch()
         elif step + 1 == self._next + MEASURED:
-            self._decide(step)
+            if learnt:
+                self._decide(step)
+            else:  # the others may not be here
+                self._rest()
+                self._next = step + 1 + REPEATED
 
     def _decide(self, step: int) -> None:
         numbers = [*_quartiles([seconds for _, seconds in self._taken]), *_quartiles([own for own, _ in self._taken])]
@@ -80,7 +87,7 @@ class Balance:
         decided = self._proportion.after(measured)
         if decided != self._new:
             self._old, self._new = self._new, decided
-            self._since = step + 1 + self.ahead
+            self._since = step + 1 + self._ahead
             self._next = self._since + SKIPPED
 
     def _watch(self) -> None:

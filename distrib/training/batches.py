@@ -36,7 +36,6 @@ _COPIED = (
     "prefetch_factor",
     "persistent_workers",
     "pin_memory_device",
-    "in_order",  # torch 2.6
 )
 
 REPEATED = 3
@@ -139,6 +138,8 @@ class ShardedLoader(Iterable[Any]):
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
         self._sampler: Any = inner if sharing is None else sharing
+        self._epoch_set: Any = getattr(self._sampler, "epoch", None)
+        """What the sampler's epoch was set to, or was at first."""
         if self.is_stream:
             self._loader = loader
         elif sharing is not None:
@@ -172,11 +173,17 @@ class ShardedLoader(Iterable[Any]):
             speeds=self._balance.speeds if self._balance else _evenly,
         )
         if self._balance:
-            self._balance.ahead = loader.num_workers * (loader.prefetch_factor or 0)
+            self._balance.draws_ahead(loader.num_workers * (loader.prefetch_factor or 0))
         known = inspect.signature(DataLoader.__init__).parameters
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
         warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
+        if type(loader) is not DataLoader:  # what it makes of batches may be its own
+            twin = copy.copy(loader)
+            # As torch lets nobody set these later, they are put where it keeps them.
+            place = "batch_sampler" if batched or loader.batch_sampler is not None else "sampler"
+            vars(twin).update({place: self._shard, "generator": self._generator, "_iterator": None})
+            return twin
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)
@@ -210,14 +217,21 @@ class ShardedLoader(Iterable[Any]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
+        if (
+            self._shard is None
+            and self._epoch_set is not None
+            and getattr(self._sampler, "epoch", None) != self._epoch_set
+        ):
+            self._epochs.next = self._sampler.epoch  # the script has set it
         passed = self._epochs.begin()
         epoch = passed.number
         rank, ranks = self._view(epoch, self._evenly()) if self._view else (self._rank, self._ranks)
         if self._shard is not None:
-            self._shard.epoch, self._shard.rank, self._shard.ranks = epoch, rank, ranks
+            self._shard.epoch, self._shard.rank, self._shard.ranks, self._shard.sizes = epoch, rank, ranks, None
             self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
         elif hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
+            self._epoch_set = getattr(self._sampler, "epoch", None)
         if self._balance:
             self._balance.epoch()
         watch = _Watch(self._evenly(), self._training, self._parameters)
@@ -237,7 +251,7 @@ class ShardedLoader(Iterable[Any]):
         return batches
 
     def _read(
-        self, batches: Iterator[Any], sizes: deque[tuple[int, int]], watch: _Watch, passed: Pass
+        self, batches: Iterator[Any], sizes: deque[tuple[int, int]] | None, watch: _Watch, passed: Pass
     ) -> Iterator[Any]:
         before: tuple[int, int] | None = None
         evaluated: bool | None = None
@@ -255,6 +269,8 @@ class ShardedLoader(Iterable[Any]):
                     if step == 0:
                         self._was_read(None if watch.trains else False)
                         evaluated = False
+                    if sizes is None and self._shard:  # a loader whose own iteration begins with its first batch
+                        sizes = self._shard.sizes
                     own, every = sizes.popleft() if sizes else (1, self._ranks)
                     if watch.may_train:
                         watch.handed_out()
@@ -266,7 +282,7 @@ class ShardedLoader(Iterable[Any]):
                     if watch.surprised():
                         self._check_even()
                     if balance:
-                        balance.end(step, own)
+                        balance.end(step, own, learnt=passed.has_learnt)
         finally:
             # An evaluation may come between a batch of another loader and its gradients.
             if before and not watch.trains:
@@ -286,7 +302,8 @@ class ShardedLoader(Iterable[Any]):
                 self._was_read(evaluated)
         if watch.trains:
             self._samples(1, self._ranks)
-            self._ended()
+            if passed.has_learnt or self._epochs.lessons.steps() is None:  # a rank may look at its samples by itself
+                self._ended()
 
     def _check_even(self) -> None:
         if self._shard and self._shard.uneven:
@@ -389,13 +406,15 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
         return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
     if isinstance(batch, PackedSequence):
         return batch.to(device)  # type: ignore[arg-type]
-    if isinstance(batch, dict):
+    if type(batch) is dict:
         return {key: one(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(one, batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)(map(one, batch))
-    if callable(getattr(batch, "to", None)) and not isinstance(batch, (type, nn.Module)):
+    # Of a mapping the class is asked: attributes of it may be its keys.
+    where = type(batch) if isinstance(batch, MutableMapping) else batch
+    if callable(getattr(where, "to", None)) and not isinstance(batch, (type, nn.Module)):
         with contextlib.suppress(TypeError):  # one that goes to other things than devices
             there = batch.to(device)
             return batch if there is None else there

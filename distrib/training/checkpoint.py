@@ -199,7 +199,10 @@ def read(
         try:
             _load(thing, states[name])
         except (RuntimeError, ValueError, KeyError) as error:
-            raise TrainingError(f"{source}: the state of {name} does not fit: {error}") from error
+            raise TrainingError(
+                f"{source}: the state of {name} does not fit: {error}",
+                hint="it was saved by another model or optimizer; restore it into one made alike, or name another file",
+            ) from error
     values = moved(values, device, lambda tensor: _place(tensor) in from_gpus)
     given = {name: thing for name, thing in objects.items() if name not in wanted}
     return {**given, **values}, saved.get("backend", {})

@@ -17,6 +17,10 @@ from distrib.training.world import World
 T = TypeVar("T")
 
 Operation = Literal["mean", "sum", "max", "min"]
+_WIDER = {
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64),
+    **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),
+}
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -43,10 +47,16 @@ class Exchange:
             result = result.to(torch.int64)  # how many are true: the sum of truths is one
         if self._elastic:
             return self._elastic.reduce(result, op)
+        # The sum that a mean is made of may be more than the type of the values can hold.
+        wider = _WIDER.get(value.dtype) if op == "mean" else None
+        if wider:
+            result = result.to(wider)
         if self._world.size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         if op == "mean":
             result = result / self._world.size
+            if wider:
+                result = result.to(value.dtype if value.is_floating_point() else torch.get_default_dtype())
             setattr(result, IS_MEAN, True)
         return result
 

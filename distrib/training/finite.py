@@ -85,10 +85,9 @@ class Finite:
         """Whether step number `step` may be taken. Raises TrainingError where it may not, naming rank and parameter."""
         if self._on_nan == "ignore":
             return True
-        parameters = [p for p in self._parameters() if p.grad is not None and p.grad.is_floating_point()]
-        gradients = [
-            p.grad.coalesce().values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None
-        ]
+        parameters = [p for p in self._parameters() if p.grad is not None]
+        parameters = [p for p in parameters if p.grad.is_floating_point() or p.grad.is_complex()]  # type: ignore[union-attr]
+        gradients = [_reals(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()
         filled = [number for number, gradient in enumerate(gradients) if gradient.numel()]
         gradients, names = [gradients[n] for n in filled], [self._name(parameters[n]) for n in filled]
@@ -131,7 +130,7 @@ class Finite:
 
     def _whose(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:
         """Every rank is here, as their gradients are the same, unless this one is `alone`."""
-        mine = not all(bool(gradient.isfinite().all()) for gradient in witnesses)
+        mine = not all(bool(_reals(gradient).isfinite().all()) for gradient in witnesses)
         if alone or not self._together:
             return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
         all_ = [False] * dist.get_world_size()
@@ -146,6 +145,13 @@ class Finite:
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"a parameter {list(parameter.shape)}"
+
+
+def _reals(gradient: torch.Tensor) -> torch.Tensor:
+    """Its real numbers: of a sparse one those that it has."""
+    gradient = gradient.detach()
+    gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:

@@ -239,6 +239,12 @@ class Forgotten:
             )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._backend.averages_backward and self._backend.world.size > 1 and torch._C._current_graph_task_id() != -1:
+            raise TrainingError(
+                f"a step of {type(optimizer).__name__} within backward: gradients are averaged as it ends, and each rank would take a "
+                "step with its own",
+                hint="take the step after backward; --mode local has parameters that are each rank's own between its rounds",
+            )
         if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -34,7 +34,10 @@ class Horovod(Together):
             raise TrainingError("Horovod needs ranks that MPI started", hint="use --engine mpirun, or --backend torch")
         hvd.init(comm=world.comm)
         if (hvd.rank(), hvd.size()) != (world.rank, world.size):
-            raise TrainingError(f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}")
+            raise TrainingError(
+                f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}",
+                hint="it was built with another MPI: scripts/build-horovod builds it again",
+            )
         self._reducers: dict[Optimizer, Reducer] = {}
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 

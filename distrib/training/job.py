@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import copies, forking, leaving, states
+from distrib.training import copies, forking, leaving, normalization, states
 from distrib.training.alike import check_alike
 from distrib.training.backend import Backend, backend_for, is_sharded
 from distrib.training.batches import ShardedLoader
@@ -34,7 +34,6 @@ from distrib.training.forgotten import Forgotten, is_scheduled
 from distrib.training.hand_made import HandMade
 from distrib.training.loaders import Loaders
 from distrib.training.meter import Meter
-from distrib.training.normalization import bear_cpus, with_synchronized_batches
 from distrib.training.parameter_server.worker import Asynchronous
 from distrib.training.profiles import Profiles
 from distrib.training.profiling import STEPS, WARMUP_STEPS
@@ -157,6 +156,7 @@ class Job:
         self._before = _Count()
         """Of optimizers that were released."""
         self._samples = Samples(own=1, all=world.size)
+        normalization.follow(self._samples)
         self._batches = backend.strategy.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._drift = Drift(world, self._alike, self._rates) if not self._elastic and world.size > 1 else None
@@ -345,9 +345,9 @@ class Job:
             return thing
         if isinstance(thing, nn.Module):
             if options.sync_batchnorm:
-                thing = with_synchronized_batches(thing, self.device)
+                thing = normalization.with_synchronized_batches(thing, self.device)
             elif self.device.type == "cpu":
-                bear_cpus(thing)
+                normalization.bear_cpus(thing)
             model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._add(model)
@@ -587,25 +587,13 @@ class Job:
         self._profiles.end()
         self._status.closing()
         try:
-            if self.device.type == "cuda" and not self._elastic:
-                self._meet_before_gpu()
-            for steps in self._steps:
-                steps.settle()  # ranks that have parted learn it here
-            if not self._elastic:
-                meet_at_end(self._backend.world, tell=not self._status.is_read)
-            self._backend.settle()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # leaving NCCL may cut off what is still on its way
-            if self._elastic:
-                self._tell_staleness(self._elastic.staleness())
+            if self.world_size > 1 and not self._elastic and not dist.is_initialized():
+                self.print(
+                    "distrib: note: the script has called torch.distributed.destroy_process_group() itself: what ranks tell each other "
+                    "at their ends is left out"
+                )
             else:
-                self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared, added_up=self._added_up)
-                if self._drift:
-                    self._drift.leave()
-                self.barrier()
-                self._forgotten.hear_what_was_read()
-                if self._drift:
-                    self._drift.hear_of_steps()
+                self._part()
             self._backend.close()
         except BaseException:
             self._abandon()
@@ -622,6 +610,28 @@ class Job:
             from mpi4py import MPI
 
             MPI.Finalize()
+
+    def _part(self) -> None:
+        """What ranks tell each other at their ends."""
+        if self.device.type == "cuda" and not self._elastic:
+            self._meet_before_gpu()
+        for steps in self._steps:
+            steps.settle()  # ranks that have parted learn it here
+        if not self._elastic:
+            meet_at_end(self._backend.world, tell=not self._status.is_read)
+        self._backend.settle()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # leaving NCCL may cut off what is still on its way
+        if self._elastic:
+            self._tell_staleness(self._elastic.staleness())
+        else:
+            self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared, added_up=self._added_up)
+            if self._drift:
+                self._drift.leave()
+            self.barrier()
+            self._forgotten.hear_what_was_read()
+            if self._drift:
+                self._drift.hear_of_steps()
 
     def _meet_before_gpu(self) -> None:
         """Sees to it that a rank which has gone a step further than the others learns it, before it waits for its GPU.

@@ -70,12 +70,12 @@ def succeeded(error: BaseException | None) -> bool:
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-def no_later_than(seconds: float = FAILED_EXIT_SECONDS) -> None:
-    """Ends this process with exit code 1, showing where it hangs, if it is still there after `seconds`.
+def no_later_than() -> None:
+    """Ends this process with exit code 1, showing where it hangs, if it is still there after `FAILED_EXIT_SECONDS`.
 
     The destructors of communication libraries may wait for peers that will never answer.
     """
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    faulthandler.dump_traceback_later(FAILED_EXIT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 def fail() -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,8 @@ class Loaders:
         self.begun = False
         """Whether a first step was taken."""
         self._noted = False
+        self._made_of: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+        """Of how many loaders before a generator was."""
         self._seed = torch.initial_seed()
         self._compared: list[ShardedLoader] = []
         """Those that were prepared before the first step: what they read first is compared at it."""
@@ -60,8 +63,11 @@ class Loaders:
         self.prepared += 1
         number, generator = self.prepared - 1, loader.generator  # which scripts may seed by rank; the order must be one
         own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
+        turn = number
+        if generator:  # one of which several loaders are made, as of each epoch, gives each another order
+            turn = self._made_of[generator] = self._made_of.get(generator, -1) + 1
         seed, of_main = self._exchange.from_main(
-            lambda: (generator.initial_seed() if generator else torch.initial_seed() + number, own)
+            lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + turn, own)
         )
         if place := difference(of_main, own):
             self._forgotten.other_than_main(place)

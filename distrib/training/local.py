@@ -26,6 +26,7 @@ from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
 from distrib.training.alike import differ, total
 from distrib.training.backend import Backend, of_no_model
+from distrib.training.buffers import Buffers
 from distrib.training.clock import Clock
 from distrib.training.flat import broadcast, flatten, unflatten
 from distrib.training.synchronous import without
@@ -53,7 +54,6 @@ class Local(Backend):
         super().__init__(*arguments)
         self._models: list[nn.Module] = []
         self._rounds: dict[Optimizer, Round] = {}
-        self._loaded: list[dict[str, Any]] = []
         self._clock = Clock(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
@@ -85,7 +85,7 @@ class Local(Backend):
         self._models = without(self._models, model)
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        self._rounds[optimizer].models = list(models)
+        self._rounds[optimizer].pair(models)
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         round_ = self._rounds[optimizer]
@@ -159,6 +159,7 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, ranks: int) -> None:
         self.models: list[nn.Module] = []
+        self._buffers: list[Buffers] = []
         self._optimizer, self._ranks = optimizer, ranks
         self._steps = strategy.inner_steps or INNER_STEPS
         self._outer = strategy.outer
@@ -281,9 +282,15 @@ class Round:
         """At which step of a round fragment `number` is exchanged; the only one, at the last."""
         return number * self._steps // max(len(self._fragments), 1)
 
+    def pair(self, models: Sequence[nn.Module]) -> None:
+        """Learns which models the optimizer trains; again whenever there is another."""
+        known = dict(zip(self.models, self._buffers, strict=True))
+        self.models = list(models)
+        self._buffers = [known.get(model) or Buffers(model) for model in models]
+
     def _average_buffers(self) -> None:
         """Running means become the mean of all ranks', what counts that of rank 0."""
-        buffers = [buffer for model in self.models for buffer in model.buffers() if buffer.numel()]
+        buffers = [buffer for kept in self._buffers for buffer in kept.present() if buffer.numel()]
         means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
         if means:
             flat = flatten(means) / self._ranks  # before they are summed: some are masks of the largest number there is

@@ -9,6 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from distrib.errors import TrainingError
+from distrib.training.samples import Samples
+
+_present = Samples()
+
+
+def follow(samples: Samples) -> None:
+    """The job's own count of samples: what a rank's loss weighs in the mean of all ranks, whatever a layer's inputs are shaped like."""
+    global _present
+    _present = samples
 
 
 def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Module:
@@ -101,11 +110,11 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:
         # Every rank's loss depends on the common moments: what they want of them is added up. Each loss counts by its
-        # samples, as it does in `distrib.training.gradients`, which multiplies by this rank's afterwards.
+        # samples, as it does in `distrib.training.samples`, which multiplies by this rank's afterwards.
         input, mean, total = ctx.saved_tensors
-        gradients = torch.cat([mean_gradient, variance_gradient]).double() * input.shape[0]
+        gradients = torch.cat([mean_gradient, variance_gradient]).double() * _present.own
         dist.all_reduce(gradients)
-        gradients /= input.shape[0]
+        gradients /= _present.own
         channels = input.shape[1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         of_mean = (gradients[:channels] / total).view(shape)

@@ -74,12 +74,11 @@ class Profiler:
         done: Callable[[Workload, int], None],
         *,
         hopeless: Callable[[str], None] | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self._device = device
         self._wish = wish
         self._done = done
-        self._clock = clock or Clock(device)
+        self._clock = Clock(device)
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._gradients: dict[str, tuple[int, str, int]] = {}

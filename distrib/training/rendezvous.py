@@ -181,4 +181,7 @@ def own_address(on_one_host: bool) -> str:
         for entry in entries:
             if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127."):
                 return entry.address
-    raise TrainingError(f"{socket.gethostname()} has no address but loopback")
+    raise TrainingError(
+        f"{socket.gethostname()} has no address but loopback",
+        hint="bring a network up, or set DISTRIB_ADDRESS to one that the other hosts reach",
+    )

@@ -34,9 +34,9 @@ class Mean:
 
     On all batches but the last of each group `.grad` holds the gradient of that batch alone, and the script may do with it as
     it likes. What the backward passes made it counts, once the batch is done, unless the script has cleared it meanwhile. That is
-    kept apart, which takes as much memory as the gradients, and in a backward pass as much again. On the last batch it is
-    added to the first gradient that comes, and again to one that comes after `.grad` was cleared. A parameter
-    that the last batch does not use has what it gathered added to the next group.
+    kept apart, which takes as much memory as the gradients, and in a backward pass as much again. As the first gradient of the
+    last batch comes, all that was gathered is put into `.grad`, also of parameters which that batch does not use; and again
+    of one whose `.grad` the script clears before a further backward pass.
     """
 
     def __init__(self, optimizer: Optimizer, samples: Samples, *, ranks: int) -> None:
@@ -51,7 +51,8 @@ class Mean:
         self._unit = 1.0
         self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
-        self._given: set[torch.Tensor] = set()  # parameters to whose .grad what was kept is added already
+        self._counted: set[torch.Tensor] = set()  # parameters in whose .grad lies what is kept already
+        self._given: dict[torch.Tensor, int] = {}  # the pass before which what was kept was added to .grad
         self._hooks: dict[torch.Tensor, list[RemovableHandle | _OnItsWay]] = {}
         self._several = False
         self._ended = False
@@ -82,6 +83,7 @@ class Mean:
             for parameter in self._given:
                 del self._kept[parameter]
             self._given.clear()
+            self._counted.clear()
             self._done, self._gathered = 0, 0.0
         else:
             self._unit = self._unit if self._done else self._all
@@ -131,18 +133,53 @@ class Mean:
         def weighted(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if self.batches > 1:
                 self._count()
+            if parameter in self._counted:
+                self._clear(parameter)
             if not self.last or gradient is None:  # None: of an output that the loss does not use
                 return None
+            self._hand_over()
             unit = self._unit if self._done else self._all
             weight = self._own * self._ranks / unit
-            share = 1 / (self._gathered + self._all / unit)
             kept = self._kept.get(parameter)
-            if kept is None or (parameter in self._given and not _is_cleared(parameter)):
-                return gradient * (weight * share)
-            self._given.add(parameter)
-            return torch.add(kept, gradient, alpha=weight).mul_(share)
+            if kept is None or self._given[parameter] == self._pass or not _is_cleared(parameter):
+                return gradient * (weight * self._share)
+            self._given[parameter] = self._pass
+            return torch.add(kept, gradient, alpha=weight).mul_(self._share)
 
         return weighted
+
+    @property
+    def _share(self) -> float:
+        """What a sum of the group's gradients is multiplied with, so that it is their mean."""
+        return 1 / (self._gathered + self._all / (self._unit if self._done else self._all))
+
+    def before_step(self) -> None:
+        """No more gradients will come before the step. Where they are exchanged, what was gathered and not given waits for the next
+        group: by itself it would be this rank's own."""
+        if self.last and self._ranks == 1:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Puts what was gathered into `.grad`, where that is not done yet."""
+        if self._given:
+            return
+        for parameter in self._counted.copy():
+            self._clear(parameter)
+        for parameter, kept in self._kept.items():
+            self._given[parameter] = self._pass
+            if parameter.grad is None:
+                parameter.grad = kept * self._share
+            else:
+                parameter.grad.add_(kept, alpha=self._share)
+
+    def _clear(self, parameter: torch.Tensor) -> None:
+        """What lies in `.grad` has been counted, and the script has not cleared it: nor has it where it adds up batches itself."""
+        self._counted.discard(parameter)
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
 
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self.last and parameter.grad is not None:
@@ -158,6 +195,7 @@ class Mean:
         for parameter, (gradient, version) in self._present.items():
             if parameter.grad is None:
                 continue
+            self._counted.add(parameter)
             if parameter.grad._version != version:
                 # It was clipped, or zeroed: which of them, only the GPU may know yet.
                 _values(gradient).masked_fill_(~_values(parameter.grad).any(), 0)

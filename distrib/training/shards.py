@@ -111,7 +111,8 @@ class ShardSampler(Sampler[Any]):
     Python's global random numbers or have a `generator`: all of these are seeded with `seed` + epoch meanwhile.
     `wrap` is asked at the beginning of each epoch whether the last step may begin again with the first samples.
     `speeds` is asked, as step number n of the epoch is drawn, in what proportion the ranks share it; with nothing, evenly.
-    `sizes` has, of each batch that was drawn in the present epoch, how many samples it has and all ranks' together.
+    `sizes` has, of each batch that was drawn in the present epoch, how many samples it has and all ranks' together; None while
+    it has not begun.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ShardSampler(Sampler[Any]):
         speeds: Callable[[int], Sequence[float]] = lambda step: (),
     ) -> None:
         self.source = source
+        self.sizes: deque[tuple[int, int]] | None = None
         self.rank, self.ranks = rank, ranks
         self.batch_size, self.drop_last = batch_size, drop_last
         self.seed = seed
@@ -148,7 +150,7 @@ class ShardSampler(Sampler[Any]):
         return bool(edges[-1] - edges[-2] < self.ranks)
 
     def __iter__(self) -> Iterator[Any]:
-        self.sizes: deque[tuple[int, int]] = deque()
+        self.sizes = deque()
         return self._drawn(self.sizes, self.epoch)  # as it is now: the next may begin before anything is drawn
 
     def _drawn(self, sizes: deque[tuple[int, int]], epoch: int) -> Iterator[Any]:

@@ -186,9 +186,11 @@ class Steps:
                 raise _LeftOut
             if loss is None or not self._backend.together or self._backend.world.size == 1:
                 return loss
-            mean = torch.as_tensor(loss, device=self._backend.device).detach() * self.mean.share
+            is_number = not isinstance(loss, torch.Tensor)
+            wide = torch.float64 if is_number else None
+            mean = torch.as_tensor(loss, dtype=wide, device=self._backend.device).detach() * self.mean.share
             dist.all_reduce(mean)
-            return mean
+            return float(mean) if is_number else mean
 
         return watched
 
@@ -219,6 +221,7 @@ class Steps:
         if not self.taken:
             self._check_owned()
         if not by_closure:
+            self.mean.before_step()
             self._backend.check_used(self._models)
         if not self.taken:
             self._begins()

@@ -130,7 +130,10 @@ def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
         )
     planned_rank = _integer(environ, "RANK", comm.rank)
     if planned_rank != comm.rank:
-        raise TrainingError(f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)")
+        raise TrainingError(
+            f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)",
+            hint="leave RANK to whoever starts the ranks",
+        )
     local_rank = _first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
     local_size = _first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
     if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself

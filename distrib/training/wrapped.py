@@ -7,7 +7,8 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,11 +58,15 @@ class Wrapped(DistributedDataParallel):
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
+        self._learning = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
+        _backward.watch(self)
 
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         """What torch does before the model computes."""
-        self._called = True
+        if torch.is_grad_enabled():  # an evaluation prepares for no backward
+            self._called = True
+            _backward.begins(averaged=self.require_backward_grad_sync)
         return self._begin(*inputs, **named)
 
     def _begin(self, *inputs: Any, **named: Any) -> Any:
@@ -71,8 +76,9 @@ class Wrapped(DistributedDataParallel):
         except RuntimeError as error:
             if not (found := _NO_GRADIENT.search(str(error))):
                 raise
-            learning = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-            names = [learning[number] for number in map(int, found[2].split()) if number < len(learning)]
+            names = self._named(found)
+        if frozen := [name for name in names if not self.module.get_parameter(name).requires_grad]:
+            raise frozen_later(frozen, type(self.module).__name__)
         raise TrainingError(
             f"rank {found[1]}: {several(names)} got no gradient in the last backward through {type(self.module).__name__}, and is "
             "waited for",
@@ -89,8 +95,31 @@ class Wrapped(DistributedDataParallel):
         # which parameters are not used only one call before a backward can tell.
         elif self.find_unused_parameters:
             return
+        _backward.begins(averaged=self.require_backward_grad_sync)
         if self.require_backward_grad_sync:
             self.reducer.prepare_for_backward(tensors if self.find_unused_parameters else [])
+
+    def _named(self, numbers: re.Match[str]) -> list[str]:
+        """The parameters of which torch tells the numbers."""
+        return [self._learning[number] for number in map(int, numbers[2].split()) if number < len(self._learning)]
+
+    def check_once(self) -> None:
+        """Comes before a step. Raises TrainingError where a second backward has added gradients that nobody averages."""
+        if _backward.came_twice(self):
+            raise TrainingError(
+                f"a second backward through {type(self.module).__name__} with nothing computed between: its gradients are this "
+                "rank's own, as they are averaged once after each model(...)",
+                hint="add the losses and call backward once, or call the model again between",
+            )
+
+    def without_gradient(self) -> list[str] | None:
+        """The parameters to which the latest backward gave none, and which are waited for; None where it gave all."""
+        try:
+            self._check_reducer_finalized()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            found = _NO_GRADIENT.search(str(error))
+            return self._named(found) if found else []
+        return None
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         return self.module.state_dict(*arguments, **options)
@@ -168,10 +197,68 @@ class Wrapped(DistributedDataParallel):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         twin._own = own
+        _backward.watch(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
+
+
+def frozen_later(names: list[str], model: str) -> TrainingError:
+    """The error of parameters that learnt when they were prepared, and do not now."""
+    return TrainingError(
+        f"{several(names)} of {model} was frozen after job.prepare, and its gradient is waited for",
+        hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
+        "or job.prepare(..., find_unused_parameters=True)",
+    )
+
+
+class _Backward:
+    """Sees where a second backward follows what models have computed, of which torch averages no gradient.
+
+    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. What any of
+    the models computes allows another backward: they may share parameters, and a model may be prepared again.
+    """
+
+    def __init__(self) -> None:
+        self._averaged = False
+        self._arrived: set[tuple[int, int]] = set()
+        self._twice: set[int] = set()
+
+    def watch(self, model: Wrapped) -> None:
+        learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        for number, parameter in enumerate(learning[:1] + learning[1:][-1:]):
+            parameter.register_post_accumulate_grad_hook(_Arrival(weakref.ref(model), number))
+
+    def begins(self, *, averaged: bool) -> None:
+        """A model has computed, and gradients of the next backward are `averaged`, or this rank's own."""
+        self._averaged = averaged
+        self._arrived.clear()
+        self._twice.clear()
+
+    def arrived(self, model: Wrapped, number: int) -> None:
+        """A gradient has come."""
+        if self._averaged and (id(model), number) in self._arrived:
+            self._twice.add(id(model))
+        self._arrived.add((id(model), number))
+
+    def came_twice(self, model: Wrapped) -> bool:
+        """Whether gradients of `model` are those of a second backward, too: this rank's own."""
+        return id(model) in self._twice
+
+
+_backward = _Backward()
+
+
+class _Arrival:
+    """A hook that keeps no model alive."""
+
+    def __init__(self, model: weakref.ref[Wrapped], number: int) -> None:
+        self._model, self._number = model, number
+
+    def __call__(self, _: torch.Tensor) -> None:
+        if (model := self._model()) is not None:
+            _backward.arrived(model, self._number)
 
 
 class _Method:
@@ -200,18 +287,30 @@ class _Method:
 
 
 def _with_gradients(output: Any) -> list[torch.Tensor]:
-    """What a gradient can be computed from: in lists, mappings and the attributes of objects."""
+    """What a gradient can be computed from: in lists, mappings and the attributes of objects, and of objects in these."""
     return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
 
 
-def _tensors(thing: Any, *, inside: bool = True) -> Iterator[torch.Tensor]:
+OBJECTS_DEEP = 4
+"""As `Independent(Normal(...))`, and a mixture of such, are."""
+
+
+def _tensors(thing: Any, *, deep: int = OBJECTS_DEEP) -> Iterator[torch.Tensor]:
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, (list, tuple, dict)):
         for item in thing.values() if isinstance(thing, dict) else thing:
-            yield from _tensors(item, inside=inside)
-    elif inside and not isinstance(thing, (type, nn.Module)):
-        yield from _tensors(getattr(thing, "__dict__", None), inside=False)
+            yield from _tensors(item, deep=deep)
+    elif deep and not isinstance(
+        thing, (type, nn.Module, str, bytes, int, float, types.ModuleType, types.FunctionType)
+    ):
+        slots = [name for kind in type(thing).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
+        yield from _tensors(getattr(thing, "__dict__", None), deep=deep - 1)
+        yield from _tensors([getattr(thing, name, None) for name in slots], deep=deep - 1)
+
+
+def _listed(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def in_join(model: nn.Module) -> bool:

@@ -57,7 +57,6 @@ class Lane:
 
 @dataclass
 class _Flight:
-    piece: Piece
     waits: Waits
     waiting: torch.futures.Future[object] | None = None
     stage: int = 0
@@ -152,7 +151,10 @@ class Engine:
                     self._finish()
                     if self._promises and self._neighbours.gone:
                         names = ", ".join(map(str, sorted(self._neighbours.gone)))
-                        raise TrainingError(f"local rank {names} of this host has gone in the middle of a step")
+                        raise TrainingError(
+                            f"local rank {names} of this host has gone in the middle of a step",
+                            hint="why, is in that rank's log",
+                        )
                     self._neighbours.sleep()
         except Exception as error:
             self._failure = error
@@ -164,7 +166,7 @@ class Engine:
         while self._begun < ready and len(self._flights) < self.way.window:
             piece = self._pieces.popleft()
             self._begun += 1
-            self._flights.append(flight := _Flight(piece, self._sum(piece)))
+            self._flights.append(flight := _Flight(self._sum(piece)))
             self._step(flight)
             self._advance()
 
@@ -184,7 +186,7 @@ class Engine:
             def errors(stage: int, elements: int) -> torch.Tensor:
                 key = piece.key, stage, elements
                 if key not in self._errors:
-                    self._errors[key] = torch.zeros(elements, device=result.device)
+                    self._errors[key] = torch.zeros(elements, dtype=torch.float32, device=result.device)
                 return self._errors[key]
 
             self.sent_bytes += self.way.sent_bytes(

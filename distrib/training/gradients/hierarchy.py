@@ -73,7 +73,6 @@ class Hierarchy:
             groups = [dist.new_group(ranks, backend="gloo", timeout=timeout_of_job()) for _ in stages]
             if rank in ranks:
                 lane = Lane(number=number, count=len(lanes), hosts=self.hosts, groups=groups)
-        self.lane = lane
         self.engine = Engine(self._neighbours, parts, result, lane, len(lanes), way)
 
     def result(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:

@@ -234,7 +234,7 @@ class GpuAveraging(Hook):
             key = bucket.index(), own, stage
             self._used.add(key)
             if key not in self._errors:
-                self._errors[key] = torch.zeros(own, device=buffer.device)
+                self._errors[key] = torch.zeros(own, dtype=torch.float32, device=buffer.device)
             return self._errors[key]
 
         way = self._way if self._steps >= SETTLED_STEPS else Exact()

@@ -95,7 +95,10 @@ class Neighbours:
         else:
             _, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             if not descriptors:
-                raise TrainingError("the first rank of this host has gone before it shared its memory")
+                raise TrainingError(
+                    "the first rank of this host has gone before it shared its memory",
+                    hint="why, is in that rank's log",
+                )
             descriptor = descriptors[0]
         mapped = mmap.mmap(descriptor, size)
         os.close(descriptor)

@@ -6,6 +6,7 @@ reached, the one that may have its replica is asked too, and the connection is k
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import selectors
 import socket
@@ -339,12 +340,8 @@ class Client:
             self.check()
             try:
                 return future.result(timeout=0.2)
-            except TimeoutError:
+            except concurrent.futures.TimeoutError:  # in Python 3.10 another than the built-in one
                 continue
-            except Exception as error:
-                if type(error).__name__ == "TimeoutError":  # Python 3.10 has two
-                    continue
-                raise
         return future.result()
 
     def push(

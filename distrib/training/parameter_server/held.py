@@ -465,7 +465,10 @@ def _kind(name: str, parameter: torch.Tensor) -> str:
         return "float64"
     if parameter.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return "float32"
-    raise TrainingError(f"parameter {name} is {parameter.dtype}: mode async trains real floating point numbers only")
+    raise TrainingError(
+        f"parameter {name} is {parameter.dtype}: mode async trains real floating point numbers only",
+        hint="use --mode sync",
+    )
 
 
 def _look(values: torch.Tensor | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -198,10 +199,6 @@ class Part:
         for worker in self._there:
             self._send(worker, Frame(Kind.MAIN, step=main, version=number))
 
-    def connected(self) -> int:
-        """How many members are there now."""
-        return len(self.members & self._there.keys())
-
     # -- what workers ask ---------------------------------------------------------------------------------------------
 
     def room(self, frame: Frame) -> torch.Tensor:
@@ -213,95 +210,115 @@ class Part:
 
     def hear(self, worker: int, frame: Frame, payload: Any) -> None:
         """Does what a worker's frame asks for. A PUSH's payload is its gradient's tensor."""
-        table = self.tables.get(frame.table)
-        if frame.kind is Kind.PUSH:
-            assert table
-            if frame.flags & SHARED:
-                payload = self._shared[worker, frame.table].gradients[frame.chunk]
-            final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
-            self._speakers[pusher] = worker
-            # Who waits in a round may have a neighbour who trains, or older pushes on their way.
-            trains = {other for other in self._gathered - self._asked.keys() if self._pusher(other) == pusher}
-            self._gathered -= trains
-            self._carry_out(
-                table,
-                table.shard.push(
-                    pusher,
-                    frame.chunk,
-                    frame.step,
-                    frame.version,
-                    payload,
-                    final=final,
-                    weight=frame.weight,
-                    mark=frame.mark,
-                ),
-            )
-        elif frame.kind is Kind.GATHER:
-            self._gathered.add(worker)
-            self._gathering.bring(worker, frame.version, bytes(payload))
-            self._asked[worker] = frame.version
-            self._requests[worker] = frame.step
-            self._tell_rounds()
-        elif frame.kind is Kind.KEEP:
-            flags = FINAL if frame.version in self.kept else self._keep(worker, frame, payload)
-            self._send(worker, Frame(Kind.DONE, flags, step=frame.step))
-        elif frame.kind is Kind.FETCH:
-            self._fetches.append((worker, frame))
-            self._answer_fetches()
-        elif frame.kind is Kind.SUSPEND:
-            has_begun = self.tables and all(table.is_set for table in self.tables.values())
-            if has_begun:  # else it may yet give the first values
-                self._drop(worker, comes_back=True)
-        elif frame.kind is Kind.GROUP:
-            self._groups[worker] = frame.version
-            for table in self.tables.values():
-                self._wait_for_members(table)
-            self.tell_members()
-        elif frame.kind is Kind.LEAVE:
-            self._left.add(worker)
-            self._drop(worker)
-            self._reply(worker, frame)
-        elif frame.kind is Kind.STATISTICS:
-            staleness = {str(t.number): {str(n): c for n, c in t.staleness.items()} for t in self.tables.values()}
-            self._reply(worker, frame, packed({"staleness": staleness, "members": sorted(self.members)}))
-        elif frame.kind is Kind.DESCRIBE:
-            self._descriptions.append((worker, frame, bytes(payload)))
-            self._describe_all()
-        elif table is None:
-            raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
-        elif frame.kind is Kind.SHARE:
-            sizes = {chunk: table.wire_bytes(chunk) for chunk in table.chunks}
-            with contextlib.suppress(OSError, KeyError, ValueError):
-                self._shared[worker, table.number] = Shared(unpacked(payload), sizes)
-            self._reply(worker, frame, packed((worker, table.number) in self._shared))
-        elif frame.kind is Kind.COMMIT:
-            self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
-        elif frame.kind is Kind.OPTIONS:
-            if worker not in self.substitutes:
-                table.last_options = unpacked(payload)
-                for one in (worker, *self.substitutes):
-                    table.options[one] = table.last_options
-        elif frame.kind is Kind.SET:
-            self._set(table, frame, payload)
-            self._reply(worker, frame)
-        elif frame.kind is Kind.PULL:
-            self._pulls.append((worker, frame))
-            self._answer_pulls()
-        elif frame.kind is Kind.GET_STATE:
-            self._reply(worker, frame, table.saved(frame.chunk))
-        elif frame.kind is Kind.SET_STATE:
-            table.restore(frame.chunk, payload)
-            self._send_state(table, frame.chunk)
-            self._reply(worker, frame)
-        elif frame.kind is Kind.NEWEST:
-            self._reply(worker, frame, packed((table.shard.newest(), table.shard.newest(self._pusher(worker)))))
-        elif frame.kind is Kind.JOIN:
-            self.members.add(worker)
-            self._carry_out(table, table.shard.join(self._pusher(worker), frame.version))
-            self._reply(worker, frame)
-            self.tell_members()
+        if of_part := ASKED_OF_PART.get(frame.kind):
+            of_part(self, worker, frame, payload)
+        elif of_table := ASKED_OF_TABLES.get(frame.kind):
+            if (table := self.tables.get(frame.table)) is None:
+                raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
+            of_table(self, table, worker, frame, payload)
         else:
             raise DistribError(f"a frame {frame.kind.name}, which no worker sends")
+
+    def _gather(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._gathered.add(worker)
+        self._gathering.bring(worker, frame.version, bytes(payload))
+        self._asked[worker] = frame.version
+        self._requests[worker] = frame.step
+        self._tell_rounds()
+
+    def _keep_again(self, worker: int, frame: Frame, payload: Any) -> None:
+        flags = FINAL if frame.version in self.kept else self._keep(worker, frame, payload)
+        self._send(worker, Frame(Kind.DONE, flags, step=frame.step))
+
+    def _fetch(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._fetches.append((worker, frame))
+        self._answer_fetches()
+
+    def _suspend(self, worker: int, frame: Frame, payload: Any) -> None:
+        has_begun = self.tables and all(table.is_set for table in self.tables.values())
+        if has_begun:  # else it may yet give the first values
+            self._drop(worker, comes_back=True)
+
+    def _group(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._groups[worker] = frame.version
+        for table in self.tables.values():
+            self._wait_for_members(table)
+        self.tell_members()
+
+    def _leave(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._left.add(worker)
+        self._drop(worker)
+        self._reply(worker, frame)
+
+    def _tell_statistics(self, worker: int, frame: Frame, payload: Any) -> None:
+        staleness = {str(t.number): {str(n): c for n, c in t.staleness.items()} for t in self.tables.values()}
+        self._reply(worker, frame, packed({"staleness": staleness, "members": sorted(self.members)}))
+
+    def _hear_description(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._descriptions.append((worker, frame, bytes(payload)))
+        self._describe_all()
+
+    def _push(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        if frame.flags & SHARED:
+            payload = self._shared[worker, frame.table].gradients[frame.chunk]
+        final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
+        self._speakers[pusher] = worker
+        # Who waits in a round may have a neighbour who trains, or older pushes on their way.
+        trains = {other for other in self._gathered - self._asked.keys() if self._pusher(other) == pusher}
+        self._gathered -= trains
+        self._carry_out(
+            table,
+            table.shard.push(
+                pusher,
+                frame.chunk,
+                frame.step,
+                frame.version,
+                payload,
+                final=final,
+                weight=frame.weight,
+                mark=frame.mark,
+            ),
+        )
+
+    def _commit(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
+
+    def _pull(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self._pulls.append((worker, frame))
+        self._answer_pulls()
+
+    def _share(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        sizes = {chunk: table.wire_bytes(chunk) for chunk in table.chunks}
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            self._shared[worker, table.number] = Shared(unpacked(payload), sizes)
+        self._reply(worker, frame, packed((worker, table.number) in self._shared))
+
+    def _set_options(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        if worker not in self.substitutes:
+            table.last_options = unpacked(payload)
+            for one in (worker, *self.substitutes):
+                table.options[one] = table.last_options
+
+    def _set_values(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self._set(table, frame, payload)
+        self._reply(worker, frame)
+
+    def _give_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self._reply(worker, frame, table.saved(frame.chunk))
+
+    def _take_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        table.restore(frame.chunk, payload)
+        self._send_state(table, frame.chunk)
+        self._reply(worker, frame)
+
+    def _tell_newest(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self._reply(worker, frame, packed((table.shard.newest(), table.shard.newest(self._pusher(worker)))))
+
+    def _join(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
+        self.members.add(worker)
+        self._carry_out(table, table.shard.join(self._pusher(worker), frame.version))
+        self._reply(worker, frame)
+        self.tell_members()
 
     def _reply(self, worker: int, frame: Frame, payload: Any = b"") -> None:
         self._send(worker, Frame(Kind.DONE, table=frame.table, chunk=frame.chunk, step=frame.step), payload)
@@ -539,3 +556,28 @@ class Part:
         self.await_again()
         for table in self.tables.values():
             table.shard.members = {self._pusher(worker) for worker in self.members}
+
+
+ASKED_OF_PART: dict[Kind, Callable[[Part, int, Frame, Any], None]] = {
+    Kind.GATHER: Part._gather,
+    Kind.KEEP: Part._keep_again,
+    Kind.FETCH: Part._fetch,
+    Kind.SUSPEND: Part._suspend,
+    Kind.GROUP: Part._group,
+    Kind.LEAVE: Part._leave,
+    Kind.STATISTICS: Part._tell_statistics,
+    Kind.DESCRIBE: Part._hear_description,
+}
+ASKED_OF_TABLES: dict[Kind, Callable[[Part, Table, int, Frame, Any], None]] = {
+    Kind.PUSH: Part._push,
+    Kind.COMMIT: Part._commit,
+    Kind.PULL: Part._pull,
+    Kind.SHARE: Part._share,
+    Kind.OPTIONS: Part._set_options,
+    Kind.SET: Part._set_values,
+    Kind.GET_STATE: Part._give_state,
+    Kind.SET_STATE: Part._take_state,
+    Kind.NEWEST: Part._tell_newest,
+    Kind.JOIN: Part._join,
+}
+"""What a worker's frame asks for, of the part, or of a table that it names."""

@@ -32,7 +32,6 @@ GREETING = b"dps1"
 NONCE_BYTES = 16
 PROOF_BYTES = 32
 LONGEST_BYTES = 1 << 31
-LONGEST_HELLO_BYTES = 4096
 SILENCE_SECONDS = 5.0
 """After which a peer that acknowledges nothing is taken for lost: its connection ends, the peer may call again."""
 

@@ -1,0 +1,427 @@
+"""What scripts do that is nobody's first thought, each a lesson on all ranks: `habits.py NAME...`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributions import Independent, Normal
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import distrib
+from distrib.errors import TrainingError
+from distrib.strategy import from_environment
+
+STRATEGY = from_environment(os.environ)
+
+
+@contextlib.contextmanager
+def refused(words: str) -> Iterator[None]:
+    try:
+        yield
+    except TrainingError as error:
+        assert re.search(words, str(error)), error
+    else:
+        raise AssertionError(f"nobody said {words}")
+
+
+def made(job: distrib.Job, model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    """The model, the same on all ranks, prepared with an optimizer; random numbers are each rank's own from now on."""
+    prepared = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05), **options)
+    torch.manual_seed(1 + job.rank)
+    return prepared[0], prepared[1]
+
+
+def assert_alike(job: distrib.Job, model: Any) -> None:
+    for name, value in job.unwrap(model).named_parameters():
+        spread = job.all_reduce(value, "max") - job.all_reduce(value, "min")
+        assert isinstance(spread, torch.Tensor) and not spread.any(), (name, spread)
+
+
+class Heads(nn.Module):
+    """A body, two heads for it, and a part that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.never = nn.Linear(4, 4), nn.Linear(2, 2)
+        self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, head: int = 0) -> torch.Tensor:
+        return self.heads[head](self.body(inputs))  # type: ignore[no-any-return]
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return sum(self(inputs, head).square().mean() for head in (0, 1))  # type: ignore[return-value]
+
+    def policy(self, inputs: torch.Tensor) -> Independent:
+        return Independent(Normal(self.heads[0](self.body(inputs)), 1.0), 1)
+
+
+def methods(job: distrib.Job) -> None:
+    """Training goes by a method, and `model(...)` is for evaluation: on all ranks, or on the first alone."""
+    for all_ranks in (True, False):
+        model, optimizer = made(job, Heads(), find_unused_parameters=True)
+        for step in range(6):
+            if step in (0, 3) and (all_ranks or job.is_main):
+                with torch.no_grad():
+                    model(torch.randn(2, 4))
+            optimizer.zero_grad()
+            model.loss(torch.randn(8, 4)).backward()
+            optimizer.step()
+        assert_alike(job, model)
+
+
+def distributions(job: distrib.Job) -> None:
+    """A method returns an object that has its tensors inside of another one."""
+    for evaluated in (False, True):
+        model, optimizer = made(job, Heads(), find_unused_parameters=True)
+        if evaluated:
+            with torch.no_grad():
+                model(torch.randn(2, 4))
+        for _ in range(4):
+            optimizer.zero_grad()
+            (-model.policy(torch.randn(8, 4)).log_prob(torch.randn(8, 1))).mean().backward()
+            optimizer.step()
+        assert_alike(job, model)
+
+
+def second_backward(job: distrib.Job) -> None:
+    """Of a second backward after what was computed together nothing would be averaged; one after more was computed is."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+        with model.no_sync():
+            for _ in range(2):
+                loss = model(torch.randn(8, 4)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert_alike(job, model)
+    real, fake = (model(torch.randn(8, 4)).mean() for _ in range(2))
+    real.backward()
+    fake.backward()
+    with refused("a second backward through Linear with nothing computed between"):
+        optimizer.step()
+    inner = job.unwrap(model)
+    if job.is_main:  # looks at something
+        for _ in range(2):
+            inner(torch.ones(1, 4)).sum().backward()
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    assert_alike(job, model)
+
+
+def unused_zeros(job: distrib.Job) -> None:
+    """Gradients that a script sets to zero are there, and yet one that is waited for has not come."""
+    model, optimizer = made(job, Heads())
+    with refused(r"rank \d: never.weight, .* got no gradient in this step of Heads"):
+        for head in (0, 1):
+            for parameter in job.unwrap(model).parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            model(torch.randn(8, 4), head).square().mean().backward()
+            optimizer.step()
+
+
+def frozen_later(job: distrib.Job) -> None:
+    model, _ = made(job, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    model[0].requires_grad_(False)
+    model(torch.randn(8, 4)).square().mean().backward()
+    with refused("0.weight, 0.bias of Sequential was frozen after job.prepare"):
+        model(torch.randn(8, 4))
+
+
+def step_in_backward(job: distrib.Job) -> None:
+    """torch's recipe for less memory: each parameter has an optimizer that steps as its gradient comes."""
+    model = nn.Linear(4, 1)
+    model = job.prepare(model)
+    for parameter in model.parameters():
+        own = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, own=own: own.step())
+    with refused("a step of SGD within backward"):
+        model(torch.randn(8, 4)).sum().backward()
+
+
+def gathered_batches(job: distrib.Job) -> None:
+    """Batches of a group that train two heads in turns; gradients that are cleared after real steps alone."""
+    ranks = job.world_size
+    inputs = torch.randn(ranks, 4, 8, 4, generator=torch.Generator().manual_seed(3))
+    for clear in ("always", "after steps", "to zero"):
+        model, reference = Heads(), Heads()
+        rate = torch.optim.SGD(reference.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = job.prepare(model, optimizer, accumulate=2, find_unused_parameters=True)
+        optimizer.zero_grad()
+        for group in (0, 2):
+            for turn in (0, 1):
+                if clear != "after steps" or (turn == 0):
+                    optimizer.zero_grad(set_to_none=clear != "to zero")
+                model(inputs[job.rank, group + turn], turn).square().mean().backward()
+                optimizer.step()
+            rate.zero_grad()
+            losses = [
+                reference(inputs[rank, group + turn], turn).square().mean() for rank in range(ranks) for turn in (0, 1)
+            ]
+            (sum(losses) / len(losses)).backward()  # type: ignore[union-attr]
+            rate.step()
+        for (name, one), other in zip(job.unwrap(model).named_parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), (clear, name)
+
+
+class Growing(nn.Module):
+    """Has a buffer that grows with the longest sequence seen, and others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.zeros(1, 1))
+        self.register_buffer("count", torch.zeros(3))
+        self.register_buffer("own", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        length = inputs.shape[1]
+        if len(self.mask) < length:
+            self.register_buffer("mask", torch.ones(length, length).triu(1))
+        self.count += 1 + float(self.own)
+        scores = (inputs @ inputs.transpose(1, 2)).masked_fill(self.mask[:length, :length].bool(), -1e9)
+        return self.layer(scores.softmax(-1) @ inputs)  # type: ignore[no-any-return]
+
+
+def growing_buffers(job: distrib.Job) -> None:
+    for longest in (0, 1):
+        plain = Growing()
+        plain.own.fill_(job.rank)
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(plain, ["own"])
+        model, optimizer = made(job, plain)
+        length = 5 if job.rank == longest else 2
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(2, length, 4)).square().mean().backward()
+            optimizer.step()
+        inner = job.unwrap(model)
+        assert torch.equal(inner.mask, torch.ones(length, length).triu(1)), inner.mask
+        if STRATEGY.mode == "sync":
+            assert inner.count.tolist() == [3.0] * 3, inner.count  # rank 0's
+            assert float(inner.own) == job.rank
+
+
+def ragged_normalization(job: distrib.Job) -> None:
+    """Batch normalization over tokens, of which ranks have different numbers in as many samples."""
+    data = [
+        torch.randn(4 + 8 * rank, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        for rank in range(job.world_size)
+    ]
+
+    def net() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+    reference = net()
+    outputs = reference(torch.cat(data)).split([len(part) for part in data])
+    (sum(output.square().mean() for output in outputs) / job.world_size).backward()  # type: ignore[union-attr]
+    model, _ = made(job, net(), sync_batchnorm=True)
+    model(data[job.rank]).square().mean().backward()
+    for one, other in zip(job.unwrap(model).parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
+
+
+def looked_at_alone(job: distrib.Job) -> None:
+    """One rank reads a prepared loader to its end before anything is learnt, with a model in training mode."""
+    data = TensorDataset(torch.randn(256, 4), torch.randn(256, 1))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 8))
+    if job.is_main:
+        assert sum(len(inputs) for inputs, _ in loader) == 256 / job.world_size
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    assert_alike(job, model)
+
+
+class Batch(dict):  # type: ignore[type-arg]
+    """A batch whose items are attributes, too."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Scaled(DataLoader):  # type: ignore[type-arg]
+    """A loader whose own iteration makes batches of what is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for (pixels,) in super().__iter__():
+            yield Batch(pixels=pixels.float() / 255)
+
+
+def own_loader(job: distrib.Job) -> None:
+    """What a subclass of DataLoader makes of batches stays, and so do batches that are more than dicts."""
+    data = TensorDataset(torch.arange(16, dtype=torch.uint8)[:, None] * 17)
+    loader = job.prepare(Scaled(data, batch_size=4, shuffle=True))
+    orders = []
+    for _ in range(2):
+        own: list[float] = []
+        for batch in loader:
+            assert type(batch) is Batch and batch.pixels.dtype == torch.float32
+            own += batch.pixels[:, 0].mul(15).round().tolist()
+        all_ = [own]
+        if job.world_size > 1:
+            all_ = [[]] * job.world_size
+            dist.all_gather_object(all_, own)
+        assert sorted(itertools.chain(*all_)) == list(range(16)), all_
+        orders.append(own)
+
+
+def made_anew(job: distrib.Job) -> None:
+    """A loader of each epoch, with one generator: each has an order of its own, which is that of the next run, too."""
+    found = []
+    for _ in range(2):
+        generator = torch.Generator().manual_seed(5)
+        found.append(
+            [
+                [
+                    int(item)
+                    for batch in job.prepare(DataLoader(range(64), 8, shuffle=True, generator=generator))
+                    for item in batch
+                ]
+                for _ in range(3)
+            ]
+        )
+    assert found[0] == found[1]
+    assert len({tuple(order) for order in found[0]}) == 3
+
+
+def own_epochs(job: distrib.Job) -> None:
+    """A script that counts epochs itself, as one that was resumed at the seventh."""
+    sampler = DistributedSampler(range(64), job.world_size, job.rank, seed=3)  # type: ignore[arg-type]
+    loader = job.prepare(DataLoader(range(64), 8, sampler=sampler))
+    for epoch in (7, 8, 2):
+        loader.sampler.set_epoch(epoch)
+        read = [int(item) for batch in loader for item in batch]
+        plain = DistributedSampler(range(64), job.world_size, job.rank, seed=3)  # type: ignore[arg-type]
+        plain.set_epoch(epoch)
+        assert read == list(plain), epoch
+
+
+def closure_numbers(job: distrib.Job) -> None:
+    """An optimizer's closure that gives back a number keeps all its digits."""
+    told = []
+
+    class Asks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            told.append(closure())
+            return super().step()
+
+    model = nn.Linear(2, 1).double()
+    model, optimizer = job.prepare(model, Asks(model.parameters(), lr=0.1))
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        return 1.0 + 1e-12
+
+    optimizer.step(closure)
+    assert abs(told[0] - (1.0 + 1e-12)) < 1e-15, told
+
+
+class Counted(Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 16 * 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+def other_workers(job: distrib.Job) -> None:
+    """With --balance ranks share batches out alike, though their loaders draw ahead by different numbers of batches."""
+    import time
+
+    loader = DataLoader(Counted(), batch_size=8, num_workers=job.rank)
+    model = nn.Linear(4, 1)
+    model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)
+    seen: list[float] = []
+    sizes = set()
+    for inputs in loader:
+        seen += inputs[:, 0].tolist()
+        sizes.add(len(inputs))
+        time.sleep(0.001 * len(inputs) * (3 if job.rank else 1))
+        optimizer.zero_grad()
+        model(inputs).mean().backward()
+        optimizer.step()
+    all_: list[list[float]] = [[] for _ in range(job.world_size)]
+    dist.all_gather_object(all_, seen)
+    assert sorted(itertools.chain(*all_)) == list(range(16 * 60))
+    assert len(sizes) > 1, "they were shared out anew"
+
+
+def reduced(job: distrib.Job) -> None:
+    """A mean of small types is as exact as they are."""
+    ranks = job.world_size
+    for dtype, value in (
+        (torch.uint8, 200), (torch.int8, 100), (torch.int16, 30_000), (torch.int32, 2_000_000_000),
+        (torch.float16, 4e4), (torch.bfloat16, 1e38),
+    ):  # fmt: skip
+        mean = job.all_reduce(torch.full((2,), value, dtype=dtype))
+        assert isinstance(mean, torch.Tensor)
+        assert mean.tolist() == torch.full((2,), value, dtype=dtype).to(mean.dtype).tolist(), (dtype, mean)
+        assert mean.dtype == (dtype if dtype.is_floating_point else torch.float32)
+    assert job.all_reduce(torch.tensor([True, False])).tolist() == [1.0, 0.0]  # type: ignore[union-attr]
+    assert job.all_reduce(torch.tensor([1, job.rank])).tolist() == [1.0, (ranks - 1) / 2]  # type: ignore[union-attr]
+
+
+def not_numbers(job: distrib.Job) -> None:
+    """A gradient that is none is told with its rank, be it sparse or complex."""
+    table = nn.Embedding(4, 2, sparse=True)
+    model, optimizer = made(job, nn.Sequential(table))
+    model(torch.tensor([1])).mul(float("nan") if job.rank else 1.0).sum().backward()
+    with refused("the gradient of 0.weight is nan or infinite on rank 1"):
+        optimizer.step()
+    turn = nn.Module()
+    turn.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    turn.forward = lambda factor: (turn.weight * factor).abs().sum()  # type: ignore[assignment]
+    model, optimizer = made(job, turn)
+    model(float("nan") if job.rank else 1.0).backward()
+    with refused("the gradient of weight is nan or infinite on rank 1"):
+        optimizer.step()
+
+
+def wide_default(job: distrib.Job) -> None:
+    """Fewer bytes where new tensors are float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model, optimizer = made(job, nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)))
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+        assert_alike(job, model)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def ends_itself(job: distrib.Job) -> None:
+    """The group is destroyed at the end, as in scripts for torchrun."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    model(torch.randn(8, 4)).mean().backward()
+    optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # loaders' processes import this
+    torch.set_num_threads(1)
+    job = distrib.init(timeout_seconds=60)
+    for lesson in sys.argv[1:]:
+        globals()[lesson](job)
+        print(f"done: {lesson}", flush=True)

@@ -1,0 +1,54 @@
+"""Scripts that do what is nobody's first thought: what `tests/scripts/habits.py` asserts, on several ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SCRIPTS
+from tests.test_training import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch.optim may set this one when it is first used, which the watch for changed variables would report."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "lessons"),
+    [
+        (
+            2,
+            {},
+            "methods distributions frozen_later growing_buffers ragged_normalization looked_at_alone",
+        ),
+        (2, {}, "gathered_batches"),
+        (2, {}, "second_backward"),
+        (2, {}, "unused_zeros"),
+        (2, {}, "step_in_backward"),
+        (2, {}, "own_loader own_epochs closure_numbers reduced not_numbers"),
+        (1, {}, "own_loader made_anew own_epochs gathered_batches"),
+        (2, {"balance": True}, "looked_at_alone other_workers"),
+        (2, {"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),
+        (2, {"mode": "local", "inner_steps": 2}, "growing_buffers"),
+    ],
+)
+def test_habits(ranks, strategy, lessons):
+    run = run_ranks(ranks, SCRIPTS / "habits.py", *lessons.split(), DISTRIB_STRATEGY=json.dumps(strategy))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert sorted(run.stdout.splitlines()) == sorted(
+        f"done: {lesson}" for lesson in lessons.split() for _ in range(ranks)
+    )
+
+
+def test_a_script_that_destroys_the_group_itself_is_told_what_that_leaves_out():
+    run = run_ranks(2, SCRIPTS / "habits.py", "ends_itself")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert (
+        "destroy_process_group() itself: what ranks tell each other at their ends is left out"
+        in run.stdout + run.stderr
+    )
+    assert "could not wait" not in run.stderr
