@@ -18,11 +18,11 @@ def inventory(hostname: str = "n1", **facts: Any) -> Inventory:
                      "nccl": None},
         "has_launcher": True, "torch_cuda": "", "driver": None, "gpus": (), "gpu_holders": (), "nvml_error": None,
         "cpus": 16, "usable_cpus": 16, "numa": {"0": "0-15"}, "memory_bytes": 64 * GIB,
-        "available_memory_bytes": 60 * GIB, "memory_limit_bytes": None, "shm_bytes": 32 * GIB,
+        "memory_limit_bytes": None, "shm_bytes": 32 * GIB,
         "free_shm_bytes": 32 * GIB, "free_disk_bytes": {"directory": 100 * GIB, "tmp": 100 * GIB},
-        "limits": {"memlock": None, "nofile": 65536, "nproc": None}, "interfaces": (), "rdma": (), "gpudirect": False,
+        "limits": {"memlock": None, "nofile": 65536}, "interfaces": (), "rdma": (), "gpudirect": False,
         "script_sha256": "aa", "siblings": {}, "directory_exists": True, "missing_programs": (),
-        "own_name_is_loopback": False, "ports": (32768, 60999), "ssh_connection": (), "home_is_writable": True, "time": 1000.0,
+        "ports": (32768, 60999), "ssh_connection": (), "time": 1000.0,
     }  # fmt: skip
     return Inventory(**{**usual, **facts})
 

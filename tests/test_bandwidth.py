@@ -15,7 +15,7 @@ from distrib.bandwidth import collectives, curves, pieces, timeline, workloads
 from distrib.bandwidth.advice import advise, best_alike, is_alike, options_of
 from distrib.bandwidth.buckets import Wire
 from distrib.bandwidth.fabric import find_fabric
-from distrib.bandwidth.scaling import foretell, needed_bandwidth, scaling, unlimited
+from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
 from distrib.bandwidth.timeline import Transfer
 from distrib.bandwidth.wires import between, inside_of
 from distrib.bandwidth.workload import Gradient, Workload
@@ -136,8 +136,6 @@ def test_a_curve_never_falls(points, sizes, factor):
 def test_formulas():
     link = curves.line(1e-3, 1e8)
     assert collectives.ring_all_reduce(4, 100 * MB, link) == pytest.approx(6 * (1e-3 + 0.25))
-    assert collectives.tree_all_reduce(8, 100 * MB, link) == pytest.approx(6e-3 + 2.0)
-    assert collectives.broadcast(5, 100 * MB, link) == pytest.approx(1.0 + 4e-3)
     # max(M/B, nM/(kB)): as many servers as workers are enough, fewer are not
     assert collectives.parameter_server(8, 8, 100 * MB, link) == pytest.approx(1e-3 + 1.0)
     assert collectives.parameter_server(8, 2, 100 * MB, link) == pytest.approx(1e-3 + 4.0)
@@ -782,7 +780,8 @@ def test_a_hundred_thousand_gpus_take_no_time():
     topology = parse_topology(POD, "pod")
     counts = sorted({round(1.15**k) for k in range(68)} | {12_500})
     begun = time.process_time()
-    told = scaling(topology, job(device="V100", tensors=160), nodes=counts, ranks_per_host=8)
+    workload = job(device="V100", tensors=160)
+    told = [foretell(topology, workload, hosts=count, ranks_per_host=8) for count in counts]
     assert time.process_time() - begun < 5  # the benchmark holds the second; here a loaded machine must not fail
     assert told[-1].hosts * told[-1].ranks_per_host == 100_000
     efficiencies = [each.efficiency for each in told]

@@ -507,6 +507,8 @@ def test_reads_a_file(tmp_path: Path) -> None:
         (b"\x7fELF\x02\x01\x01\0\0\0", 1, "NUL bytes"),
         (b"\x89PNG\r\n\x1a\n", 1, "not UTF-8"),
         ("node1".encode("utf-16"), 0, "UTF-16"),
+        (b"# ours\n[web]\nn1\nn2\n", 2, "an inventory of Ansible's"),
+        (b"n1\nn2 ansible_host=10.0.0.1\n", 2, "an inventory of Ansible's"),
         (b"#" * (16 * 2**20 + 1), 0, "larger than 16 MiB"),
     ],
 )
@@ -535,7 +537,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(HostfileError, match="no permission"):
+    with pytest.raises(HostfileError, match="Permission denied"):
         read_hostfile("hosts.txt")
 
 

@@ -63,7 +63,7 @@ def advise(
             strategy=each,
             prediction=predictions[each],
             exact=each.exact,
-            convergence=convergence_of(each, fabric.ranks),
+            convergence=convergence_of(each),
             options=options_of(each),
         )
         for each in shown
@@ -187,7 +187,7 @@ def _larger(times: int) -> str:
     )
 
 
-def convergence_of(strategy: Strategy, ranks: int) -> str:
+def convergence_of(strategy: Strategy) -> str:
     """What a strategy does to convergence, said plainly."""
     said = []
     if strategy.mode == "async":

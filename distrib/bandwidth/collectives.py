@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
 
 import msgspec
 
@@ -17,8 +16,6 @@ from distrib.bandwidth import curves
 from distrib.bandwidth.curves import Curve
 from distrib.bandwidth.fabric import Fabric
 from distrib.cluster.measured import Collective
-
-Protocol = Literal["LL", "LL128", "Simple"]
 
 # NVIDIA/nccl@5067397 src/graph/tuning.cc: microseconds, for LL, LL128 and Simple.
 _BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
@@ -40,18 +37,6 @@ MEMORY_BYTES_PER_SECOND = 5e9
 def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
     """2(n-1) messages of S/n, each the slowest hop's."""
     return 2 * (ranks - 1) * hop.seconds(size_bytes / ranks) if ranks > 1 else 0.0
-
-
-def tree_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
-    """NCCL's double tree: up and down in log2(n) hops each, S through every rank's link each way."""
-    if ranks == 1:
-        return 0.0
-    return 2 * math.ceil(math.log2(ranks)) * hop.seconds(0) + 2 * (hop.seconds(size_bytes) - hop.seconds(0))
-
-
-def broadcast(ranks: int, size_bytes: float, hop: Curve) -> float:
-    """Through a chain, in pieces: the size once, and the latency of every hop."""
-    return hop.seconds(size_bytes) + (ranks - 2) * hop.seconds(0) if ranks > 1 else 0.0
 
 
 def parameter_server(workers: int, servers: int, size_bytes: float, link: Curve) -> float:

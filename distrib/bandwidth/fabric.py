@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth.wires import Wire, between, inside_of, places_of
+from distrib.bandwidth.wires import Wire, between, inside_of
 from distrib.bandwidth.workload import Workload
 from distrib.bandwidth.workloads import scaled_error, times_as_long
 from distrib.cluster.catalog import GpuSpec, find_gpu
@@ -173,7 +173,7 @@ def _names(
     elif topology is None:
         return ("localhost",) if count == 1 else (), ()
     else:
-        known = _known(topology)
+        known = topology.hosts
         if gpus:
             known = tuple(host for host in known if (found := topology.gpus_of(host)) and found.count) or known
     if count > len(known):
@@ -184,19 +184,12 @@ def _names(
     return known[:count], ()
 
 
-def _known(topology: Topology) -> tuple[str, ...]:
-    kept: tuple[str, ...] | None = topology.__dict__.get("_hosts")
-    if kept is None:
-        kept = topology.__dict__["_hosts"] = topology.hosts
-    return kept
-
-
 # What else is known
 
 
 def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]) -> Wire:
     """The slowest of what joins the ranks inside the hosts, looked at once for hosts that are built alike."""
-    places = places_of(topology) if topology else {}
+    places = topology.places if topology else {}
     most: dict[int | None, tuple[int, str]] = {}
     for place, host in enumerate(names or ("localhost",)):
         ranks, kind = each[place % len(each)], places[host.lower()][0] if host.lower() in places else None
@@ -212,7 +205,7 @@ def _slowness(
 ) -> tuple[tuple[tuple[float, int], ...], tuple[str, ...]]:
     """How long each kind of GPU takes against the one that the workload was measured on, by the catalogue."""
     own = find_gpu(workload.device)
-    places = places_of(topology)
+    places = topology.places
     ranks_of: dict[int, int] = {}
     for place, host in enumerate(names):
         if host.lower() in places:
@@ -320,7 +313,7 @@ def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpe
 
 
 def _smallest(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None) -> int | None:
-    places = places_of(topology) if topology else {}
+    places = topology.places if topology else {}
     groups = {places[host.lower()][0] for host in names if host.lower() in places}
     known = [gpus.memory_bytes for number in groups if topology and (gpus := topology.nodes[number].gpus)]
     sizes = [size for size in known if size is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -68,18 +68,6 @@ def foretell(
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     return predict(fabric, workload, strategy, spans=timeline)
-
-
-def scaling(
-    topology: Topology | None,
-    workload: Workload,
-    strategy: Strategy = Strategy(),  # noqa: B008  # frozen
-    *,
-    nodes: Iterable[int],
-    ranks_per_host: int = 1,
-) -> tuple[Prediction, ...]:
-    """The same for many counts of hosts."""
-    return tuple(foretell(topology, workload, strategy, hosts=count, ranks_per_host=ranks_per_host) for count in nodes)
 
 
 def needed_bandwidth(

@@ -98,7 +98,7 @@ def _ring(topology: Topology, names: tuple[str, ...], gpus: bool) -> Iterator[tu
     crossings: dict[str, int] = {}
     edges: dict[object, tuple[str, str]] = {}
     measured = {host.lower() for host in topology.measured.hosts} if topology.measured else set()
-    places = places_of(topology)
+    places = topology.places
     for source, target in zip(names, names[1:] + names[:1], strict=True):
         one, other = places.get(source.lower()), places.get(target.lower())
         if one is not None and other is not None and one[1] is not other[1]:
@@ -133,20 +133,6 @@ def _used(topology: Topology, host: str, following: str, gpus: bool) -> Way | No
     if abs(one - other) <= EQUAL * max(one, other):
         return way
     return back if not gpus or other < one else way
-
-
-def places_of(topology: Topology) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """What each host is built like and which switches it is below, in lower case. Kept with the topology."""
-    kept: dict[str, tuple[int, tuple[str, ...]]] | None = topology.__dict__.get("_places")
-    if kept is None:
-        kept = {}
-        above: dict[tuple[str, ...], tuple[str, ...]] = {}
-        for number, group in enumerate(topology.nodes):
-            for host in group.host_names:
-                switches = tuple(switch.name for switch in topology.switches_above(host))
-                kept[host.lower()] = number, above.setdefault(switches, switches)
-        topology.__dict__["_places"] = kept
-    return kept
 
 
 def _wire(topology: Topology, way: Way, streams: float) -> Wire:

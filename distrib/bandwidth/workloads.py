@@ -82,7 +82,6 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How fast a GPU trains a network: operations a second that it really does, the error to expect, and where from."""
 
     flop_per_second: float
-    peak_fraction: float
     expected_error: float
     origin: str
 
@@ -138,14 +137,6 @@ def workload(
         expected_error=pace.expected_error,
         software={"precision": chosen, "speed": pace.origin},
     )
-
-
-def pace(name: str, gpu: str, precision: Precision) -> Pace:
-    """How fast a catalogued GPU trains a catalogued network."""
-    spec = find_gpu(gpu)
-    if spec is None:
-        raise ConfigError(f"GPU {gpu!r} is not in the catalogue")
-    return _pace(_named(name), spec.name, precision)
 
 
 def speeds() -> tuple[Speed, ...]:
@@ -341,7 +332,7 @@ def _pace(key: str, gpu: str, precision: Precision, without: Speed | None = None
         if speed.gpu == gpu and not borrowed:
             flop = speed.samples_per_second * _network(looked).training_flop
             return Pace(
-                flop_per_second=flop, peak_fraction=flop / _peak(gpu, precision), expected_error=file.errors.published,
+                flop_per_second=flop, expected_error=file.errors.published,
                 origin=f"published: {titles[speed.source].title}",
             )  # fmt: skip
     strength = _strength(gpu, precision)
@@ -356,7 +347,6 @@ def _pace(key: str, gpu: str, precision: Precision, without: Speed | None = None
     flop = rate * _network(looked).training_flop
     return Pace(
         flop_per_second=flop,
-        peak_fraction=flop / _peak(gpu, precision),
         expected_error=file.errors.borrowed if borrowed else file.errors.scaled,
         origin=f"scaled from {nearest.network} on {nearest.gpu}: {titles[nearest.source].title}",
     )

@@ -1,7 +1,7 @@
 """The program's other half: says a host's facts, and then, while it is held, whom the host reaches.
 
-Like `inventory_program` it runs in the Python of any host, with the standard library alone. While it runs it listens on a
-port of the kernel's choice, as every rank will, so that others can try whether they get through to this host.
+Like `inventory_program` it runs in the Python of any host, with the standard library alone. While it runs it listens on
+ports such as the kernel gives to ranks, so that others can try whether they get through to this host.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -31,10 +30,13 @@ from distrib.cluster.hostlist import (
 )
 from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
 from distrib.cluster.slurm import slurm_hosts
+from distrib.cluster.textfile import Unreadable, read_text
 
 __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_hostfile", "read_hostfile", "slurm_hosts"]
 
 MAX_BYTES = 16 * 2**20
+
+_OF_ANSIBLE = re.compile(r"^\[[A-Za-z][\w.-]*(?::(?:vars|children))?\][ \t]*$|[ \t]ansible_\w+=", re.MULTILINE)
 
 # Every spelling that Open MPI and MPICH know, with `_` for `-`, and the setting that it means.
 _SETTINGS = {
@@ -99,31 +101,14 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
     Raises HostfileError: no such file, not text in UTF-8, or what `parse_hostfile` refuses.
     """
     source = os.fspath(path)
-    place = Place(source)
     try:
-        with Path(source).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # never all of it: it may be /dev/zero
-    except FileNotFoundError:
-        raise place.error("no such hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS") from None
-    except IsADirectoryError:
-        raise place.error("this is a directory", "name a hostfile in it") from None
-    except PermissionError:
-        raise place.error("no permission to read the hostfile", "check its mode and owner with ls -l") from None
-    except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise place.error(f"cannot read the hostfile: {why}", "name a readable text file") from None
-    if len(data) > MAX_BYTES:
-        raise place.error(f"larger than {MAX_BYTES // 2**20} MiB", "name a hostfile: text, one host a line")
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise place.error("the file is in UTF-16", "save it as UTF-8")
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Place(source, data.count(b"\n", 0, error.start) + 1).error(
-            f"byte 0x{data[error.start]:02x} is not UTF-8", "name a text file, and save it as UTF-8"
-        ) from None
+        text = read_text(path, "hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS", MAX_BYTES)
+    except Unreadable as problem:
+        raise Place(source, problem.line).error(problem.what, problem.hint) from None
     if re.search(r"^nodes:\s*(#.*)?$", text, re.MULTILINE):
-        raise place.error("this is a topology file, no hostfile", "give it with --topology, and the hosts with -H")
+        raise Place(source).error(
+            "this is a topology file, no hostfile", "give it with --topology, and the hosts with -H"
+        )
     return parse_hostfile(text, source)
 
 
@@ -138,6 +123,11 @@ def parse_hostfile(text: str, source: str) -> HostList:
     if nul >= 0:
         raise Place(source, text.count("\n", 0, nul) + 1).error(
             "the file holds NUL bytes and is not text", "name a hostfile: text, one host a line"
+        )
+    if inventory := _OF_ANSIBLE.search(text):
+        raise Place(source, text.count("\n", 0, inventory.start()) + 1).error(
+            "this is an inventory of Ansible's, no hostfile",
+            "write one host a line, such as: node1 slots=8; ansible GROUP --list-hosts names them",
         )
     notes, dialects = Notes(), _Dialects()
     hosts = each_once(_mentions(text, source, notes, dialects), notes)

@@ -139,6 +139,8 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """The CUDA version that torch was built for; empty for a build without CUDA."""
     driver: str | None
     gpus: tuple[Gpu, ...]
+    visible_gpus: str | None = None
+    """What CUDA_VISIBLE_DEVICES is there, as for the ranks."""
     gpu_holders: tuple[GpuHolder, ...]
     nvml_error: str | None
     cpus: int | None
@@ -148,7 +150,6 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Physical ones."""
     numa: dict[str, str]
     memory_bytes: int | None
-    available_memory_bytes: int | None
     memory_limit_bytes: int | None
     shm_bytes: int | None
     free_shm_bytes: int | None
@@ -168,12 +169,10 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     """Hashes of the Python files beside the script; empty where there are too many."""
     directory_exists: bool
     missing_programs: tuple[str, ...]
-    own_name_is_loopback: bool
     ports: tuple[int, int] | None
     """The first and the last port that the kernel gives to who asks for any; of IPv6, too."""
     ssh_connection: tuple[str, ...]
     """What sshd says of the connection: the caller's address and port, this host's address and port."""
-    home_is_writable: bool
     time: float
     """Unix time on the host's clock, taken last."""
 

@@ -38,12 +38,11 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
     packages = installed_packages()
     gpus, holders, nvml_error = gpu_facts()
     found_cores = cores()
-    limits = {name: soft_limit(name) for name in ("memlock", "nofile", "nproc")}
+    limits = {name: soft_limit(name) for name in ("memlock", "nofile")}
     limits["pids"] = cgroup_limit("pids", "pids.max", "pids.max")
     if may_lock_memory():
         limits["memlock"] = None
     ports = rdma_ports()
-    available, total = memory()
     places = {"directory": question.get("directory"), "run_dir": question.get("run_dir"), "tmp": "/tmp"}
     return {
         "hostname": socket.gethostname(),
@@ -57,6 +56,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "torch_cuda": torch_build(packages),
         "driver": driver_version(),
         "gpus": gpus,
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "gpu_holders": holders,
         "nvml_error": nvml_error,
         "cpus": os.cpu_count(),
@@ -64,8 +64,7 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "sockets": len({package for package, _ in found_cores}) or None,
         "cores": len(found_cores) or None,
         "numa": numa_nodes(),
-        "memory_bytes": total,
-        "available_memory_bytes": available,
+        "memory_bytes": memory(),
         "memory_limit_bytes": cgroup_limit("memory", "memory.max", "memory.limit_in_bytes"),
         "shm_bytes": space("/dev/shm")[0],
         "free_shm_bytes": space("/dev/shm")[1],
@@ -80,10 +79,8 @@ def facts(question: dict[str, Any]) -> dict[str, Any]:
         "siblings": siblings(question.get("script")),
         "directory_exists": bool(question.get("directory")) and os.path.isdir(question["directory"]),
         "missing_programs": [path for path in question.get("programs", ()) if not os.access(path, os.X_OK)],
-        "own_name_is_loopback": own_name_is_loopback(),
         "ports": port_range(),
         "ssh_connection": os.environ.get("SSH_CONNECTION", "").split(),
-        "home_is_writable": os.access(os.path.expanduser("~"), os.W_OK),
         "time": time.time(),
     }
 
@@ -213,7 +210,7 @@ def gpu_facts() -> tuple[list[dict[str, Any]], list[dict[str, Any]], str | None]
 
 
 def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
-    """The one place that talks to NVML: GPUs, and memory held by process and GPU."""
+    """GPUs, and memory held by process and GPU."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -416,10 +413,9 @@ def numa_nodes() -> dict[str, str]:
     return {name[4:]: text_of(f"{base}/{name}/cpulist") for name in entries(base) if re.match(r"node\d+$", name)}
 
 
-def memory() -> tuple[int | None, int | None]:
-    values = dict(re.findall(r"^(\w+): +(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE))
-    available, total = (int(values[k]) << 10 if k in values else None for k in ("MemAvailable", "MemTotal"))
-    return available, total
+def memory() -> int | None:
+    match = re.search(r"^MemTotal: +(\d+) kB", text_of("/proc/meminfo"), re.MULTILINE)
+    return int(match.group(1)) << 10 if match else None
 
 
 def cgroup_limit(controller: str, name: str, old_name: str) -> int | None:
@@ -532,15 +528,6 @@ def port_range() -> list[int] | None:
     """The first and the last port that the kernel gives to who asks for any."""
     words = text_of("/proc/sys/net/ipv4/ip_local_port_range").split()
     return [int(word) for word in words] if len(words) == 2 else None
-
-
-def own_name_is_loopback() -> bool:
-    """Whether /etc/hosts leads the host's own name to loopback, as Debian's installer writes it (127.0.1.1)."""
-    for line in text_of("/etc/hosts").splitlines():
-        words = line.partition("#")[0].split()
-        if socket.gethostname() in words[1:]:
-            return words[0].startswith("127.") or words[0] == "::1"
-    return False
 
 
 def netlink(kind: int) -> Iterator[bytes]:

@@ -11,8 +11,6 @@ import msgspec
 from distrib import units
 from distrib.cluster.catalog import LinkKind, LinkSpec, catalog, links_by_name
 
-NETWORKS: tuple[LinkKind, ...] = ("infiniband", "roce", "ethernet")
-
 _BUS = re.compile(
     r"(?P<nv>nv[ -]?link)|pci[ -]?(express|e)",
     re.IGNORECASE,

@@ -6,7 +6,6 @@ and lets it be read back without a YAML parser: a probe of 32 hosts has half a m
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -162,20 +161,12 @@ def _has_content(text: str) -> bool:
 
 
 def _minimal(hosts: Iterable[str]) -> str:
-    from ClusterShell.NodeSet import NodeSet, NodeSetException
+    from distrib.cluster.node import fold_hosts
 
-    from distrib.cluster.node import expand_hosts
-
-    names = list(hosts)
-    folded = ",".join(names)
-    with contextlib.suppress(NodeSetException, ValueError):
-        short = str(NodeSet.fromlist(names))
-        if sorted(expand_hosts(short)) == sorted(names):
-            folded = short
     return (
         "# Written by distrib-topo probe. Say here what the hosts are made of: GPUs, links, NICs, switches;\n"
         "# hostfiles/ has commented examples. The part `measured` is probe's, the rest is yours.\n"
-        f"nodes:\n  - hosts: {json.dumps(folded)}\n\n"
+        f"nodes:\n  - hosts: {json.dumps(fold_hosts(list(hosts)))}\n\n"
     )
 
 

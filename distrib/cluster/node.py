@@ -39,7 +39,7 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise FieldError("count", f"a count of GPUs is zero or more, at most {MAX_GPUS}, not {self.count}")
         if self.kind is not None and not self.kind.strip():
             raise FieldError("kind", "this is empty; write such as A100-SXM4-80GB, or leave it out")
-        _check("memory", units.parse_size, self.memory)
+        check_field("memory", units.parse_size, self.memory)
 
     @property
     def spec(self) -> GpuSpec | None:
@@ -68,7 +68,7 @@ class InsideLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for field, text in (("nvlink", self.nvlink), ("pcie", self.pcie)):
-            _check(field, functools.partial(_bus, field), text)
+            check_field(field, functools.partial(_bus, field), text)
         if self.nvlink is None and (self.nvswitch or self.pairs):
             raise FieldError("nvswitch" if self.nvswitch else "pairs", "say `nvlink` too, such as NVLink3 x12")
         if self.nvswitch and self.pairs:
@@ -105,9 +105,9 @@ class Numa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     memory: str | None = None
 
     def __post_init__(self) -> None:
-        _check("gpus", indices, self.gpus)
-        _check("cpus", indices, self.cpus)
-        _check("memory", units.parse_size, self.memory)
+        check_field("gpus", indices, self.gpus)
+        check_field("cpus", indices, self.cpus)
+        check_field("memory", units.parse_size, self.memory)
 
 
 class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,11 +127,11 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def __post_init__(self) -> None:
         if not _NIC.fullmatch(self.name):
             raise FieldError("name", f"{self.name[:60]!r} is no name of a NIC; write such as eth0 or mlx5_[0-3]")
-        _check("name", _nic_names, self.name)
-        _check("kind", parse_kind, self.kind)
-        _check("rate", lambda text: parse_network(text, self.given_kind), self.rate)
-        _check("gpus", indices, self.gpus)
-        _check("pcie", functools.partial(_bus, "pcie"), self.pcie)
+        check_field("name", _nic_names, self.name)
+        check_field("kind", parse_kind, self.kind)
+        check_field("rate", lambda text: parse_network(text, self.given_kind), self.rate)
+        check_field("gpus", indices, self.gpus)
+        check_field("pcie", functools.partial(_bus, "pcie"), self.pcie)
         if self.gpudirect and self.link.kind == "ethernet":
             raise FieldError("gpudirect", "GPUDirect RDMA needs InfiniBand or RoCE; if this NIC does RoCE, say so")
 
@@ -168,8 +168,8 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nics: tuple[Nic, ...] = ()
 
     def __post_init__(self) -> None:
-        _check("hosts", expand_hosts, self.hosts)
-        _check("memory", units.parse_size, self.memory)
+        check_field("hosts", expand_hosts, self.hosts)
+        check_field("memory", units.parse_size, self.memory)
         for field in ("sockets", "cores"):
             value = getattr(self, field)
             if value is not None and not 1 <= value <= 100_000:
@@ -265,6 +265,7 @@ def _expand_hosts(text: str) -> tuple[str, ...]:
 
 NAMED_MOST = 3
 NAMED_CHARACTERS = 100
+SHOWN_MOST = 8
 
 
 def name_hosts(names: Iterable[str]) -> str:
@@ -273,7 +274,7 @@ def name_hosts(names: Iterable[str]) -> str:
     if len(names) <= NAMED_MOST:
         return ", ".join(names)
     folded = fold_hosts(names)
-    if len(folded) <= NAMED_CHARACTERS and " more" not in folded:
+    if len(folded) <= NAMED_CHARACTERS:
         return folded
     return ", ".join(names[:NAMED_MOST]) + f" and {len(names) - NAMED_MOST} more"
 
@@ -287,7 +288,15 @@ def fold_hosts(names: Sequence[str]) -> str:
             folded = str(NodeSet.fromlist(list(names)))
             if sorted(expand_hosts(folded)) == sorted(names):
                 return folded
-    return ",".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return ",".join(names)
+
+
+def shown_hosts(names: Sequence[str]) -> str:
+    """The same where that is short, else the first of them and how many more."""
+    folded = fold_hosts(names)
+    if len(folded) <= NAMED_CHARACTERS or len(names) <= SHOWN_MOST:
+        return folded
+    return ",".join(names[:SHOWN_MOST]) + f" and {len(names) - SHOWN_MOST} more"
 
 
 def indices(value: Indices) -> tuple[int, ...]:
@@ -331,7 +340,7 @@ def _bus(field: str, text: str) -> Link:
     return link
 
 
-def _check(field: str, parse: Any, value: Any) -> None:
+def check_field(field: str, parse: Any, value: Any) -> None:
     """Parse a field that is there, so that a mistake is found when the file is read and named by its path."""
     if value is None:
         return

@@ -26,7 +26,7 @@ from distrib.cluster.hosts import HostList
 from distrib.cluster.links import parse_uplink
 from distrib.cluster.measured import Measured, Point
 from distrib.cluster.measured_part import decode_measured, split_measured
-from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, expand_hosts, name_hosts
+from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, check_field, expand_hosts, name_hosts
 from distrib.cluster.yamlfile import Document, FieldError, parse, read_text, typed
 from distrib.errors import TopologyError
 
@@ -65,15 +65,9 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise FieldError("name", "a switch needs a name")
-        for field, parse_field in (
-            ("hosts", expand_hosts), ("oversubscription", units.parse_ratio), ("uplink", parse_uplink),
-        ):  # fmt: skip
-            value = getattr(self, field)
-            try:
-                if value is not None:
-                    parse_field(value)
-            except ValueError as error:
-                raise FieldError(field, str(error)) from None
+        check_field("hosts", expand_hosts, self.hosts)
+        check_field("oversubscription", units.parse_ratio, self.oversubscription)
+        check_field("uplink", parse_uplink, self.uplink)
         if self.hosts is None and not self.switches:
             raise FieldError("name", f"nothing is on {self.name}; name its `hosts` or the `switches` below it")
         if self.uplink is not None and self.oversubscription is not None:
@@ -164,10 +158,21 @@ class Topology(Description, frozen=True, kw_only=True, dict=True):
 
     source: str = ""
 
-    @property
+    @functools.cached_property
     def hosts(self) -> tuple[str, ...]:
         """Every host, in the order of the file."""
         return tuple(host for group in self.nodes for host in group.host_names)
+
+    @functools.cached_property
+    def places(self) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """The number of each host's group, and the switches it is below, by its name in lower case."""
+        found: dict[str, tuple[int, tuple[str, ...]]] = {}
+        above: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all that are below the same
+        for number, group in enumerate(self.nodes):
+            for host in group.host_names:
+                switches = tuple(switch.name for switch in self.switches_above(host))
+                found[host.lower()] = number, above.setdefault(switches, switches)
+        return found
 
     def group_of(self, host: str) -> NodeGroup | None:
         """What a host is made of, or None where the file does not know it."""

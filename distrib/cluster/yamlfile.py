@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
+from distrib.cluster import textfile
 from distrib.errors import TopologyError
 
 MAX_BYTES = 64 * 2**20
@@ -78,29 +79,9 @@ def read_text(path: str | Path) -> str:
     """The text of a file, its line ends as they are. Raises TopologyError where there is none."""
     source = str(path)
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_BYTES + 1)  # never all of it: it may be /dev/zero
-    except FileNotFoundError:
-        raise TopologyError("no such topology file", source=source, hint="see hostfiles/ for examples") from None
-    except IsADirectoryError:
-        raise TopologyError("this is a directory", source=source, hint="name a topology file in it") from None
-    except (OSError, ValueError) as error:
-        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise TopologyError(f"cannot read it: {why}", source=source, hint="check its mode and owner") from None
-    if len(data) > MAX_BYTES:
-        raise TopologyError(f"larger than {MAX_BYTES >> 20} MiB", source=source, hint="name a topology file")
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise TopologyError("is in UTF-16", source=source, hint="save it as UTF-8")
-    nul = data.find(b"\0")
-    if nul >= 0:
-        line = data.count(b"\n", 0, nul) + 1
-        raise TopologyError("holds NUL bytes and is no text", source=source, line=line, hint="name a YAML file")
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        what = f"byte 0x{data[error.start]:02x} is not UTF-8"
-        raise TopologyError(what, source=source, line=line, hint="save it as UTF-8") from None
+        return textfile.read_text(path, "topology file", "see hostfiles/ for examples", MAX_BYTES)
+    except textfile.Unreadable as problem:
+        raise TopologyError(problem.what, source=source, line=problem.line, hint=problem.hint) from None
 
 
 def parse(text: str, source: str) -> Document:

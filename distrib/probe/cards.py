@@ -9,7 +9,7 @@ from typing import get_args
 from distrib.cluster.catalog import LinkKind
 from distrib.cluster.links import Link, parse_network
 from distrib.cluster.measured import Collective
-from distrib.cluster.node import Nic, fold_hosts
+from distrib.cluster.node import Nic, shown_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import Facts, Gpu, Load, PairSeen
 from distrib.probe.settings import Way
@@ -57,7 +57,7 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
         found.append(
             Finding(
                 kind="mixed_cards", severity="note" if len(hosts) > 1 else "warning",
-                what=f"{fold_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
+                what=f"{shown_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
                 f"{rate_text(speed)}, where {rate_text(usual)} is usual here",
                 evidence="the rates that the cards say they have; links are compared with those of their own rate",
                 advice="a job over all hosts goes at the pace of the slowest: use the slower ones in jobs of their own, "
@@ -155,7 +155,7 @@ def _below_nominal(
             "all have the same limit: look at the switch; where machines are rented it is what the provider allows, "
             "whatever the card says, and belongs into the topology file as the card's rate"
         )
-        return [_below(f"{fold_hosts(tuple(low))}: each", tuple(low), part, card, limit)]
+        return [_below(f"{shown_hosts(tuple(low))}: each", tuple(low), part, card, limit)]
     slot = (
         "see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
         "or the switch is slower than the card"
@@ -182,7 +182,7 @@ def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]
                 absent.setdefault(nic.name, []).append(host)
     return [
         Finding(
-            kind="no_such_card", severity="note", what=f"{fold_hosts(hosts)}: the topology gives {name}, which is not there",
+            kind="no_such_card", severity="note", what=f"{shown_hosts(hosts)}: the topology gives {name}, which is not there",
             evidence=f"{hosts[0]} has {', '.join(interface.name for interface in facts[hosts[0]].interfaces)}",
             advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
         )
@@ -236,7 +236,7 @@ def _mpi_beside_rdma(facts: Mapping[str, Facts]) -> list[Finding]:
     return [
         Finding(
             kind="wrong_interface", severity="warning",
-            what=f"{fold_hosts(hosts)}: MPI goes over TCP, though there is InfiniBand or RoCE; the links are judged by TCP",
+            what=f"{shown_hosts(hosts)}: MPI goes over TCP, though there is InfiniBand or RoCE; the links are judged by TCP",
             evidence="an RDMA port is up, and the probe's process has opened none",
             advice="install rdma-core there (libibverbs, its providers), let the user lock memory (ulimit -l) and open /dev/infiniband; "
             "what Open MPI takes: -x OMPI_MCA_pml_base_verbose=10; NCCL may fare better or alike (-x NCCL_DEBUG=INFO)",
@@ -255,7 +255,7 @@ def _gpudirect(facts: Mapping[str, Facts], collectives: Sequence[Collective]) ->
     return [
         Finding(
             kind="gpudirect_off", severity="note",
-            what=f"{fold_hosts(hosts)}: GPUDirect RDMA may be off; then gradients pass through host memory",
+            what=f"{shown_hosts(hosts)}: GPUDirect RDMA may be off; then gradients pass through host memory",
             evidence="GPUs and an RDMA port are there, neither the module nvidia_peermem nor a driver with DMA-BUF is; "
             "all-reduce was not measured with and without",
             advice="modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later (NCCL_DEBUG=INFO shows GDRDMA)",

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from distrib.cluster.measured import InsideLink
-from distrib.cluster.node import fold_hosts
+from distrib.cluster.node import shown_hosts
 from distrib.probe.finding import Finding
 from distrib.probe.records import Facts
 from distrib.units import format_rate
@@ -42,7 +42,7 @@ def slow_copies(links: Sequence[InsideLink], facts: Mapping[str, Facts]) -> list
     for (host, gpu), ways in slow.items():
         part, link, of_kind = min(ways, key=lambda way: way[0])
         rate = link.bandwidth_bytes_per_second
-        hosts = fold_hosts(tuple(dict.fromkeys(each.host for each in of_kind)))
+        hosts = shown_hosts(tuple(dict.fromkeys(each.host for each in of_kind)))
         others = f", and {len(ways) - 1} more of its ways" if len(ways) > 1 else ""
         found.append(
             Finding(

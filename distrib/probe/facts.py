@@ -121,8 +121,3 @@ def _ask(pynvml: Any, name: str, *arguments: object) -> int | None:
         return int(getattr(pynvml, name)(*arguments))
     except pynvml.NVMLError:
         return None
-
-
-def hostname() -> str:
-    """The name by which a host is known that nobody has named."""
-    return os.uname().nodename

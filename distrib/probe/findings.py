@@ -62,7 +62,7 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     found += other_cards(seen, start.primary, facts)
     found += oversubscribed(seen, groups, start.primary, start.hosts)
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
-    found += [*noisy(seen, start.primary), *_mtu(seen, facts), *_flapping(facts), *_lossy(seen, start.hosts)]
+    found += [*noisy(seen, start.primary), *_mtu(facts), *_flapping(facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
     used = {record.host: record.gpus for record in records if isinstance(record, GpusSeen)}
     found += of_facts(facts, seen, start.primary, collectives, described or {}, used)
@@ -325,7 +325,7 @@ def _stalls(why: str) -> bool:
     return "nearly nothing arrived" in why or "stands still" in why
 
 
-def _mtu(seen: Sequence[PairSeen], facts: dict[str, Facts]) -> list[Finding]:
+def _mtu(facts: dict[str, Facts]) -> list[Finding]:
     """Hosts whose interface has another MTU than most."""
     mtus: dict[str, int] = {}
     for host, each in facts.items():

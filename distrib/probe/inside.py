@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +185,7 @@ def _path(torch: Any, source: int, target: int) -> str:
 
 
 def _link(host: str, source: str, target: str, path: str, rates: list[float]) -> InsideLink:
-    summary: Callable[[list[float]], samples.Summary] = samples.summarise
-    rate = summary(rates)
+    rate = samples.summarise(rates)
     return InsideLink(
         host=host,
         source=source,

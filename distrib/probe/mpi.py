@@ -108,15 +108,10 @@ class Sender:
             return
         self.active = time.monotonic()
         self._left -= 1
+        answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
+        self._under_way.append(self._comm.Isend(answer, self._peer, self._tags.answer))
         if self._left:
-            # Ready for the next before this one is answered.
-            answer = [self._buffer[: self._echo.size], self._mpi.BYTE]
-            self._under_way.append(self._comm.Isend(answer, self._peer, self._tags.answer))
             self._expect()
-        else:
-            self._under_way.append(
-                self._comm.Isend([self._buffer[: self._echo.size], self._mpi.BYTE], self._peer, self._tags.answer)
-            )
 
 
 class Receiver:

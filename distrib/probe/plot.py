@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
+from distrib import pictures
 from distrib.cluster.measured import Measured
-from distrib.errors import ConfigError
 from distrib.probe.report import bus_bandwidth, matrix, ranks_text, usual_most
 
 LABELS_UP_TO = 40
-KINDS = (".png", ".svg", ".pdf")
-
-
-def check_name(name: str) -> None:
-    """ConfigError for a file that is of no kind of picture that can be drawn, or that cannot be written."""
-    target = Path(name)
-    if target.suffix.lower() not in KINDS:
-        raise ConfigError(
-            f"--plot {name}: not a kind of picture that can be drawn", hint=f"end it in {', '.join(KINDS)}"
-        )
-    if target.is_dir() or not target.parent.is_dir():
-        why = "this is a directory" if target.is_dir() else f"there is no folder {target.parent}"
-        raise ConfigError(f"--plot {name}: {why}", hint="name another")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise ConfigError(f"--plot {name}: cannot write it: no permission", hint="name another")
 
 
 def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
     """Draw `measured` into a file whose ending tells its kind. Raises ConfigError where that cannot be written."""
     name = os.fspath(path)
-    check_name(name)
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"--plot needs matplotlib: {error}", hint="pip install matplotlib") from None
+    pictures.check_name(name)
+    from matplotlib.figure import Figure
+
     curves = [pair for pair in measured.pairs if pair.way == "mpi" and pair.curve]
     panels = 1 + bool(curves) + bool(measured.collectives)
     figure = Figure(figsize=(6.4 * panels, 5.4), layout="constrained")
@@ -47,10 +29,7 @@ def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
     if measured.collectives:
         _collectives(axes[-1], measured)
     figure.suptitle(f"{len(measured.hosts)} hosts, probed {measured.when}", fontsize=11)
-    try:
-        figure.savefig(name, dpi=130)
-    except OSError as error:
-        raise ConfigError(f"--plot {name}: {error.strerror or error}") from None
+    pictures.save(figure, name)
 
 
 def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:

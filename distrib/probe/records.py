@@ -63,7 +63,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     mpi_over_rdma: bool = True
     """Whether MPI has opened such a port in the probe, where there are some."""
     gpudirect: bool = False
-    """Whether the kernel module is loaded by which network cards reach GPU memory."""
+    """Whether network cards can reach GPU memory: by a kernel module, or by DMA-BUF."""
     gpus: tuple[Gpu, ...] = ()
     software: dict[str, str] = {}
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.cluster.groups import SLOWED, groups_of
-from distrib.cluster.node import fold_hosts
+from distrib.cluster.node import shown_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import GroupsSeen, PairSeen
 from distrib.probe.settings import Way
@@ -34,7 +34,7 @@ def oversubscribed(
     ]
     if not crossing:
         return []
-    one, other = (fold_hosts(side) for side in groups[-1].sides)
+    one, other = (shown_hosts(side) for side in groups[-1].sides)
     sides = (*groups[-1].sides[0], *groups[-1].sides[1])
     return [_finding(f"the uplink between {one} and {other} is", crossing, baseline, sides)]
 
@@ -70,7 +70,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
 
     if known:
         crossing = [[r for r in records if group_of[r.source] != group_of[r.target]] for records in phases.values()]
-        what = f"the uplinks of {', '.join(map(fold_hosts, groups[:-1]))} and {fold_hosts(groups[-1])} are"
+        what = f"the uplinks of {', '.join(map(shown_hosts, groups[:-1]))} and {shown_hosts(groups[-1])} are"
         return [_finding(what, max(crossing, key=lost), baseline, tuple(host for group in groups for host in group))]
     narrow = [[r for r in records if {r.source, r.target} in slowed] for records in phases.values()]
     worst = max(narrow, key=lost)
@@ -81,7 +81,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
     )
     more = f" and {len(worst) - PAIRS_SHOWN} more" if len(worst) > PAIRS_SHOWN else ""
     slow = tuple(host for host in hosts if any(host in (r.source, r.target) for r in worst))
-    found = _finding(f"several links that {fold_hosts(slow)} share seem to be", worst, baseline, slow)
+    found = _finding(f"several links that {shown_hosts(slow)} share seem to be", worst, baseline, slow)
     return [msgspec.structs.replace(found, evidence=f"{found.evidence}: {pairs}{more}")]
 
 
