@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from distrib_launch import cli, failures, job, results
+from distrib_launch import cli, job, results
+from distrib_launch.supervision import failures
 
 from distrib.errors import ConfigError, JobFailed
 
@@ -39,14 +40,14 @@ def run(
     anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
     them). What it returns on each rank is in `return_values`.
 
-    Raises `JobFailed` with the error of each rank, `KeyboardInterrupt` when it was interrupted, and other
+    Raises `JobFailed` with the error of each rank, `KeyboardInterrupt` when it was interrupted by Ctrl-C, and other
     `DistribError`s where the job could not be started. Output is written to `sys.stdout` and `sys.stderr`. It may be
     called from any thread; signals are handled when it is the main one.
     """
     words = _words({"hosts": _hosts(hosts), "np": np, **options})
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
-        wanted = cli.parser().parse_args([*words, "--module", "distrib_launch.function"])
+        wanted = cli.parser().parse_args([*words, "--module", "distrib_launch.rank.function"])
         script_input = _pickled(target, args, name)
     else:
         name = Path(target).stem

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrib_launch import choose
-from distrib_launch.options import Once
+from distrib_launch.options import add_hosts, add_ways
 
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
     from distrib_launch.choose import Wishes
-    from distrib_launch.connections import Connections
     from distrib_launch.plan import LaunchPlan
-    from distrib_launch.preflight import Answers, Report
+    from distrib_launch.preflight.connections import Connections
+    from distrib_launch.preflight.survey import Answers, Report
 
     from distrib.cluster.hosts import HostList
     from distrib.cluster.inventory import Question
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 
 def add_options(check: argparse.ArgumentParser) -> None:
     """The verb's options."""
-    check.add_argument(
-        "-H", "--hosts", action=Once, metavar="FILE|LIST", help="default: Slurm's allocation, or this machine"
-    )
-    check.add_argument(
-        "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
-    )
+    add_hosts(check, "a Slurm allocation's, else this machine")
     choose.add_options(check)
-    check.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, as for distrib-launch")
-    check.add_argument("--mpirun", metavar="PATH", help="a site's own Open MPI 5")
-    check.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    add_ways(check)
     check.add_argument("--json", action="store_true", help="everything that was found, as JSON")
     check.add_argument("script", nargs="?", metavar="SCRIPT", help="also: is this script the same on every host?")
+
+
+def engine_for(options: argparse.Namespace) -> str:
+    """The engine that would start a job on the hosts, which says how they are asked."""
+    from distrib_launch import engines
+
+    given = options.hosts is not None or options.ssh_command is not None
+    return engines.default(given, os.environ)
 
 
 class Asked(NamedTuple):
@@ -62,14 +63,16 @@ def asked(
     script: Path | None = None,
     mpirun: str | None = None,
     ssh_command: str | None = None,
+    engine: str = "mpirun",
 ) -> Iterator[Asked]:
     """Ask the hosts that a job would run on, this machine where there are none."""
     import msgspec
-    from distrib_launch import openfiles, preflight
+    from distrib_launch import engines, openfiles
     from distrib_launch import plan as planning
-    from distrib_launch.connections import Connections
     from distrib_launch.engines.mpirun import write_ssh_config
     from distrib_launch.job import this_machine
+    from distrib_launch.preflight import survey
+    from distrib_launch.preflight.connections import Connections
 
     from distrib.strategy import Strategy
 
@@ -84,6 +87,7 @@ def asked(
                 interpreter=sys.executable,
                 directory=str(Path.cwd()),
                 run_dir=folder,
+                engine=engine,
                 mpirun=mpirun,
                 ssh_command=ssh_command,
                 environment=environment,
@@ -95,25 +99,27 @@ def asked(
             this_machine(environment),
         )
         write_ssh_config(Path(folder), plan)
-        question = preflight.question_of(plan)
+        question = survey.question_of(plan)
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)
         openfiles.allow(len(plan.hosts), 0)
         with Connections() as connections:
-            answers = preflight.ask(plan.hosts, question, plan.ssh, sys.executable, plan.command[0], connections, _say)
+            remote = engines.runtime(engine).remote(plan)
+            assert remote
+            answers = survey.ask(plan.hosts, question, remote, sys.executable, plan.command[0], connections, _say)
             yield Asked(plan, question, answers, connections)
 
 
 def run(options: argparse.Namespace) -> int:
     """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
     import msgspec
-    from distrib_launch import network, preflight
     from distrib_launch.console import perhaps_unread
     from distrib_launch.job import FILE_NAME, read_hosts, read_topology_for
+    from distrib_launch.preflight import network, survey
 
     script = Path(options.script).absolute() if options.script else None
     if script and not script.is_file():
-        raise ConfigError(f"{options.script}: no such script")
+        raise ConfigError(f"{options.script}: no such script", hint="a path from here; hosts are named with -H")
     if script and options.hosts is None and FILE_NAME.search(script.name):
         raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
     if options.interface:
@@ -121,9 +127,9 @@ def run(options: argparse.Namespace) -> int:
     topology = read_topology_for(options.topology, options.hosts)
     with asked(
         read_hosts(options.hosts), topology, wishes=choose.wishes_of(options), script=script, mpirun=options.mpirun,
-        ssh_command=options.ssh_command,
+        ssh_command=options.ssh_command, engine=engine_for(options),
     ) as all_:  # fmt: skip
-        report, _ = preflight.settle(
+        report, _ = survey.settle(
             all_.plan,
             all_.answers,
             all_.connections,
@@ -144,7 +150,7 @@ def _say(text: str) -> None:
 
 
 def _show(report: Report) -> None:
-    from distrib_launch.checktable import table_text
+    from distrib_launch.preflight.checktable import table_text
 
     print(table_text(report, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
     for status in ("error", "warning"):

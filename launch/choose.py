@@ -148,7 +148,10 @@ def choose(
             raise ConfigError(f"{option} {text} leaves no host", hint="leave out less")
     left = tuple(choice for choice in chosen if choice.host.name not in wishes.without)
     if not left:
-        raise ConfigError("no host is left that is fit")
+        raise ConfigError(
+            f"no host is left: {name_hosts(wishes.without)} cannot take part, and all others are left out",
+            hint="see distrib-topo check; and --include or --exclude less",
+        )
     return left
 
 

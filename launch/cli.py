@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from distrib_launch import choose, engines, job, outlook, training
 from distrib_launch.console import bear_closed, complain, perhaps_unread
-from distrib_launch.options import Once, Parser
-from distrib_launch.placement import HOW
+from distrib_launch.options import GRACE_SECONDS, Parser, add_hosts, add_ways
+from distrib_launch.rank.placement import HOW
 
 from distrib._version import __version__
 from distrib.errors import ConfigError, DistribError, LaunchError
@@ -49,16 +49,13 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     where = p.add_argument_group("where to run")
-    where.add_argument("-H", "--hosts", action=Once, metavar="FILE|LIST", help="a hostfile, or hosts such as a:2,b:2")
+    add_hosts(where, "a Slurm allocation's, else this machine")
     where.add_argument("-n", "-np", "--np", dest="ranks", type=_ranks, metavar="N",
                        help="number of ranks (default: every slot)")  # fmt: skip
-    where.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside "
-                       "the hostfile with its stem)")  # fmt: skip
     choose.add_options(where)
     where.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: "
                        "fill them in order)")  # fmt: skip
-    where.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, by interface names or "
-                       "as 10.0.0.0/16 (default: the best one that all share)")  # fmt: skip
+    add_ways(where)
     where.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
     where.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
     how = p.add_argument_group("how to run")
@@ -80,12 +77,8 @@ def parser() -> Parser:
                      "to N times, on the hosts that are fit then; job.restore gives it its last checkpoint (default: 0)")  # fmt: skip
     how.add_argument("--min-hosts", type=_hosts, metavar="M", help="start, and start again, without hosts that are "
                      "not fit, as long as there are M (default: all; a lost one is waited for for 10m)")  # fmt: skip
-    how.add_argument("--grace", type=_seconds, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL when the "
+    how.add_argument("--grace", type=_seconds, default=GRACE_SECONDS, metavar="TIME", help="between SIGTERM and SIGKILL when the "
                      "job is stopped (default: 5s)")  # fmt: skip
-    how.add_argument(
-        "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
-    )
-    how.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
     training.add_options(p)
     outlook.add_launch_options(p)
     pods = p.add_argument_group("with --engine kubernetes")
@@ -107,7 +100,12 @@ def parser() -> Parser:
     out.add_argument("-q", "--quiet", action="store_true", help="do not show what the ranks print (the logs have it)")
     out.add_argument("--only-rank", type=int, metavar="R", help="show the output of this rank alone")
     out.add_argument("--no-fold", action="store_true", help="show identical lines of several ranks one by one")
-    out.add_argument("-v", "--verbose", action="store_true", help="say more about what is done")
+    out.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="also say which network was chosen, what starts the ranks, and how long all took",
+    )
     out.add_argument("--version", action="version", version=f"distrib {__version__}")
     p.add_argument("script", nargs=argparse.PARSER, action=_Command, metavar="SCRIPT", help="the Python script that every "
                    "rank runs, and its arguments, passed on untouched")  # fmt: skip
@@ -238,7 +236,7 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
         try:
             Path(options.manifest).write_text(text)
         except OSError as error:
-            raise ConfigError(f"--manifest {options.manifest}: {error.strerror}") from None
+            raise ConfigError(f"--manifest {options.manifest}: {error.strerror}", hint="name another file") from None
         print(f"distrib-launch: start it with: kubectl create -f {options.manifest}", file=sys.stderr)
     else:
         with perhaps_unread():

@@ -39,12 +39,7 @@ def describe(inventories: Mapping[str, Inventory]) -> tuple[NodeGroup, ...]:
                 break
         else:
             groups.append((group, memory, [host]))
-    return tuple(msgspec.structs.replace(group, hosts=_folded(names)) for group, _, names in groups)
-
-
-def _folded(names: Sequence[str]) -> str:
-    folded = fold_hosts(names)
-    return folded if " more" not in folded else ",".join(names)
+    return tuple(msgspec.structs.replace(group, hosts=fold_hosts(names)) for group, _, names in groups)
 
 
 def as_yaml(groups: Sequence[NodeGroup], *, head: str = HEAD) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -75,12 +74,12 @@ def _not_described(topology: Topology, hosts: HostList) -> str:
 
 def this_machine(environment: Mapping[str, str]) -> Here:
     """What a plan made here must know of this machine; `environment` is the ranks'."""
-    from distrib_launch import placement
     from distrib_launch import plan as planning
+    from distrib_launch.preflight import routes
+    from distrib_launch.rank import placement
 
-    name = socket.gethostname()
     return planning.Here(
-        names=frozenset({"localhost", "127.0.0.1", "::1", name, name.partition(".")[0]}),
+        names=routes.own_names(),
         gpus=placement.count_gpus({**os.environ, **environment}),
         machine=placement.read_machine(),
     )
@@ -99,9 +98,10 @@ def make_plan(
     started `again` of the last one.
     """
     import msgspec
-    from distrib_launch import alone, choose, engines, network, results, sync, training
+    from distrib_launch import alone, choose, engines, results, sync, training
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
+    from distrib_launch.preflight import network
 
     _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
     script = Path(options.script)
@@ -201,12 +201,14 @@ def _refuse_other_languages(script: Path) -> None:
 
 
 def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:
+    from distrib_launch import engines
+
     least = f"--min-hosts {options.min_hosts}"
     if options.min_hosts > len(plan.hosts):
         raise ConfigError(f"{least}: the job has {len(plan.hosts)} host(s)", hint="ask for fewer, or give more hosts")
-    if options.no_check or plan.engine != "mpirun":
-        why = "--no-check asks no host" if options.no_check else f"hosts are not asked with {plan.engine}"
-        raise ConfigError(f"{least}: {why} whether it is fit", hint=f"leave out {least.split()[0]}")
+    if options.no_check or engines.runtime(plan.engine).remote(plan) is None:
+        why = "--no-check asks no host whether it is fit" if options.no_check else engines.NOT_ASKED
+        raise ConfigError(f"{least}: {why}", hint=f"leave out {least.split()[0]}")
 
 
 def _with_outlook(
@@ -291,7 +293,7 @@ def _launch(
     input_ranks: Collection[int] | None,
 ) -> Result:
     from distrib_launch import report, results
-    from distrib_launch.attempts import Attempts
+    from distrib_launch.supervision.attempts import Attempts
 
     replaced = results.make_run_dir(run_dir)
     if replaced:
@@ -310,11 +312,11 @@ def _launch(
         ) from error
     except DistribError as error:  # whoever waits for the result is to find it
         with contextlib.suppress(OSError):
-            results.write_json(run_dir / "result.json", results.not_started(plan, error, time.time() - began))
+            results.write_json(run_dir / results.RESULT, results.not_started(plan, error, time.time() - began))
         raise
     plan, result = ended.plan, ended.result
     try:
-        results.write_json(run_dir / "result.json", result)
+        results.write_json(run_dir / results.RESULT, result)
         report.write(plan, result, run_dir, time.time() - result.seconds)
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")

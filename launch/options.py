@@ -9,6 +9,9 @@ from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
 
+GRACE_SECONDS = 5.0
+"""Between SIGTERM and SIGKILL, where no --grace is given."""
+
 OTHERS_WORDS = {
     "--nproc-per-node": "; -np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host",
     "--nnodes": "; -H FILE or -H HOST,HOST names the hosts, and one launch starts the ranks on all of them",
@@ -51,6 +54,34 @@ class Joined(argparse.Action):
     ) -> None:
         first = getattr(namespace, self.dest)
         setattr(namespace, self.dest, values if first is None else f"{first}@{values}")
+
+
+def add_hosts(parser: argparse._ActionsContainer, default: str) -> None:
+    """Which hosts, and what they are made of; `default` says which are meant where none are named."""
+    parser.add_argument(
+        "-H",
+        "--hosts",
+        action=Once,
+        metavar="FILE|LIST",
+        help=f"a hostfile, or hosts such as a:2,b:2 (default: {default})",
+    )
+    parser.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside the "
+                        "hostfile with its stem)")  # fmt: skip
+
+
+def add_ssh(parser: argparse._ActionsContainer) -> None:
+    """How hosts are reached."""
+    parser.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+
+
+def add_ways(parser: argparse._ActionsContainer) -> None:
+    """The network between hosts, and what reaches and starts them."""
+    parser.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, by interface names or "
+                        "as 10.0.0.0/16 (default: the best one that all share)")  # fmt: skip
+    parser.add_argument(
+        "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
+    )
+    add_ssh(parser)
 
 
 class Once(argparse.Action):

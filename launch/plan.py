@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import choose, engines, placement, roles, training
+from distrib_launch import choose, engines, roles, training
+from distrib_launch.options import GRACE_SECONDS
 from distrib_launch.outlook.record import Outlook
 from distrib_launch.ranges import ranges
+from distrib_launch.rank import placement
 
 from distrib import strategy as strategies
 from distrib.cluster.hostfile import Host, HostList
@@ -85,7 +87,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     bind: str = "auto"
     sync: str | None = None
     module: bool = False
-    grace_seconds: float = 5.0
+    grace_seconds: float = GRACE_SECONDS
     """Between SIGTERM and SIGKILL."""
     job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
     """The job's name; a plan made again for fewer hosts keeps it, for connections are open in its name."""
@@ -343,7 +345,7 @@ def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str
         if not name or any(c in name for c in " \t\n\0"):
             raise ConfigError(f"-x {item}: no name of a variable", hint="write -x NAME or -x NAME=VALUE")
         if name in SET_BY_LAUNCHER or name.startswith("DISTRIB_"):
-            raise ConfigError(f"-x {name}: the launcher sets this one itself, for each rank")
+            raise ConfigError(f"-x {name}: the launcher sets this one itself, for each rank", hint="leave it out")
         if not equals and name not in environ:
             raise ConfigError(f"-x {name}: no such variable here", hint=f"set it, or write -x {name}=VALUE")
         chosen[name] = value if equals else environ[name]
@@ -442,7 +444,7 @@ def make_plan(
         ssh=tuple(ssh),
         ssh_config=ssh_config,
     )
-    engine = engines.get(options.engine)
+    engine = engines.planner(options.engine)
     plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
 
@@ -476,7 +478,7 @@ def _servers(hosts: Sequence[HostPlan], common: Mapping[str, str], first: int, t
 
 
 def _shares(host: HostPlan, count: int | None, here: Here, options: Options) -> list[placement.Share]:
-    """What `rank.py` will decide on this machine; nothing for the others."""
+    """What the process around a rank will decide on this machine; nothing for the others."""
     if host.name not in here.names or here.machine is None:
         return []
     environ = dict(options.environment)

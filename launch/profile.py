@@ -38,7 +38,7 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
             f"--profile measures a step of one batch, not of {options.accumulate}",
             hint="leave out --accumulate; the launch that you plan for takes it",
         )
-    if options.module and options.script == "distrib_launch.function":
+    if options.module and options.script == "distrib_launch.rank.function":
         raise ConfigError("profile= measures a script, not a function", hint="use job.profile(FILE) in the function")
     if options.engine == "kubernetes":
         raise ConfigError(

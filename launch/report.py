@@ -10,10 +10,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from distrib_launch.failures import signal_name
 from distrib_launch.outlook import words
 from distrib_launch.plan import LaunchPlan
 from distrib_launch.results import Result
+from distrib_launch.supervision.failures import signal_name
 
 from distrib.cluster.node import name_hosts
 

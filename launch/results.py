@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 Status = Literal["succeeded", "failed", "stopped"]
 
 ENGINE_LOG = "engine.log"
+FIRST_ENGINE_LOG = "engine.first.log"
+"""Of an engine that was started a second time."""
+
+RESULT = "result.json"
 ATTEMPT = "attempt"
 """Begins the name of the folder of a start that failed and was followed by another."""
 
@@ -170,9 +174,9 @@ def make_run_dir(path: Path) -> bool:
     Returns whether there was such a run.
     """
     try:
-        earlier = (path / "result.json").exists()
+        earlier = (path / RESULT).exists()
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for name in ("result.json", "report.html", "metrics.jsonl"):
+        for name in (RESULT, "report.html", "metrics.jsonl"):
             (path / name).unlink(missing_ok=True)
         clear(path)
         for folder in path.glob(f"{ATTEMPT}[0-9]*/"):
@@ -184,7 +188,7 @@ def make_run_dir(path: Path) -> bool:
 
 def _of_a_start(path: Path) -> Iterator[Path]:
     """What each start of a job leaves in its folder."""
-    for name in ("plan.json", ENGINE_LOG, "engine.first.log"):
+    for name in ("plan.json", ENGINE_LOG, FIRST_ENGINE_LOG):
         yield path / name
     for kind in ("out", "err", "value"):
         yield from (path / "ranks").glob(f"*.{kind}")
@@ -198,7 +202,7 @@ def clear(path: Path) -> None:
 
 def _remove(folder: Path) -> None:
     """Remove the folder of an earlier start, but for what somebody else has put there. Raises OSError."""
-    (folder / "result.json").unlink(missing_ok=True)
+    (folder / RESULT).unlink(missing_ok=True)
     clear(folder)
     with contextlib.suppress(OSError):
         (folder / "ranks").rmdir()
@@ -219,7 +223,7 @@ def set_aside(path: Path, number: int, result: Result) -> Attempt:
     failure = result.first_failure
     if failure and Path(failure.log).is_relative_to(path):
         failure = msgspec.structs.replace(failure, log=str(folder / Path(failure.log).relative_to(path)))
-    write_json(folder / "result.json", msgspec.structs.replace(result, first_failure=failure))
+    write_json(folder / RESULT, msgspec.structs.replace(result, first_failure=failure))
     return Attempt(
         world_size=result.world_size,
         hosts=result.hosts,

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-from distrib_launch.checks import folded
+from distrib_launch.preflight.checks import folded
+from distrib_launch.preflight.routes import is_here
 
 from distrib.errors import ConfigError, PreflightError
 
@@ -51,7 +51,10 @@ def check_folder(given: str) -> Path:
     """The absolute path of a folder that can be brought; `ConfigError` where it is none."""
     folder = Path(given).absolute()
     if not folder.is_dir():
-        raise ConfigError(f"--sync {given}: {'is no folder' if folder.exists() else 'no such folder'}")
+        raise ConfigError(
+            f"--sync {given}: {'is no folder' if folder.exists() else 'no such folder'}",
+            hint="name the folder of the script, as --sync .",
+        )
     if folder == Path(folder.anchor):
         raise ConfigError(f"--sync {given}: is the whole file system", hint="name the folder of the script")
     return folder
@@ -96,19 +99,6 @@ def sync(
         bytes=sum(size for _, size in counts),
         seconds=time.monotonic() - began,
     )
-
-
-def is_here(host: str) -> bool:
-    """Whether a host's name is this machine's own, or stands for an address of it: one that a socket can have."""
-    if host == socket.gethostname():  # which need not resolve
-        return True
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 def _bring(folder: Path, host: str, ssh: Sequence[str], words: Sequence[str]) -> tuple[int, int]:

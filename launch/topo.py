@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    from distrib_launch import check, outlook, probe, show
+    from distrib_launch import check, outlook, show
+    from distrib_launch.probing import probe
 
     parser = Parser(
         prog="distrib-topo",

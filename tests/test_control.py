@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from distrib_launch import door
-from distrib_launch.control import GREETING, HEADER, NONCE_BYTES, Channel, Kind, ProtocolError, new_token
+from distrib_launch.rank.control import GREETING, HEADER, NONCE_BYTES, Channel, Kind, ProtocolError, new_token
+from distrib_launch.supervision import door
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,18 +10,19 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from distrib_launch.engines import srun
-from distrib_launch.identity import identity
-from distrib_launch.placement import count_gpus
 from distrib_launch.plan import LaunchPlan
-from distrib_launch.sockets import call_back
+from distrib_launch.rank.identity import identity
+from distrib_launch.rank.placement import count_gpus
+from distrib_launch.rank.sockets import call_back
 
 from distrib.errors import ConfigError
 from tests.cluster import slurm
-from tests.conftest import LAUNCH, ROOT, SCRIPTS
+from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 JOB = SCRIPTS / "job.py"
 WHERE = SCRIPTS / "where.py"
@@ -39,8 +40,8 @@ def make_slurm() -> Iterator[Callable[..., slurm.SlurmCluster]]:
     """Builds virtual clusters with a Slurm of their own and takes them down when the test ends."""
     clusters: list[slurm.SlurmCluster] = []
 
-    def build(hosts: int, *, slots: int = 2, gpus: int = 0) -> slurm.SlurmCluster:
-        cluster = slurm.SlurmCluster(hosts, slots=slots, gpus=gpus)
+    def build(hosts: int, *, slots: int = 2, **parts: Any) -> slurm.SlurmCluster:
+        cluster = slurm.SlurmCluster(hosts, slots=slots, **parts)
         clusters.append(cluster)
         cluster.up()
         return cluster
@@ -154,7 +155,7 @@ class TestInAnAllocation:
     )
     def test_ranks_by_gpus(self, make_slurm, tmp_path, allocation, words, hosts):
         cluster = make_slurm(2, slots=4, gpus=2)
-        code, out = batch(cluster, tmp_path, *words, WHERE, allocation=["-N2", *allocation])
+        code, out = batch(cluster, tmp_path, "--no-check", *words, WHERE, allocation=["-N2", *allocation])
         assert code == 0, out
         ranks = result_in(tmp_path)["ranks"]
         assert [rank["host"] for rank in ranks] == hosts
@@ -179,13 +180,17 @@ class TestInAnAllocation:
         assert ("n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)" in out) == (
             allocation == ["--exclusive"]
         )
-        few = len(os.sched_getaffinity(0)) < 3 == hosts.count("n1")
-        assert ("n1: Slurm gave " in out and "for 3 ranks; ask for more with --cpus-per-task" in out) == few, out
+        cpus = len(os.sched_getaffinity(0))
+        few = cpus < 3 == hosts.count("n1")
+        assert [line for line in out.splitlines() if "Slurm gave" in line] == [
+            f"distrib-launch: warning: n1: cores: Slurm gave {cpus} processors for 3 ranks; ask for more with --cpus-per-task=N or --exclusive, "
+            "for sbatch or salloc"
+        ] * few, out
         nothing_left(cluster)
 
     def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):
         cluster = make_slurm(2, gpus=2)
-        words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
+        words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--no-check", "--run-dir", tmp_path / "run", WHERE]
         allocated = cluster.run("n1", words, timeout=200)
         assert allocated.returncode == 0, allocated
         ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
@@ -195,7 +200,7 @@ class TestInAnAllocation:
     @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:{}")])
     def test_inside_a_step_of_the_allocation(self, make_slurm, tmp_path, gpus, device):
         cluster = make_slurm(2, gpus=gpus)
-        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--run-dir", tmp_path / "run", WHERE]
+        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--no-check", "--run-dir", tmp_path / "run", WHERE]
         words = ["-N2", "--ntasks-per-node=2", *([f"--gpus-per-node={gpus}"] if gpus else [])]
         allocated = cluster.run("n1", ["salloc", *words, *step], timeout=200)
         assert allocated.returncode == 0, allocated
@@ -220,6 +225,55 @@ class TestInAnAllocation:
         code, out = batch(cluster, tmp_path, script, "--epochs", "1", allocation=allocation)
         assert code == 0, out
         assert "validation accuracy" in out
+        nothing_left(cluster)
+
+    def test_hosts_are_asked_before(self, make_slurm, tmp_path):
+        cluster = make_slurm(3, second_rates={"n1": "1gbit", "n2": "1gbit", "n3": "1gbit"})
+        allocation = ["-N3", "--ntasks-per-node=1"]
+        code, out = batch(
+            cluster, tmp_path, "--interface", "198.19.0.0/16", JOB, "*:environment", allocation=allocation
+        )
+        assert code == 0, out
+        told = json.loads((tmp_path / "run/ranks/2.out").read_text().splitlines()[0])["env"]
+        assert (told["DISTRIB_ADDRESS"], told["GLOO_SOCKET_IFNAME"]) == (cluster.address("n3", 1), "eth1")
+        report = json.loads((tmp_path / "run/preflight.json").read_text())
+        assert report["by"] == "srun" and set(report["inventories"]) == {"n1", "n2", "n3"}
+        # The user has come to this machine over ssh, and to no other.
+        assert not any(facts["ssh_connection"] for facts in report["inventories"].values())
+        nothing_left(cluster)
+
+    def test_a_host_that_others_do_not_reach_is_left_out(self, make_slurm, tmp_path):
+        cluster = make_slurm(3)
+        cluster.wall("n3", ports="22, 6818")  # where slurmd listens
+        allocation = ["-N3", "--ntasks-per-node=1"]
+        code, out = batch(cluster, tmp_path, WHERE, allocation=allocation)
+        assert code == 3, out
+        assert "n3: network: n1, n2 cannot reach it at 198.18.0.3" in out and "srun" in out
+        code, out = batch(cluster, tmp_path, "--drop-bad-hosts", WHERE, allocation=allocation)
+        assert code == 0, out
+        assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
+        nothing_left(cluster)
+
+    def test_what_slurm_does_not_start_is_told(self, make_slurm, tmp_path):
+        cluster = make_slurm(2)
+        hostfile = tmp_path / "hosts"
+        hostfile.write_text("n1\nn2 python=/nowhere/python\nn7\n")
+        words = ["--engine", "srun", "-H", hostfile, WHERE]
+        code, out = batch(cluster, tmp_path, *words, allocation=["-N2", "--ntasks-per-node=1"])
+        assert code == 3, out
+        assert "n2: python: cannot run /nowhere/python there" in out
+        assert re.search(r"n7: srun: Slurm .*: srun: error:", out), out
+        nothing_left(cluster)
+
+    def test_check_needs_no_login(self, make_slurm):
+        cluster = make_slurm(2, gpus=2)
+        words = ["salloc", "-N2", "--exclusive", "--gres=gpu:2", TOPO, "check"]
+        run = cluster.run("n1", [*words, "--json"])
+        report = json.loads(run.stdout)
+        assert (run.returncode, report["by"]) == (0, "srun"), run
+        assert "srun" in {check["check"] for check in report["checks"]}
+        # Those of the step; this one has no part in it.
+        assert [facts["visible_gpus"] for facts in report["inventories"].values()] == ["0,1", "0,1"]
         nothing_left(cluster)
 
     def test_mpirun_is_still_there(self, make_slurm, tmp_path):
@@ -415,7 +469,7 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
 def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
-    monkeypatch.setattr("distrib_launch.sockets.CALL_BACK_SECONDS", 0.1)
+    monkeypatch.setattr("distrib_launch.rank.sockets.CALL_BACK_SECONDS", 0.1)
     monkeypatch.setenv(engine, "0")
     with pytest.raises(SystemExit) as refused:
         call_back("127.0.0.1:1", "token")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,13 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from distrib_launch import failures, hangs, standstill
 from distrib_launch.ranges import ranges
-from distrib_launch.stacks import with_state
+from distrib_launch.rank.stacks import with_state
+from distrib_launch.supervision import failures, hangs, standstill
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conftest import SCRIPTS
+from tests.conftest import LAUNCH, SCRIPTS
 
 GLOO = SCRIPTS / "gloo.py"
 
@@ -259,6 +260,25 @@ def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
     assert run.result["first_failure"]["host"] == "n2"
     printed = (run.run_dir / "ranks/0.out").stat().st_mtime  # its last line is its last progress
     assert run.result["first_failure"]["time"] - printed < 20  # those who wait would wait for minutes
+    assert cluster.left_over(within_seconds=6) == {}
+
+
+@pytest.mark.cluster
+def test_hosts_that_no_longer_reach_each_other_are_named(make_cluster, tmp_path):
+    cluster = make_cluster(4)
+    words = ["-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--hang-timeout", "5s", GLOO, "0:nothing"]
+    process = cluster.popen("n1", [LAUNCH, *words], env={"OMP_NUM_THREADS": "1"})
+    assert "three steps done" in process.stdout.readline()
+    cluster.part("n2", "n3")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1, err
+    assert re.search(r"all 4 ranks wait in .*; is the network up\?", err), err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    for host, other in (("n2", "n3"), ("n3", "n2")):
+        told = f"{host}: network: {other} cannot reach it at {cluster.address(host)} (timed out)"
+        assert f"warning: {told}" in err and any(told in warning for warning in result["warnings"]), err
+    assert not re.search("warning: n[14]", err)
+    assert result["first_failure"]["message"].startswith("no progress for 5 s: all 4 ranks wait")
     assert cluster.left_over(within_seconds=6) == {}
 
 

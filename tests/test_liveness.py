@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from distrib_launch.liveness import Liveness
+from distrib_launch.supervision.liveness import Liveness
 
 
 def closed_port() -> int:
@@ -40,7 +40,7 @@ def test_a_host_that_is_silent_but_accepts_a_connection_lives():
 def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(monkeypatch):
     # Nothing on this machine drops packets silently, so the boundary is faked: connects that stay open for ever.
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, target: 115)
-    monkeypatch.setattr("distrib_launch.liveness.select.poll", lambda: Deaf())
+    monkeypatch.setattr("distrib_launch.supervision.liveness.select.poll", lambda: Deaf())
     liveness = Liveness(0.2)
     liveness.watch("gone", "198.18.0.99", None)
     begun = time.monotonic()

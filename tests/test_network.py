@@ -6,7 +6,7 @@ import ipaddress
 
 import msgspec
 import pytest
-from distrib_launch.network import NoNetworkError, choose_network, engine_environment
+from distrib_launch.preflight.network import NoNetworkError, choose_network, engine_environment
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -99,7 +99,7 @@ def test_the_editable_install_runs(source, tmp_path):
     assert where_installed(commands, tmp_path) == str(source / "launch")
 
 
-@pytest.mark.parametrize("module", ["distrib", "distrib_launch", "distrib_launch.cli", "distrib_launch.rank"])
+@pytest.mark.parametrize("module", ["distrib", "distrib_launch", "distrib_launch.cli", "distrib_launch.rank.process"])
 def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
     code = (
         f"import sys, time; begun = time.process_time(); import {module}; took = time.process_time() - begun; "
@@ -115,6 +115,21 @@ def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
         assert not heavy
         times.append(float(took))
     assert min(times) < 0.4  # 0.06 where nothing else runs; torch alone takes seconds
+
+
+def test_an_interrupt_while_the_command_is_imported_is_no_traceback():
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'distrib_launch.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from distrib_launch.command import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "distrib-launch: error: interrupted\n")
 
 
 def imports_of(path: Path) -> set[str]:
@@ -146,7 +161,7 @@ def test_the_arrows_between_rooms_hold():
             assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
     for path in (ROOT / "launch").rglob("*.py"):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
-    for path in with_what_it_imports(ROOT / "launch/rank.py"):
+    for path in with_what_it_imports(ROOT / "launch/rank/process.py"):
         outside = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names)
         assert outside <= {"distrib_launch", "distrib"}, (
             f"{path} runs on every host and needs the standard library only"

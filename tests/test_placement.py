@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from distrib_launch import placement
-from distrib_launch.placement import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
 from distrib_launch.ranges import ranges
+from distrib_launch.rank import placement
+from distrib_launch.rank.placement import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
 from hypothesis import given
 from hypothesis import strategies as st
 

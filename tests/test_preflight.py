@@ -18,11 +18,12 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from distrib_launch import ask
-from distrib_launch.ask import Target, explain
-from distrib_launch.checks import CHECKS, Want, folded
-from distrib_launch.connections import SIGN, Connections, Patience
-from distrib_launch.judge import Evidence, judge, odd_ones
+from distrib_launch.preflight import ask
+from distrib_launch.preflight.ask import Target, explain
+from distrib_launch.preflight.checks import CHECKS, Want, folded
+from distrib_launch.preflight.connections import SIGN, Connections, Patience
+from distrib_launch.preflight.judge import Evidence, judge, odd_ones
+from distrib_launch.preflight.remote import Remote
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -386,7 +387,7 @@ def ports(count, *, layer="InfiniBand", rate=25e9, active=True, up=True):
     ],
 )
 def test_a_host_that_holds_the_others_back_on_infiniband_is_named(odd, says):
-    usual = {"rdma": ports(8), "has_verbs": True, "limits": {"memlock": None, "nofile": 65536, "nproc": None}}
+    usual = {"rdma": ports(8), "has_verbs": True, "limits": {"memlock": None, "nofile": 65536}}
     hosts = {
         **{name: inventory(name, **usual) for name in ("n1", "n2", "n3")},
         "n4": inventory("n4", **{**usual, **odd}),
@@ -886,7 +887,8 @@ def test_who_lets_nobody_in_is_asked_once_more(tmp_path, monkeypatch):
     ]
     said: list[str] = []
     with Connections() as connections:
-        told = ask.ask_all(targets, [str(ssh)], sys.executable, lambda _: False, connections, said.append)
+        remote = Remote(by="ssh", words=(str(ssh),))
+        told = ask.ask_all(targets, remote, sys.executable, lambda _: False, connections, said.append)
     assert told["busy"].inventory is not None
     assert "dead: ssh: no login within 3 s; is dead up" in str(told["dead"].problem)
     assert said == ["no login within 3 s: busy, dead; trying once more"]

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import pytest
 from distrib_launch import topo
-from distrib_launch.journal import Journal
-from distrib_launch.probeview import View
+from distrib_launch.probing.journal import Journal
+from distrib_launch.probing.probeview import View
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
@@ -22,12 +22,12 @@ from msgspec import structs
 from distrib.cluster.measured import Measured
 from distrib.cluster.measured_part import check_writable, write_measured
 from distrib.errors import ConfigError
+from distrib.pictures import check_name
 from distrib.probe import collective, inside, tcp
 from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import own_facts
 from distrib.probe.load import Load
-from distrib.probe.plot import check_name
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
 
@@ -379,7 +379,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["-H", "a,b", "--plot", "x.gif"], "not a kind of picture"),
+        (["-H", "a,b", "--plot", "x.gif"], "no kind of picture"),
         (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
         (["-H", "a,b", "--plot", "/nowhere/x.png"], "no folder /nowhere"),
         (["-H", "a,b", "--plot", "folder.png"], "this is a directory"),

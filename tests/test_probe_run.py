@@ -10,8 +10,8 @@ import pytest
 from distrib_launch import job, results, topo
 from distrib_launch import plan as planning
 from distrib_launch.console import Console
-from distrib_launch.control import Kind
-from distrib_launch.supervisor import Supervisor
+from distrib_launch.rank.control import Kind
+from distrib_launch.supervision.supervisor import Supervisor
 
 from distrib.cluster import hostfile
 from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point

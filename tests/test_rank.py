@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distrib_launch.control import Channel, Kind, new_token
-from distrib_launch.rank import CONTROL, TOKEN
+from distrib_launch.rank.control import Channel, Kind, new_token
+from distrib_launch.rank.process import CONTROL, TOKEN
 
 
 def comes_true(what: Callable[[], bool]) -> None:

@@ -8,9 +8,9 @@ import re
 import socket
 
 import pytest
-from distrib_launch.connections import Connections
-from distrib_launch.network import NoNetworkError, choose_network
-from distrib_launch.reach import NEAR, Call, Callee, Round, _due, explain, explain_launcher
+from distrib_launch.preflight.connections import Connections
+from distrib_launch.preflight.network import NoNetworkError, choose_network
+from distrib_launch.preflight.reach import NEAR, Call, Callee, Round, _due, explain, explain_launcher
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,8 +14,10 @@ from types import SimpleNamespace as Part
 
 import pytest
 import torch
-from distrib_launch import admission, attempts, cli, job, signals
+from distrib_launch import cli, job, signals
+from distrib_launch.preflight import admission
 from distrib_launch.results import Failure
+from distrib_launch.supervision import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,7 +100,7 @@ def test_who_interrupts_the_job_ends_it(tmp_path):
     [
         (["-H", "a,b", "--min-hosts", "3"], "--min-hosts 3: the job has 2 host(s)"),
         (["-H", "a,b", "--min-hosts", "1", "--no-check"], "--no-check asks no host whether it is fit"),
-        (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "hosts are not asked with srun"),
+        (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "no host is asked that Slurm has yet to give"),
         (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this one itself"),
     ],
 )

@@ -6,9 +6,10 @@ import argparse
 
 import msgspec
 import pytest
-from distrib_launch import cli, job, tolerance
-from distrib_launch.failures import Ending
+from distrib_launch import cli, job
 from distrib_launch.plan import LaunchPlan
+from distrib_launch.supervision import tolerance
+from distrib_launch.supervision.failures import Ending
 
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy

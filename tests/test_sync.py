@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from distrib_launch import agent
-from distrib_launch.sync import check_folder, is_here, sync
+from distrib_launch.preflight.routes import is_here
+from distrib_launch.sync import check_folder, sync
 
 from distrib.errors import ConfigError, PreflightError
 from tests.conftest import LAUNCH, SCRIPTS

@@ -8,8 +8,9 @@ import sys
 import types
 
 import pytest
-from distrib_launch import alone, hangs, unmet
-from distrib_launch.stacks import with_state
+from distrib_launch import alone
+from distrib_launch.rank.stacks import with_state
+from distrib_launch.supervision import hangs, unmet
 
 IN_BACKWARD = (hangs.Frame(name="_engine_run_backward", filename="/venv/torch/autograd/graph.py", line=9),)
 IN_STEP = (hangs.Frame(name="step", filename="/venv/site-packages/torch/optim/sgd.py", line=9),)
@@ -90,7 +91,7 @@ while time.monotonic() < end:
 if dist.is_initialized():
     dist.destroy_process_group()
 """
-SOON = "import sys; from distrib_launch import cli, unmet; unmet.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
+SOON = "import sys; from distrib_launch import cli; from distrib_launch.supervision import unmet; unmet.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
 
 
 @pytest.mark.parametrize("option", ["", "--distributed"])

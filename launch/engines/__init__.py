@@ -13,24 +13,33 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan, Options
+    from distrib_launch.preflight.remote import Remote
 
 NAMES = ("mpirun", "srun", "kubernetes")
+NOT_ASKED = "no host is asked that Slurm has yet to give; inside an allocation all are"
 
 
-class Engine(Protocol):
-    """What `launch` asks of an engine's module."""
-
-    PATIENCE_SECONDS: float
-    """How long the engine is left to end by itself once the launcher was killed, before it is made to."""
+class Planner(Protocol):
+    """What planning asks of an engine's module."""
 
     def command(self, plan: LaunchPlan, options: Options) -> tuple[str, ...]:
         """The command line on this machine that starts the plan's ranks; the control token is never in it."""
 
-    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the engine's process finds of the launcher's environment."""
-
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
         """What the user should know about this engine's part; `plan` has its command already."""
+
+
+class Runtime(Planner, Protocol):
+    """What `launch` asks of an engine's module that starts ranks from here."""
+
+    PATIENCE_SECONDS: float
+    """How long the engine is left to end by itself once the launcher was killed, before it is made to."""
+
+    def remote(self, plan: LaunchPlan) -> Remote | None:
+        """How the plan's hosts are asked before it starts; None where they cannot be, as they are not ours yet."""
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What the engine's process finds of the launcher's environment."""
 
     def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
         """Write what the command line refers to."""
@@ -54,9 +63,14 @@ class Engine(Protocol):
         """A command that ends whatever is left of the job after the engine's process was killed; None: nothing can be."""
 
 
-def get(name: str) -> Engine:
+def planner(name: str) -> Planner:
     """The engine of that name, one of `NAMES`."""
-    return cast(Engine, importlib.import_module(f"{__name__}.{name}"))
+    return cast(Planner, importlib.import_module(f"{__name__}.{name}"))
+
+
+def runtime(name: str) -> Runtime:
+    """The same, of those that start ranks from here: not Kubernetes, whose manifest has been written instead."""
+    return cast(Runtime, importlib.import_module(f"{__name__}.{name}"))
 
 
 def default(hosts_given: bool, environ: Mapping[str, str]) -> str:

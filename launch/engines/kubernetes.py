@@ -22,8 +22,6 @@ from distrib.errors import ConfigError
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan, Options
 
-PATIENCE_SECONDS = 0.0
-
 # Facts of the Dockerfile's image; a test compares them.
 USER_ID = 2000
 HOME = "/home/trainer"
@@ -33,10 +31,10 @@ SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
 SSH_PORT = 2222
 
 HOSTFILE = "/etc/mpi/hostfile"
+"""Where the operator mounts the hosts."""
+
 SECRET = "distrib-secrets"
 """The name of the Secret that has what must not stand in a manifest."""
-
-"""Where the operator mounts the hosts."""
 
 KEEP_SECONDS = 24 * 3600
 """How long the finished job and the launcher's log stay."""
@@ -96,35 +94,11 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     return "kubectl", "create", "-f", "-"
 
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return dict(environ)
-
-
 def notes(plan: LaunchPlan) -> tuple[str, ...]:
     said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
     if any(rank.device == "auto" for rank in plan.ranks):
         said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
     return tuple(said)
-
-
-def write_files(run_dir: Path, plan: LaunchPlan) -> None:
-    raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
-
-
-def queued(log: Path) -> str:
-    return ""
-
-
-def explain(words: str) -> tuple[str, str] | None:
-    return None
-
-
-def cancelled(words: str) -> str:
-    return ""
-
-
-def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
-    return None
 
 
 def slots_per_worker(plan: LaunchPlan) -> int:

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import apart
+from distrib_launch.preflight.remote import Remote
+from distrib_launch.rank import apart
 
 from distrib.errors import ConfigError
 
@@ -60,7 +61,9 @@ def find_mpirun(wanted: str | None) -> str:
     if wanted:
         if found := shutil.which(wanted):
             return str(Path(found).absolute())
-        raise ConfigError(f"--mpirun {wanted}: no such command")
+        raise ConfigError(
+            f"--mpirun {wanted}: no such command", hint="name the mpirun of an Open MPI 5, or leave it out"
+        )
     beside = Path(sys.executable).parent / "mpirun"
     if beside.exists():
         return str(beside)
@@ -179,7 +182,7 @@ def ssh_words(
     if not words:
         raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
     if ssh_command is not None and not shutil.which(words[0]):
-        raise ConfigError(f"--ssh-command {words[0]}: there is no such command here")
+        raise ConfigError(f"--ssh-command {words[0]}: there is no such command here", hint="see: which ssh")
     if "/" in words[0]:  # a path from here
         words[0] = str(Path(words[0]).absolute())
     config = None
@@ -219,6 +222,10 @@ def sockets(plan: LaunchPlan) -> Path | None:
     """The folder in which the plan's ssh looks for open connections."""
     paths = [word.removeprefix(CONTROL_PATH) for word in filter(_is_control_path, plan.ssh)]
     return Path(paths[0]).parent if paths else None
+
+
+def remote(plan: LaunchPlan) -> Remote:
+    return Remote(by="ssh", words=tuple(plan.ssh))
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distrib_launch.preflight.remote import Remote
+
 from distrib.cluster import slurm
 from distrib.errors import ConfigError
 
@@ -35,10 +37,15 @@ PATIENCE_SECONDS = 3.0
 """An srun that is told to end has Slurm kill all at once, and with proctrack/linuxproc what would have cleared up too."""
 
 PROBE_SECONDS = 10.0
+CPUS_OF_GPU_RANK = 2
+"""One for the rank, and one for what loads its data."""
+MORE_PROCESSORS = "ask for more with --cpus-per-task=N or --exclusive, for sbatch or salloc"
 BINDS_GPUS = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_GPU", "SLURM_GPU_BIND", "SLURM_TRES_BIND")
 """With these in its environment srun divides GPUs among its tasks, and shows each rank one only."""
 BY_TASK = ("SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK")
 """What an allocation gave by task; the step's tasks, which are the plan's ranks, may be others."""
+NOT_OF_A_STEP = ("SSH_CONNECTION", "SLURM_DISTRIBUTION")
+"""What a host that is asked must not take for its own: how the user came here, and how the job's tasks are to be placed."""
 GPUS = "--gres=gpu:"
 GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK", "SLURM_GRES", "SLURM_TRES_PER_TASK")
 
@@ -116,23 +123,46 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
     if plan.mode == "async":
         words += ["--no-kill"]  # where Slurm gives a node up
     if in_allocation():
-        words += ["--overlap", "--overcommit"]
-        # A step has all GPUs of its job only if it is told how many: else those that were asked for by task, or for the
-        # whole job, are divided, and those of hosts that were asked for whole stay away.
-        if gpus := slurm.gpus_per_host(os.environ):
-            words += [f"{GPUS}{gpus}"]
+        words += _step()
     else:
         before = max(LIMIT_SECONDS, math.ceil(options.grace_seconds) + AFTER_GRACE_SECONDS)
         words += [f"--signal=TERM@{min(before, LIMIT_MOST_SECONDS)}"]
         if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
             words += [f"{GPUS}{gpus}"]
-    if _divides_gpus(environment(os.environ)):  # each rank chooses among all of its host
-        words += ["--gpu-bind=none"]
+        words += _all_gpus_for_each(os.environ)
     if kind := _mpi(srun):
         words += [f"--mpi={kind}"]
     if any(host.python for host in plan.hosts):
         return (*words, "--multi-prog", f"{plan.run_dir}/{PROGRAMS}")
     return (*words, options.interpreter, "-m", "distrib_launch.rank")
+
+
+def _step() -> list[str]:
+    """What makes a step of the allocation that is given all of it, beside its other steps."""
+    words = ["--overlap", "--overcommit"]
+    # A step has all GPUs of its job only if it is told how many: else those that were asked for by task, or for the
+    # whole job, are divided, and those of hosts that were asked for whole stay away.
+    if gpus := slurm.gpus_per_host(os.environ):
+        words += [f"{GPUS}{gpus}"]
+    return words + _all_gpus_for_each(environment(os.environ))
+
+
+def remote(plan: LaunchPlan) -> Remote | None:
+    """Steps of one task; outside of an allocation Slurm has yet to give the hosts."""
+    if not in_allocation():
+        return None
+    words = [
+        plan.command[0],
+        "--job-name",
+        job_name(plan),
+        "--quiet",
+        "--nodes=1",
+        "--ntasks=1",
+        "--export=ALL",
+        "--unbuffered",
+    ]
+    environ = {name: value for name, value in environment(os.environ).items() if name not in NOT_OF_A_STEP}
+    return Remote(by="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -143,8 +173,9 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in dropped}
 
 
-def _divides_gpus(environ: Mapping[str, str]) -> bool:
-    return any(name in environ for name in BINDS_GPUS)
+def _all_gpus_for_each(environ: Mapping[str, str]) -> list[str]:
+    """Each rank chooses among all of its host, though Slurm would divide them."""
+    return ["--gpu-bind=none"] if any(name in environ for name in BINDS_GPUS) else []
 
 
 def notes(plan: LaunchPlan) -> tuple[str, ...]:
@@ -202,6 +233,16 @@ def cancelled(words: str) -> str:
     if not (told := CANCELLED.search(words)):
         return ""
     return f"Slurm ended the job: {told[1].lower()}" if told[1] else "Slurm ended the job: cancelled, or its time is up"
+
+
+def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
+    """What is to be said of a host on which Slurm gave so many processors; empty where they are enough.
+
+    It gives a task one where nothing was said.
+    """
+    if cpus >= ranks * (CPUS_OF_GPU_RANK if on_gpus else 1):
+        return ""
+    return f"Slurm gave {cpus} processor{'s' * (cpus > 1)} for {ranks} rank{'s' * (ranks > 1)}"
 
 
 def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from distrib_launch import choose
-from distrib_launch.options import Once
+from distrib_launch.options import add_hosts
 
 from distrib.errors import ConfigError
 
@@ -16,12 +16,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     """The options of `distrib-topo plan`."""
     plan.add_argument("--workload", metavar="NAME|FILE", required=True, help="what is trained: a network of the catalogue such as "
                       "ResNet-50, or the file of distrib-launch --profile")  # fmt: skip
-    plan.add_argument(
-        "-H", "--hosts", action=Once, metavar="FILE|LIST", help="on these hosts (default: all of the topology)"
-    )
-    plan.add_argument(
-        "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
-    )
+    add_hosts(plan, "all of the topology")
     choose.add_options(plan)
     plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
                       "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
@@ -70,8 +65,10 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.console import perhaps_unread
     from distrib_launch.outlook import ask, drawing, text
 
+    from distrib import pictures
+
     for path in options.plot:
-        drawing.check_name(path)
+        pictures.check_name(path)
     question = ask.question(options)
     answer = ask.answer(question)
     for path in options.plot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,10 @@ from distrib_launch.outlook import words
 from distrib_launch.outlook.ask import Answer, Question
 from distrib_launch.show.drawing import GREY, GROUPS, INK, LINE, PAPER
 
+from distrib import pictures
 from distrib.bandwidth.prediction import Prediction
 from distrib.bandwidth.scaling import foretell
-from distrib.errors import ConfigError
 
-SUFFIXES = (".svg", ".png", ".pdf")
 PHASES = {
     "loader": "#b45309",
     "forward": GROUPS[0],
@@ -30,14 +28,6 @@ PALE = ("backward", "wait")
 """Phases whose colours want dark letters."""
 
 
-def check_name(path: str) -> None:
-    """Raises ConfigError for a file that cannot be drawn into."""
-    if Path(path).suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: no kind of picture", hint=f"name a file that ends in {', '.join(SUFFIXES)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {Path(path).parent}", hint="make it, or name another")
-
-
 def draw(path: str, question: Question, answer: Answer) -> None:
     """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
     if "timeline" in Path(path).stem:
@@ -46,20 +36,7 @@ def draw(path: str, question: Question, answer: Answer) -> None:
         figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
     else:
         figure = scaling(answer)
-    try:
-        metadata = {"Date": None} if path.lower().endswith(".svg") else None
-        with _style():
-            figure.savefig(path, dpi=150, metadata=metadata)
-    except OSError as error:
-        raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
-
-
-def svg(figure: Any) -> str:
-    """A figure as an element of a page."""
-    out = StringIO()
-    with _style():
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()[out.getvalue().index("<svg") :]
+    pictures.save(figure, path)
 
 
 def scaling(answer: Answer) -> Any:
@@ -68,7 +45,7 @@ def scaling(answer: Answer) -> Any:
     from matplotlib.ticker import LogLocator
 
     work = answer.workload
-    with _style():
+    with pictures.style():
         figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
         ranks = [prediction.ranks for prediction in answer.predictions]
@@ -107,7 +84,7 @@ def timeline(prediction: Prediction, title: str) -> Any:
     """What compute and wire do in a step, side by side."""
     from matplotlib.figure import Figure
 
-    with _style():
+    with pictures.style():
         figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
         rows = {"compute": 1, "wire": 0}
@@ -129,9 +106,3 @@ def timeline(prediction: Prediction, title: str) -> Any:
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
     return figure
-
-
-def _style() -> Any:
-    from matplotlib import rc_context
-
-    return rc_context({"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib"})

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from distrib import units
 from distrib.bandwidth.fewer import Fewer
 from distrib.bandwidth.prediction import Prediction
-from distrib.cluster.node import fold_hosts, name_hosts
+from distrib.cluster.node import name_hosts, shown_hosts
 from distrib.cluster.topology import Topology
 
 OLD_DAYS = 180
@@ -45,7 +45,7 @@ def fewer(few: Fewer, than: Prediction) -> str:
 
 def include(few: Fewer) -> str:
     """`--include n[1-2]`, which takes these hosts alone."""
-    folded = fold_hosts(few.hosts)
+    folded = shown_hosts(few.hosts)
     is_one = "," not in re.sub(r"\[[^\]]*\]", "", folded) and ":" not in folded
     return f"--include {folded if is_one else '@'.join(f'[{name}]' if ':' in name else name for name in few.hosts)}"
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrib_launch.options import Once
+from distrib_launch.options import add_hosts, add_ssh
 
 from distrib.errors import ConfigError
 
@@ -21,22 +21,13 @@ if TYPE_CHECKING:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of `distrib-topo show`."""
-    parser.add_argument(
-        "-H",
-        "--hosts",
-        action=Once,
-        metavar="FILE|LIST",
-        help="which hosts (default: a Slurm allocation, else all of the topology, else this machine, which is asked)",
-    )
-    parser.add_argument(
-        "--topology", metavar="FILE", help="what they are made of (default: the YAML file beside the hostfile)"
-    )
+    add_hosts(parser, "a Slurm allocation's, else all of the topology, else this machine, which is asked")
     parser.add_argument("--ask", action="store_true", help="ask the hosts what they are (this machine where none is named) and show "
                         "that; a topology file is not needed")  # fmt: skip
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="with --ask: write what they say into this new topology file"
     )
-    parser.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
+    add_ssh(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, bytes per second, seconds")
     parser.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw the cluster into FILE (.svg, .png, "
                         ".pdf); may be repeated")  # fmt: skip
@@ -54,11 +45,12 @@ def run(options: argparse.Namespace) -> int:
     topology = read_topology_for(options.topology, options.hosts)
     said = None
     if options.ask or (hosts is None and topology is None):
+        from distrib_launch import check
         from distrib_launch.show import asked
 
         if options.output is not None:
             asked.check_new(options.output)
-        said = asked.ask(hosts, topology, options.ssh_command)
+        said = asked.ask(hosts, topology, options.ssh_command, check.engine_for(options))
         view = view_of(asked.answered(hosts, said), said.topology)
         if options.output:
             Path(options.output).write_text(said.text)

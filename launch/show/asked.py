@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from distrib_launch import check
-from distrib_launch.checks import Check
 from distrib_launch.choose import Wishes
 from distrib_launch.draft import as_yaml, describe
-from distrib_launch.judge import ailing
+from distrib_launch.preflight.checks import Check
+from distrib_launch.preflight.judge import ailing
 from distrib_launch.ranges import ranges
 
 from distrib.cluster.inventory import Gpu, Inventory
@@ -37,9 +37,9 @@ class Said(NamedTuple):
     silent: tuple[Check, ...]
 
 
-def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | None) -> Said:
+def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | None, engine: str) -> Said:
     """Ask the hosts, or this machine where there are none. Raises ConfigError where none answers."""
-    with check.asked(hosts, topology, wishes=Wishes(), ssh_command=ssh_command) as found:
+    with check.asked(hosts, topology, wishes=Wishes(), ssh_command=ssh_command, engine=engine) as found:
         answers = found.answers.by_host
     inventories = {host: answer.inventory for host, answer in answers.items() if answer.inventory}
     silent = tuple(answer.problem for answer in answers.values() if answer.problem)
@@ -50,7 +50,7 @@ def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | No
 
 
 def check_new(path: str) -> None:
-    """Raises TopologyError where a draft may not, or cannot, be written."""
+    """Raises ConfigError where no file is named, TopologyError where a draft may not, or cannot, be written."""
     from distrib.cluster.measured_part import check_writable
 
     if not path:

@@ -33,7 +33,7 @@ class Card:
         self.warnings = [rule.text.partition(";")[0] for rule in group.rules if not rule.kept]
         self.title = f"{group.hosts}" + (f"   {len(group.names)} hosts" if len(group.names) > 1 else "")
         self.lines = [line for line in (_host_words(group), _gpu_words(group)) if line]
-        self.links = [(_link_words(link, group), link) for link in group.inside]
+        self.links = [(_link_words(link), link) for link in group.inside]
         self.mesh = 0.0 if not group.gpus else 0.5 if group.nvswitch else 0.95 if group.nvlink_pairs else 0.0
         texts = [*self.lines, *(words for words, _ in self.links), *self.warnings]
         self.width = max(
@@ -206,7 +206,7 @@ def _gpu_words(group: GroupView) -> str:
     return f"{group.gpus} x {group.gpu_kind or 'GPU'}{memory}"
 
 
-def _link_words(link: LinkView, group: GroupView) -> str:
+def _link_words(link: LinkView) -> str:
     name = "" if link.text == "memory" else f"  {link.text}"
     got = "measured" if link.origin == "measured" else "usable"
     return f"{link.name}:{name}  {format_rate(link.bandwidth_bytes_per_second, digits=3)} {got}"

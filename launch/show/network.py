@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrib_launch.show.drawing import AMBER, GREEN, GREY, INK, LINE, NETWORKS, PANEL, PAPER, box, short
 
-from distrib.cluster.node import fold_hosts
+from distrib.cluster.node import shown_hosts
 from distrib.units import format_rate
 
 if TYPE_CHECKING:
@@ -25,17 +25,15 @@ class Network:
         leaves = [switch for switch in view.switches if switch.names]
         named = {name for switch in leaves for name in switch.names}
         rest = [name for group in view.groups for name in group.names if name not in named]
-        self.racks: list[tuple[str, list[str], SwitchView | None]] = [
-            (s.name, list(s.names), s) for s in leaves[:MAX_RACKS]
-        ]
+        self.racks = [(switch.name, list(switch.names)) for switch in leaves[:MAX_RACKS]]
         self.more = len(leaves) - len(self.racks)
         if rest:
-            self.racks.append(("network" if not leaves else "no switch named", rest, None))
+            self.racks.append(("network" if not leaves else "no switch named", rest))
         self.words = [_way_words(link) for link in view.between[:8]]
         if len(view.between) > 8:
             self.words.append((f"and {len(view.between) - 8} more kinds of ways", "catalogued"))
         self.columns = 8 if len(self.racks) < 5 else 4
-        self.sizes = [self._rack_size(members) for _, members, _ in self.racks]
+        self.sizes = [self._rack_size(members) for _, members in self.racks]
         self.levels = max((self._depth(switch) for switch in view.switches if switch.top), default=1)
         rack_height = max((height for _, height in self.sizes), default=0.0)
         self.single = view.hosts == 1 and not view.switches
@@ -54,8 +52,8 @@ class Network:
         y = top - 0.4 - 1.05 * (self.levels - 1)
         x = left + (width - sum(w + 0.3 for w, _ in self.sizes) + 0.3) / 2
         centres: dict[str, tuple[float, float]] = {}
-        for (name, members, switch), (box_width, height) in zip(self.racks, self.sizes, strict=True):
-            self._draw_rack(axes, name, members, switch, x, y, box_width, height)
+        for (name, members), (box_width, height) in zip(self.racks, self.sizes, strict=True):
+            self._draw_rack(axes, name, members, x, y, box_width, height)
             centres[name] = (x + box_width / 2, y)
             x += box_width + 0.3
         for switch in self.view.switches:
@@ -90,7 +88,6 @@ class Network:
         axes: Any,
         name: str,
         members: list[str],
-        switch: SwitchView | None,
         x: float,
         y: float,
         width: float,
@@ -99,7 +96,7 @@ class Network:
         box(axes, x, y - height, width, height, PANEL, LINE)
         axes.text(x + width / 2, y - 0.17, name, size=10, weight="bold", color=INK, ha="center", va="center")
         axes.text(
-            x + width / 2, y - 0.39, short(fold_hosts(members), width), size=8, color=GREY, ha="center", va="center"
+            x + width / 2, y - 0.39, short(shown_hosts(members), width), size=8, color=GREY, ha="center", va="center"
         )
         shown = members[:MAX_HOSTS]
         columns = min(len(shown), self.columns)

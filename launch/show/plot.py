@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrib_launch.show.card import Card
 from distrib_launch.show.drawing import GREY, GROUPS, INK, PAPER
 from distrib_launch.show.network import Network
 
-from distrib.errors import ConfigError
+from distrib import pictures
 
 if TYPE_CHECKING:
     from distrib_launch.show.view import View
 
-SUFFIXES = (".svg", ".png", ".pdf")
 MAX_CARDS = 6
 
 
 def plot(view: View, path: str) -> None:
-    """Draw the view into a file. Raises ConfigError for a suffix that is none of `SUFFIXES`, or where it cannot be written."""
-    target = Path(path)
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: no kind of picture", hint=f"name a file that ends in {', '.join(SUFFIXES)}")
-    if not target.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {target.parent}", hint="make it, or name another")
-    from matplotlib import rc_context
+    """Draw the view into a file. Raises ConfigError where it is of no kind of picture, or cannot be written."""
+    pictures.check_name(path)
     from matplotlib.figure import Figure
 
     described = [group for group in view.groups if group.described]
@@ -37,7 +30,7 @@ def plot(view: View, path: str) -> None:
     heights = [max(card.height for card in row) for row in rows]
     width = max([*(sum(card.width + 0.3 for card in row) for row in rows), network.width, 6.0]) + 0.4
     height = 0.75 + sum(heights) + 0.3 * len(heights) + network.height + 0.2
-    with rc_context({"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib"}):
+    with pictures.style():
         figure = Figure(figsize=(width, height), facecolor=PAPER)
         axes: Any = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, width), ylim=(0, height))
@@ -57,10 +50,7 @@ def plot(view: View, path: str) -> None:
                 left += card.width + 0.3
             top -= tallest + 0.3
         network.draw(axes, 0.3, top, width - 0.6)
-        try:
-            figure.savefig(target, dpi=150, metadata={"Date": None} if target.suffix.lower() == ".svg" else None)
-        except OSError as error:
-            raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
+        pictures.save(figure, path)
 
 
 def _rows(cards: list[Card]) -> list[list[Card]]:

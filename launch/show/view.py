@@ -12,7 +12,7 @@ from distrib_launch.ranges import ranges
 
 from distrib.cluster.hostfile import HostList
 from distrib.cluster.links import KIND_NAMES, parse_uplink
-from distrib.cluster.node import Nic, NodeGroup, fold_hosts, indices
+from distrib.cluster.node import Nic, NodeGroup, indices, shown_hosts
 from distrib.cluster.rules import Rule, rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts
 from distrib.cluster.ways import InsideWay, Way, inside_link, link_between, switch_oversubscription, uplinks_between
@@ -158,7 +158,7 @@ def _groups(hosts: HostList | None, topology: Topology | None, names: Sequence[s
     return tuple(
         _group(topology.nodes[number], topology, members, slots, role)
         if topology and number >= 0
-        else GroupView(hosts=fold_hosts(members), names=tuple(members), slots=slots, role=role, described=False)
+        else GroupView(hosts=shown_hosts(members), names=tuple(members), slots=slots, role=role, described=False)
         for (number, slots, role), members in alike.items()
     )
 
@@ -169,7 +169,7 @@ def _group(
     spec = group.gpus.spec if group.gpus else None
     links = group.links
     return GroupView(
-        hosts=fold_hosts(names),
+        hosts=shown_hosts(names),
         names=tuple(names),
         slots=slots,
         role=role,
@@ -279,9 +279,9 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
                 continue
             sides = (classes[first], classes[second])
             label = (
-                f"among {fold_hosts(sides[0])}"
+                f"among {shown_hosts(sides[0])}"
                 if first == second
-                else f"{fold_hosts(sides[0])} and {fold_hosts(sides[1])}"
+                else f"{shown_hosts(sides[0])} and {shown_hosts(sides[1])}"
             )
             found.append(_link(label, ways, most=_uplink(topology, *pairs[0])))
     return tuple(found)
@@ -332,7 +332,7 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
         views.append(
             SwitchView(
                 name=switch.name,
-                hosts=fold_hosts(members),
+                hosts=shown_hosts(members),
                 names=members,
                 switches=switch.switches,
                 oversubscription=switch_oversubscription(topology, switch),

@@ -74,8 +74,10 @@ class SlurmCluster(Cluster):
     Commands started with `run` and `popen` find it (SLURM_CONF); `processes` leaves its daemons out.
     """
 
-    def __init__(self, hosts: int, *, slots: int = 1, gpus: int = 0) -> None:
-        super().__init__(hosts, slots=slots)
+    def __init__(
+        self, hosts: int, *, slots: int = 1, gpus: int = 0, second_rates: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(hosts, slots=slots, second_rates=second_rates)
         self.gpus = gpus
 
     def up(self) -> None:

@@ -290,6 +290,13 @@ class Cluster:
             {way} eth0 tcp dport != {{ {ports} }} tcp flags & (syn | ack) == syn {verdict};
         }}; }}""")  # fmt: skip
 
+    def part(self, host: str, other: str) -> None:
+        """From now on no packet passes between the eth0 of two hosts; both reach all others."""
+        _sh("ip", "netns", "exec", self.namespace(host), "nft", "-f", "-", text=f"""table inet parted {{
+            chain input {{ type filter hook input priority filter; ip saddr {self.address(other)} drop; }};
+            chain output {{ type filter hook output priority filter; ip daddr {self.address(other)} drop; }};
+        }}""")  # fmt: skip
+
     def raise_mtu(self, narrow: str, mtu: int = 9000) -> None:
         """Give all hosts, and the ports that they are plugged into, jumbo frames; but not the port of the host `narrow`.
 

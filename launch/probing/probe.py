@@ -1,0 +1,297 @@
+"""`distrib-topo probe`: measure the cluster's links, say what is wrong with them, and write them into the topology.
+
+The measuring is a job like any other, with `distrib.probe` as its script and one rank on each host. Its lines are kept as
+they come; a probe that was cut short goes on where it stopped, and one that loses a host goes on without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from distrib_launch import choose
+from distrib_launch.console import perhaps_unread
+from distrib_launch.options import add_hosts, add_ways
+from distrib_launch.probing import probefile, probejob
+from distrib_launch.probing.journal import Journal
+
+from distrib.cluster.measured import Measured
+from distrib.errors import ConfigError, DistribError, LaunchError
+
+if TYPE_CHECKING:
+    from distrib.cluster.hosts import HostList
+    from distrib.cluster.node import Nic
+    from distrib.probe.finding import Finding
+    from distrib.probe.records import Record, Started
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints. `outliers` counts repetitions that were left out of the coefficients of variation.
+
+    `left_out_hosts` were not fit from the beginning (`--drop-bad-hosts`), `lost_hosts` failed while it ran.
+    """
+
+    mode: str
+    seconds: float
+    whole: bool
+    hosts: tuple[str, ...]
+    lost_hosts: tuple[str, ...]
+    left_out_hosts: tuple[str, ...]
+    repetitions: int
+    outliers: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    measured: Measured
+    run_dir: str
+
+
+def add_options(probe: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    add_hosts(probe, "a Slurm allocation's, else this machine alone")
+    choose.add_options(probe)
+    probe.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
+    probe.add_argument("-o", "--output", metavar="FILE", help="write what was measured into this topology file; what "
+                       "people wrote there stays")  # fmt: skip
+    probe.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw heat map and curves into FILE (.png, "
+                       ".svg, .pdf); may be repeated")  # fmt: skip
+    probe.add_argument("--json", action="store_true", help="print everything as JSON")
+    much = probe.add_mutually_exclusive_group()
+    much.add_argument("--quick", dest="mode", action="store_const", const="quick", default="default",
+                      help="links and the inside of hosts alone, no curves and no all-reduce: seconds")  # fmt: skip
+    much.add_argument("--full", dest="mode", action="store_const", const="full",
+                      help="every size by factors of 2, up to 64 MiB (all-reduce: 256 MiB)")  # fmt: skip
+    probe.add_argument("--baseline", metavar="FILE", help="an earlier probe's topology: say what became worse")
+    probe.add_argument("--strict", action="store_true", help="exit with 1 if a finding is an error")
+    probe.add_argument("--resume", action=argparse.BooleanOptionalAction, default=None, help="go on with a probe of the same "
+                       "hosts, network and options that was interrupted; with the same -o or --run-dir (default: if it "
+                       "was within the hour)")  # fmt: skip
+    probe.add_argument("--way", choices=["tcp", "mpi"], help="by which the links are judged (default: mpi where every "
+                       "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
+    probe.add_argument("-x", dest="environment", action="append", default=[], metavar="NAME[=VALUE]",
+                       help="a variable for all ranks, as for distrib-launch; -x CUDA_VISIBLE_DEVICES= leaves GPUs alone")  # fmt: skip
+    probe.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
+    probe.add_argument("--engine", choices=["mpirun", "srun"], help="as for distrib-launch")
+    add_ways(probe)
+    probe.add_argument(
+        "--run-dir", type=os.path.expanduser, metavar="DIR", help="where logs go (default: distrib-runs/<time>-probe)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Probe the hosts and tell; 0, with `--strict` 1 where a finding is an error, 130 when interrupted."""
+    from distrib_launch import results
+
+    if options.output == "":
+        raise ConfigError("-o: no file is named")
+    listed, hosts = probejob.hosts_of(options)
+    earlier, baseline = _check_files(options, listed, hosts)
+    run_dir = results.choose_run_dir(options.run_dir, "probe")
+    results.make_run_dir(run_dir)
+    journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume, options.way)
+    began = time.monotonic()
+    try:
+        outcome = probejob.measure(options, hosts, journal, run_dir)
+    except KeyboardInterrupt:
+        return _interrupted(options, journal, 130)
+    except DistribError:
+        if not journal.read():
+            journal.done()
+        raise
+    records = journal.read()
+    output = _output(options, hosts, outcome, records, baseline, time.monotonic() - began, run_dir)
+    result = outcome.result
+    if result and result.status == "stopped" and not output.whole:
+        return _interrupted(options, journal, result.exit_code)
+    problems = _tell(options, output, records, earlier, journal)
+    if not output.whole:
+        why = journal.problem or (
+            result.first_failure.message if result and result.first_failure else "no host is left to measure with"
+        )
+        told = LaunchError(f"the probe did not come to its end: {why}", hint=_how_to_go_on(options, journal))
+        problems.append(told)  # not raised: what was found has been shown
+    for problem in problems:
+        print(f"distrib-topo: error: {problem}", file=sys.stderr)
+    if problems:
+        return problems[-1].exit_code
+    if options.output:
+        journal.done()
+    return 1 if options.strict and any(finding.severity == "error" for finding in output.findings) else 0
+
+
+def _check_files(
+    options: argparse.Namespace, listed: HostList, hosts: tuple[str, ...]
+) -> tuple[Measured | None, Measured | None]:
+    """What was measured earlier, in the file of `-o` and in that of `--baseline`.
+
+    Raises ConfigError for files that cannot be read, or could not be written later.
+    """
+    for path in options.plot:
+        from distrib.pictures import check_name
+
+        check_name(path)
+    earlier = probefile.look(options.output, listed, hosts, options.mode) if options.output else None
+    return earlier, _baseline(options.baseline, set(hosts)) if options.baseline else None
+
+
+def _interrupted(options: argparse.Namespace, journal: Journal, code: int) -> int:
+    """Say whether there is something to go on from; returns the exit code."""
+    journal.take_over()
+    if journal.done_steps:
+        print(f"distrib-topo: interrupted; {_how_to_go_on(options, journal)}", file=sys.stderr)
+    else:
+        journal.done()
+        print("distrib-topo: interrupted before anything was measured", file=sys.stderr)
+    return code
+
+
+def _how_to_go_on(options: argparse.Namespace, journal: Journal) -> str:
+    again = "" if options.output or options.run_dir else f" with --run-dir {journal.path.parent}"
+    return (
+        f"the same command{again} goes on where it stopped ({journal.path}), after more than an hour with --resume; "
+        "--no-resume begins anew"
+    )
+
+
+def _baseline(path: str, hosts: set[str]) -> Measured:
+    from distrib.cluster.topology import read_topology
+
+    measured: Measured | None = read_topology(path).measured
+    if measured is None:
+        raise ConfigError(f"--baseline {path}: nothing is measured in it", hint="name a file that probe -o has written")
+    if len(hosts & set(measured.hosts)) < min(2, len(hosts)):
+        raise ConfigError(
+            f"--baseline {path}: it was measured on other hosts: {', '.join(measured.hosts)}",
+            hint="name a file that probe -o has written for these",
+        )
+    return measured
+
+
+def _journal_path(options: argparse.Namespace, run_dir: Path) -> Path:
+    return Path(f"{options.output}.partial.jsonl") if options.output else run_dir / "records.jsonl"
+
+
+# -- telling ----------------------------------------------------------------------------------------------------------
+
+
+def _output(
+    options: argparse.Namespace,
+    hosts: tuple[str, ...],
+    outcome: probejob.Outcome,
+    records: Sequence[Record],
+    before: Measured | None,
+    seconds: float,
+    run_dir: Path,
+) -> Output:
+    from distrib.probe import baseline, finding, findings
+    from distrib.probe.records import Ended, PairSeen, StepDone, measured
+
+    found = findings.find(records, _described(options))
+    told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
+    gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
+    now = measured(records) or Measured(when="", software={}, hosts=hosts)
+    now = msgspec.structs.replace(now, hosts=tuple(host for host in now.hosts if host not in outcome.left_out))
+    worse = baseline.worse(before, now) if before else ()
+    compared = [baseline.unchanged(before, now)] if before and not worse else []
+    seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
+    # What was said of a step counts until the step is done again.
+    by_step = {record.step: record.notes for record in records if isinstance(record, StepDone)}
+    notes = [f"{host} was left out from the beginning: {why}" for host, why in outcome.left_out.items()]
+    notes += [note for of_step in by_step.values() for note in of_step]
+    notes += [note for record in records if isinstance(record, Ended) for note in record.notes]
+    return Output(
+        mode=options.mode,
+        seconds=seconds,
+        whole=any(isinstance(record, Ended) for record in records),
+        hosts=hosts,
+        lost_hosts=tuple(outcome.lost),
+        left_out_hosts=tuple(outcome.left_out),
+        repetitions=sum(record.repetitions for record in seen),
+        outliers=sum(record.outliers for record in seen),
+        findings=finding.ranked([*found, *gone, *worse]),
+        notes=(*notes, *outcome.notes, *compared),
+        measured=now,
+        run_dir=str(run_dir),
+    )
+
+
+def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
+    """The network cards that people wrote into the topology, by host."""
+    from distrib_launch.job import read_topology_for
+
+    from distrib.cluster.topology import read_topology
+
+    topology = read_topology_for(options.topology, options.hosts)
+    if topology is None and options.output and Path(options.output).exists() and Path(options.output).stat().st_size:
+        topology = read_topology(options.output)
+    return {host: topology.nics_of(host) for host in topology.hosts} if topology else {}
+
+
+def _tell(
+    options: argparse.Namespace,
+    output: Output,
+    records: Sequence[Record],
+    earlier: Measured | None,
+    journal: Journal,
+) -> list[DistribError]:
+    """Write, draw and show; what is wrong with a file is returned, as it must not keep the findings from being shown."""
+    from distrib.probe.records import Started
+
+    start = next((record for record in records if isinstance(record, Started)), None)
+    problems: list[DistribError] = []
+    done = []
+    if options.output:
+        from distrib.cluster.measured_part import write_measured
+
+        if why := probefile.why_not(earlier, output.measured, whole=output.whole, lost=output.lost_hosts):
+            kept = f"what was measured is in {journal.path}"
+            problems.append(LaunchError(f"{options.output} stays as it was: {why}", hint=kept))
+        else:
+            try:
+                described = probefile.description(Path(output.run_dir), output.measured.hosts)
+                write_measured(options.output, output.measured, described)
+                done.append(f"written in {options.output}")
+            except DistribError as error:
+                problems.append(error)
+    if options.plot and start:
+        from distrib.probe.plot import draw
+
+        for path in options.plot:
+            try:
+                draw(path, output.measured, start.primary)
+                done.append(f"drawn in {path}")
+            except DistribError as error:
+                problems.append(error)
+    with perhaps_unread():
+        if options.json:
+            print(msgspec.json.format(msgspec.json.encode(output), indent=2).decode())
+        else:
+            _show(output, records, start, done)
+    return problems
+
+
+def _show(output: Output, records: Sequence[Record], start: Started | None, done: Sequence[str]) -> None:
+    if start:
+        from rich.console import Console
+
+        from distrib.probe.report import show
+
+        width = None if sys.stdout.isatty() else max(160, 7 * len(output.hosts) + 20)
+        show(
+            Console(width=width, highlight=False, no_color="NO_COLOR" in os.environ),
+            output.measured,
+            records,
+            output.findings,
+        )
+    for note in output.notes:
+        print(f"note: {note}")
+    how = ", ".join((output.mode, *done))
+    gone = f", {len(output.lost_hosts)} of them lost," if output.lost_hosts else ""
+    print(
+        f"{len(output.hosts) - len(output.left_out_hosts)} host(s){gone} probed in {output.seconds:.1f} s ({how}; logs in {output.run_dir})"
+    )

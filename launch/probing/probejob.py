@@ -1,0 +1,221 @@
+"""The job that measures: `distrib.probe` on one rank of each host and more, started again after a failure without what is lost."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from distrib_launch.probing.journal import Journal
+
+from distrib.errors import DistribError, LaunchError, PreflightError
+
+if TYPE_CHECKING:
+    from distrib_launch.plan import LaunchPlan
+    from distrib_launch.results import Result
+
+    from distrib.cluster.hosts import HostList
+    from distrib.probe.records import Record
+
+RELAUNCHES = 4
+"""So often the probe goes on after a failure; then it gives up."""
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """How the job or jobs went. Hosts that were lost, or not fit from the beginning, are there with the reason."""
+
+    lost: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    notes: list[str] = []
+    result: Result | None = None
+
+
+def hosts_of(options: argparse.Namespace) -> tuple[HostList, tuple[str, ...]]:
+    """The hosts that were named, and those of them that are probed: all that a job could run on, parameter servers too."""
+    from distrib_launch.job import read_hosts
+
+    from distrib.cluster.hosts import Host, HostList
+
+    planned = _plan(_launcher_options(options, [], "{}")).hosts
+    listed = read_hosts(options.hosts)
+    if listed is None:
+        listed = HostList(
+            hosts=tuple(Host(name=host.name, slots=host.ranks) for host in planned), source="this machine", dialect=""
+        )
+    return listed, tuple(host.name for host in planned)
+
+
+def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> Outcome:
+    """Run the job, and go on after a failure, without the hosts that are lost.
+
+    A host that vanished, or is found unfit before the probe goes on, is left out; one where a process died gets a second try.
+    """
+    from distrib.probe.records import Ended
+
+    outcome = Outcome()
+    failed: set[str] = set()
+    attempt = 0
+    present = hosts
+    while attempt <= RELAUNCHES:
+        present = tuple(host for host in hosts if host not in outcome.lost and host not in outcome.left_out)
+        if len(present) < min(2, len(hosts)):
+            break
+        folder = run_dir / f"attempt{attempt}" if attempt else run_dir
+        try:
+            result = outcome.result = _launch(options, hosts, present, journal, folder)
+        except PreflightError as error:
+            unfit = {host: why for host, why in error.hosts.items() if host in present}
+            if attempt and unfit:
+                outcome.lost |= unfit
+                _say_lost(unfit)
+                continue
+            fit = len(present) - len(unfit)
+            if options.drop_bad_hosts and unfit and fit > 1:
+                outcome.left_out |= unfit
+                for host, why in unfit.items():
+                    print(f"distrib-topo: warning: {host} is left out: {why}", file=sys.stderr)
+                continue
+            raise _with_a_way_out(error, [host for host in present if host not in unfit]) from None
+        except DistribError as error:
+            if not attempt:
+                raise
+            print(f"distrib-topo: {error}", file=sys.stderr)
+            break
+        attempt += 1
+        if result.status != "failed" or any(isinstance(record, Ended) for record in journal.read()):
+            break
+        failure = result.first_failure
+        if failure is None or failure.host not in present:
+            break
+        journal.take_over()
+        if failure.exit_code and not journal.done_steps:
+            break  # a mistake of the installation, which would be made again
+        vanished = failure.rank is not None and failure.exit_code is None and failure.signal is None
+        if vanished or failure.host in failed:
+            outcome.lost[failure.host] = failure.message
+            _say_lost({failure.host: failure.message})
+        else:
+            failed.add(failure.host)
+            print(f"distrib-topo: {failure.host}: {failure.message}; going on with it once more", file=sys.stderr)
+    last = outcome.result
+    if last and last.status == "succeeded" and not outcome.lost and _gpudirect_matters(journal.read()):
+        outcome.notes += _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
+    if last and last.status == "failed" and not any(_is_pair(record) for record in journal.read()):
+        failure = last.first_failure
+        raise LaunchError(
+            f"the probe failed: {failure.message if failure else last.status}", hint=f"see {folder}/ranks"
+        )
+    return outcome
+
+
+def _with_a_way_out(error: PreflightError, fit: Sequence[str]) -> PreflightError:
+    """The refusal, and how to go on with the hosts that are fit."""
+    if not fit or not error.hosts:
+        return error
+    way_out = f"--drop-bad-hosts probes the {len(fit)} other hosts, --exclude {'@'.join(error.hosts)} does too"
+    if len(fit) == 1:
+        way_out = f"one host alone has no link to measure; distrib-topo probe -H {fit[0]} looks inside it"
+    return PreflightError(f"{error.what}\n\n{way_out}", hint=error.hint, hosts=error.hosts)
+
+
+def _without_gpudirect(
+    options: argparse.Namespace, hosts: tuple[str, ...], present: tuple[str, ...], journal: Journal, folder: Path
+) -> list[str]:
+    """Measure all-reduce once more, by a job of its own, as NCCL reads its variables once in a process.
+
+    Returns a note where that failed: all else is measured by then, and must not be lost.
+    """
+    try:
+        result = _launch(options, hosts, present, journal, folder, gpudirect=False)
+    except KeyboardInterrupt:
+        why = "interrupted"
+    except DistribError as error:
+        why = str(error)
+    else:
+        if result.status == "succeeded":
+            return []
+        why = result.first_failure.message if result.first_failure else result.status
+    return [f"all-reduce without GPUDirect RDMA was not measured to its end: {why}"]
+
+
+def _say_lost(hosts: Mapping[str, str]) -> None:
+    for host, why in hosts.items():
+        print(f"distrib-topo: {host} was lost: {why}; going on without it", file=sys.stderr)
+
+
+def _gpudirect_matters(records: Sequence[Record]) -> bool:
+    """Whether all-reduce was measured with GPUDirect RDMA, and not yet without."""
+    from distrib.probe.records import CollectiveSeen
+
+    seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveSeen)}
+    return True in seen and False not in seen
+
+
+def _is_pair(record: Record) -> bool:
+    from distrib.probe.records import PairSeen
+
+    return isinstance(record, PairSeen) and not record.failed
+
+
+def _launch(
+    options: argparse.Namespace,
+    hosts: tuple[str, ...],
+    present: tuple[str, ...],
+    journal: Journal,
+    folder: Path,
+    *,
+    gpudirect: bool = True,
+) -> Result:
+    from distrib_launch import job
+    from distrib_launch.probing.probeview import View
+
+    from distrib.probe.messages import Spec
+
+    known = journal.seen(present) if journal.done_steps else b""
+    spec = Spec(
+        hosts=hosts,
+        present=present,
+        mode=options.mode,
+        done=journal.done_for(present),
+        resumed=bool(known),
+        primary=options.way,
+        gpudirect=gpudirect,
+    )
+    words = ["--run-dir", str(folder), "--bind", "none", "--only-rank", "0"]
+    if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
+        words += ["-np", str(len(present)), "--spread"]
+    if not gpudirect:
+        words += ["-x", "NCCL_NET_GDR_LEVEL=LOC"]
+    wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode())
+    plan = _plan(wanted, without=[host for host in hosts if host not in present])
+    planned = tuple(host.name for host in plan.hosts)
+    if planned != present:
+        raise LaunchError(f"ranks are planned on {', '.join(planned)}; {', '.join(present)} were wanted")
+    with View(journal.write, bar=not options.json) as view:
+        return job.launch(plan, wanted, streams=view.streams, script_input=known, input_ranks=(0,))
+
+
+def _launcher_options(options: argparse.Namespace, words: Sequence[str], spec: str) -> argparse.Namespace:
+    """The launcher's own options: `words`, and those that were given to probe."""
+    from distrib_launch import cli
+
+    words = list(words)
+    for name in (
+        "hosts", "topology", "include", "exclude", "pool", "interface", "engine", "mpirun", "ssh_command",
+    ):  # fmt: skip
+        if (value := getattr(options, name)) is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    for variable in options.environment:
+        words += ["-x", variable]
+    if options.no_check:
+        words.append("--no-check")
+    return cli.parser().parse_args([*words, "--module", "distrib.probe", spec])
+
+
+def _plan(wanted: argparse.Namespace, without: Sequence[str] = ()) -> LaunchPlan:
+    from distrib_launch import job
+
+    return job.make_plan(wanted, without)

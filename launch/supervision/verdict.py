@@ -1,0 +1,74 @@
+"""How a job ends: what was decided from outside its ranks goes before what they have said."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from distrib_launch import engines
+from distrib_launch.plan import LaunchPlan
+from distrib_launch.results import Failure, Status
+from distrib_launch.supervision import failures
+from distrib_launch.supervision.recovery import Recovery
+
+ORPHANED_SECONDS = 30.0
+"""For how long the daemons of an engine that has left may still be ending its ranks."""
+
+
+class Verdict:
+    """On one start of a job."""
+
+    def __init__(self, plan: LaunchPlan, recovery: Recovery) -> None:
+        self._plan, self._recovery = plan, recovery
+        self._decided: tuple[Status, int] | None = None
+        self._failure: Failure | None = None
+        self.engine_left: Failure | None = None
+        """Before its ranks; without it a job of mode async may go on."""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it does not depend any more on what the ranks will say."""
+        return self._decided is not None
+
+    def stop(self, exit_code: int) -> None:
+        """Somebody wants the job to end, who may want it more than once: the first time counts."""
+        self._decided = self._decided or ("stopped", exit_code)
+
+    def fail(self, failure: Failure) -> None:
+        """The job cannot go on, whatever its ranks say."""
+        self._decided, self._failure = ("failed", 1), failure
+
+    def hear_engine(self, words: str) -> str:
+        """All that the engine has said: whether somebody has stopped the job through it. Why, where that is so."""
+        first = self._first
+        if self.is_decided or not first or first.signal != signal.SIGTERM:
+            return ""
+        why = engines.runtime(self._plan.engine).cancelled(words)
+        if why:
+            self.stop(first.code)
+        return why
+
+    def final(self, logs: dict[int, Path]) -> tuple[Status, int, Failure | None]:
+        """What became of the job, its exit code, and its first failure. `logs` are the error outputs by rank."""
+        if not self.is_decided and self._ended_with_the_engine and self.engine_left:
+            self.fail(self.engine_left)
+        first = self._first
+        status, code = self._decided or (("failed", first.code) if first else ("succeeded", 0))
+        if not self._failure and first and status == "failed":
+            host = next(host for host in self._plan.hosts if host.name == first.host)
+            interpreter = self._plan.script_on(host)[0]
+            return status, code, failures.describe(first, self._recovery.first_endings, logs[first.rank], interpreter)
+        return status, code, self._failure
+
+    @property
+    def _first(self) -> failures.Ending | None:
+        return None if self._recovery.succeeded else failures.first_failure(self._recovery.first_endings)
+
+    @property
+    def _ended_with_the_engine(self) -> bool:
+        """Whether a job that may go on without the engine did not, as ranks were ended when it left."""
+        left = self.engine_left
+        if left is None or self._recovery.succeeded:
+            return False
+        ended = [ending for ending in self._recovery.endings if ending.stopped_by == "engine"]
+        return any(abs(ending.time - left.time) < ORPHANED_SECONDS for ending in ended)
