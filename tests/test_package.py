@@ -77,7 +77,7 @@ def where_installed(commands: Path, elsewhere: Path) -> str:
         assert told.returncode == 0, told.stderr
         assert command in told.stdout
     code = (
-        "import os, distrib_launch.rank, distrib_launch.engines.mpirun, distrib.cluster.hostfile; "
+        "import os, distrib_launch.rank.process, distrib_launch.engines.mpirun, distrib.cluster.hostfile; "
         "print(os.path.dirname(distrib_launch.__file__))"
     )
     python = [str(commands / "python"), "-c", code]

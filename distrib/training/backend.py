@@ -160,14 +160,12 @@ class Together(Backend):
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         self._models = [*without(self._models, model), model]
-        self._buffers[model] = Buffers(model)
+        self._buffers = {one: self._buffers.get(one) or Buffers(one) for one in self._models}
         return model
 
     def release(self, model: nn.Module) -> None:
         self._models = without(self._models, model)
-        self._buffers = {
-            one: buffers for one, buffers in self._buffers.items() if any(one is left for left in self._models)
-        }
+        self._buffers = {one: self._buffers[one] for one in self._models}
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -259,7 +257,7 @@ class Synchronous(Together):
                     "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return; "
                     "a gradient that the script sets itself: p.grad = job.all_reduce(gradient)",
                 )
-            if isinstance(model, Wrapped) and own:
+            if isinstance(model, Wrapped) and not model.static_graph and not all(hasattr(g, IS_MEAN) for g in own):
                 model.check_once()
             if model.find_unused_parameters or model.static_graph:
                 continue

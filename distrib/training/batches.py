@@ -66,6 +66,12 @@ def _shares_out(sampler: Any) -> bool:
     return isinstance(sampler, DistributedSampler) or (isinstance(ranks, int) and ranks > 1)
 
 
+def _makes_batches(loader: DataLoader[Any]) -> bool:
+    """Whether it iterates in a way of its own: not one that only keeps an iterator for the next epoch, as timm's MultiEpochsDataLoader."""
+    own = any(getattr(type(loader), name) is not getattr(DataLoader, name) for name in ("__iter__", "_get_iterator"))
+    return own and not any(isinstance(value, Iterator) for name, value in vars(loader).items() if name != "_iterator")
+
+
 class ShardedLoader(Iterable[Any]):
     """This rank's share of a DataLoader, its batches on this rank's device.
 
@@ -140,6 +146,8 @@ class ShardedLoader(Iterable[Any]):
         self._sampler: Any = inner if sharing is None else sharing
         self._epoch_set: Any = getattr(self._sampler, "epoch", None)
         """What the sampler's epoch was set to, or was at first."""
+        if sharing is not None and isinstance(self._epoch_set, int):
+            self._epochs.next = self._epoch_set
         if self.is_stream:
             self._loader = loader
         elif sharing is not None:
@@ -178,11 +186,11 @@ class ShardedLoader(Iterable[Any]):
         options = {name: getattr(loader, name) for name in _COPIED if name in known and hasattr(loader, name)}
         options["generator"] = self._generator
         warnings.filterwarnings("ignore", "This DataLoader will create")  # the script's own loader has said it
-        if type(loader) is not DataLoader:  # what it makes of batches may be its own
+        if _makes_batches(loader):
             twin = copy.copy(loader)
             # As torch lets nobody set these later, they are put where it keeps them.
             place = "batch_sampler" if batched or loader.batch_sampler is not None else "sampler"
-            vars(twin).update({place: self._shard, "generator": self._generator, "_iterator": None})
+            vars(twin).update({place: self._shard, "generator": self._generator, "_iterator": None, "in_order": True})
             return twin
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
@@ -214,7 +222,7 @@ class ShardedLoader(Iterable[Any]):
         if self.is_stream:
             batches, left = divmod(len(self._loader), self._ranks)
             return batches + (self._rank < left and not self._evenly())
-        return len(self._loader)
+        return len(self._loader if self._shard is None else self._shard)
 
     def __iter__(self) -> Iterator[Any]:
         if (

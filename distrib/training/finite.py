@@ -151,7 +151,7 @@ def _reals(gradient: torch.Tensor) -> torch.Tensor:
     """Its real numbers: of a sparse one those that it has."""
     gradient = gradient.detach()
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:

@@ -239,7 +239,11 @@ class Forgotten:
             )
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self._backend.averages_backward and self._backend.world.size > 1 and torch._C._current_graph_task_id() != -1:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        inside = (
+            self._backend.averages_backward and self._backend.world.size > 1 and torch._C._current_graph_task_id() != -1
+        )
+        if inside and self._is_of_a_model(parameters):
             raise TrainingError(
                 f"a step of {type(optimizer).__name__} within backward: gradients are averaged as it ends, and each rank would take a "
                 "step with its own",
@@ -247,7 +251,6 @@ class Forgotten:
             )
         if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does
             return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for one in self._steps:
             if one.trains(parameters):
                 if one.counting:
@@ -261,9 +264,14 @@ class Forgotten:
             self._known.add(optimizer)
             self._never_prepared(type(optimizer).__name__, parameters)
 
+    def _is_of_a_model(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether one of them is a prepared model's."""
+        own = {id(parameter) for parameter in parameters}
+        return any(id(parameter) in own for model in self._models() for parameter in model.parameters())
+
     def _never_prepared(self, name: str, parameters: Sequence[torch.Tensor]) -> None:
-        models, own = self._models(), {id(parameter) for parameter in parameters}
-        if not any(id(parameter) in own for model in models for parameter in model.parameters()):
+        models = self._models()
+        if not self._is_of_a_model(parameters):
             world = self._backend.world
             if world.size > 1 and not world.rank and not _sees_to_it(parameters):
                 what = "and its parameters are of no model given to" if models else "and no model was given to"

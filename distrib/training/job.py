@@ -588,9 +588,12 @@ class Job:
         self._status.closing()
         try:
             if self.world_size > 1 and not self._elastic and not dist.is_initialized():
+                for steps in self._steps:
+                    steps.look(alone=True)
+                apart = ", and each rank keeps the parameters that it has" if self._backend.is_apart else ""
                 self.print(
                     "distrib: note: the script has called torch.distributed.destroy_process_group() itself: what ranks tell each other "
-                    "at their ends is left out"
+                    f"at their ends is left out{apart}"
                 )
             else:
                 self._part()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,7 +51,7 @@ class Loaders:
         self.begun = False
         """Whether a first step was taken."""
         self._noted = False
-        self._made_of: weakref.WeakKeyDictionary[torch.Generator, int] = weakref.WeakKeyDictionary()
+        self._made_of: dict[torch.Generator, int] = {}
         """Of how many loaders before a generator was."""
         self._seed = torch.initial_seed()
         self._compared: list[ShardedLoader] = []

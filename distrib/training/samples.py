@@ -8,7 +8,7 @@ already, whoever carries it between the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,11 @@ class Mean:
         self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
         self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._counted: set[torch.Tensor] = set()  # parameters in whose .grad lies what is kept already
-        self._given: dict[torch.Tensor, int] = {}  # the pass before which what was kept was added to .grad
+        self._given: dict[torch.Tensor, _Given] = {}
+        self._handed: set[int] = set()
+        """The models to whose gradients what was kept of theirs is added."""
+        self.models: Mapping[torch.Tensor, int] = {}
+        """The numbers of the models that the parameters are of: what is exchanged of one is exchanged together."""
         self._hooks: dict[torch.Tensor, list[RemovableHandle | _OnItsWay]] = {}
         self._several = False
         self._ended = False
@@ -83,6 +87,7 @@ class Mean:
             for parameter in self._given:
                 del self._kept[parameter]
             self._given.clear()
+            self._handed.clear()
             self._counted.clear()
             self._done, self._gathered = 0, 0.0
         else:
@@ -137,13 +142,12 @@ class Mean:
                 self._clear(parameter)
             if not self.last or gradient is None:  # None: of an output that the loss does not use
                 return None
-            self._hand_over()
+            self._hand_over(self.models.get(parameter, -1))
             unit = self._unit if self._done else self._all
             weight = self._own * self._ranks / unit
             kept = self._kept.get(parameter)
-            if kept is None or self._given[parameter] == self._pass or not _is_cleared(parameter):
+            if kept is None or not self._given[parameter].is_lost(parameter, self._pass):
                 return gradient * (weight * self._share)
-            self._given[parameter] = self._pass
             return torch.add(kept, gradient, alpha=weight).mul_(self._share)
 
         return weighted
@@ -157,20 +161,24 @@ class Mean:
         """No more gradients will come before the step. Where they are exchanged, what was gathered and not given waits for the next
         group: by itself it would be this rank's own."""
         if self.last and self._ranks == 1:
-            self._hand_over()
+            for model in {self.models.get(parameter, -1) for parameter in self._kept}:
+                self._hand_over(model)
 
-    def _hand_over(self) -> None:
-        """Puts what was gathered into `.grad`, where that is not done yet."""
-        if self._given:
+    def _hand_over(self, model: int) -> None:
+        """Puts what was gathered of a model's gradients into `.grad`, where that is not done yet."""
+        if model in self._handed:
             return
-        for parameter in self._counted.copy():
-            self._clear(parameter)
+        self._handed.add(model)
         for parameter, kept in self._kept.items():
-            self._given[parameter] = self._pass
+            if self.models.get(parameter, -1) != model:
+                continue
+            if parameter in self._counted:
+                self._clear(parameter)
             if parameter.grad is None:
                 parameter.grad = kept * self._share
             else:
                 parameter.grad.add_(kept, alpha=self._share)
+            self._given[parameter] = _Given(self._pass, parameter.grad._version)
 
     def _clear(self, parameter: torch.Tensor) -> None:
         """What lies in `.grad` has been counted, and the script has not cleared it: nor has it where it adds up batches itself."""
@@ -217,6 +225,22 @@ class Mean:
         if task != self._pass:
             self._pass = task
             self.passes += 1
+
+
+@dataclass
+class _Given:
+    """Before which backward pass what was kept was added to a parameter's `.grad`, and that one's version then; None once more has come."""
+
+    number: int
+    version: int | None
+
+    def is_lost(self, parameter: torch.Tensor, number: int) -> bool:
+        """Whether the script has cleared it before pass `number`, which adds to it. Values are read where nothing else tells."""
+        if self.number == number:
+            return False
+        untouched = self.version is not None and parameter.grad is not None and parameter.grad._version == self.version
+        self.number, self.version = number, None
+        return not untouched and _is_cleared(parameter)
 
 
 class _OnItsWay:

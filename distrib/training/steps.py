@@ -117,6 +117,7 @@ class Steps:
         own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
         self._finite.name(_names(self._models))
+        self.mean.models = {p: number for number, model in enumerate(self._models) for p in model.parameters()}
         self._backend.pair(self.optimizer, self._models)
         self._backend.exchange(self.optimizer, self._models, self.mean.last)
         self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]

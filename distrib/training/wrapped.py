@@ -29,7 +29,7 @@ _LATER = (
 _THE_SAME = "device", "no_sync"
 """What a model may have of the same meaning."""
 
-_NO_GRADIENT = re.compile(r"did not receive grad for rank (\d+): ((?:\d+ ?)+)")
+_NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank (\d+): ((?:\d+ ?)+)")
 """In torch's message: the numbers of parameters, among those that learn."""
 
 torch.serialization.add_safe_globals([typing.cast])  # which files of whole models begin with: see Wrapped.__reduce_ex__
@@ -58,7 +58,12 @@ class Wrapped(DistributedDataParallel):
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
-        self._learning = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+        self._learning = [
+            (name.replace("_orig_mod.", ""), parameter)
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad and name not in self.parameters_to_ignore
+        ]
+        """With the names of before torch.compile."""
         self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
         _backward.watch(self)
 
@@ -76,9 +81,10 @@ class Wrapped(DistributedDataParallel):
         except RuntimeError as error:
             if not (found := _NO_GRADIENT.search(str(error))):
                 raise
-            names = self._named(found)
-        if frozen := [name for name in names if not self.module.get_parameter(name).requires_grad]:
+            without = self._numbered(found)
+        if frozen := [name for name, parameter in without if not parameter.requires_grad]:
             raise frozen_later(frozen, type(self.module).__name__)
+        names = [name for name, _ in without]
         raise TrainingError(
             f"rank {found[1]}: {several(names)} got no gradient in the last backward through {type(self.module).__name__}, and is "
             "waited for",
@@ -99,7 +105,7 @@ class Wrapped(DistributedDataParallel):
         if self.require_backward_grad_sync:
             self.reducer.prepare_for_backward(tensors if self.find_unused_parameters else [])
 
-    def _named(self, numbers: re.Match[str]) -> list[str]:
+    def _numbered(self, numbers: re.Match[str]) -> list[tuple[str, torch.Tensor]]:
         """The parameters of which torch tells the numbers."""
         return [self._learning[number] for number in map(int, numbers[2].split()) if number < len(self._learning)]
 
@@ -118,7 +124,7 @@ class Wrapped(DistributedDataParallel):
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             found = _NO_GRADIENT.search(str(error))
-            return self._named(found) if found else []
+            return [name for name, _ in self._numbered(found)] if found else []
         return None
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
@@ -288,25 +294,28 @@ class _Method:
 
 def _with_gradients(output: Any) -> list[torch.Tensor]:
     """What a gradient can be computed from: in lists, mappings and the attributes of objects, and of objects in these."""
-    return [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+    return [tensor for tensor in _tensors(output, set()) if tensor.grad_fn is not None]
 
 
 OBJECTS_DEEP = 4
 """As `Independent(Normal(...))`, and a mixture of such, are."""
 
 
-def _tensors(thing: Any, *, deep: int = OBJECTS_DEEP) -> Iterator[torch.Tensor]:
+def _tensors(thing: Any, seen: set[int], *, deep: int = OBJECTS_DEEP) -> Iterator[torch.Tensor]:
     if isinstance(thing, torch.Tensor):
         yield thing
     elif isinstance(thing, (list, tuple, dict)):
         for item in thing.values() if isinstance(thing, dict) else thing:
-            yield from _tensors(item, deep=deep)
+            yield from _tensors(item, seen, deep=deep)
     elif deep and not isinstance(
         thing, (type, nn.Module, str, bytes, int, float, types.ModuleType, types.FunctionType)
     ):
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
         slots = [name for kind in type(thing).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-        yield from _tensors(getattr(thing, "__dict__", None), deep=deep - 1)
-        yield from _tensors([getattr(thing, name, None) for name in slots], deep=deep - 1)
+        yield from _tensors(getattr(thing, "__dict__", None), seen, deep=deep - 1)
+        yield from _tensors([getattr(thing, name, None) for name in slots], seen, deep=deep - 1)
 
 
 def _listed(slots: str | Iterable[str]) -> Iterable[str]:

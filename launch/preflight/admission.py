@@ -38,6 +38,11 @@ def admit(
     return _Admission(options, console, replan, prepare, connections).run(plan)
 
 
+def asks(plan: LaunchPlan, options: argparse.Namespace) -> bool:
+    """Whether hosts are asked what they are before the start."""
+    return not options.no_check and engines.runtime(plan.engine).remote(plan) is not None
+
+
 class _Admission:
     """The hosts that were prepared, and those that were left out."""
 

@@ -115,7 +115,9 @@ class Connections:
 
     def ask_again(self, host: str, line: str, seconds: float) -> str:
         """What the program on `host`, which has answered before, says to one line more; empty where it says nothing."""
-        process = self._processes[host]
+        process = self._processes.get(host)
+        if process is None:
+            raise InterruptedError
         told = self._exchange(process, f"{line}\n".encode(), Patience(seconds, seconds))
         if told.code is None and not is_whole(told.out.encode()):
             _kill(process)  # what it says later would be taken for the next answer
@@ -160,7 +162,9 @@ class Connections:
                     process.stdin.close()
 
     def asked(self, host: str) -> bool:
-        """Whether `host` was asked by a program of its own."""
+        """Whether `host` was asked by a program of its own. Raises InterruptedError where the connections have been closed."""
+        if self._closed:
+            raise InterruptedError
         return host in self._processes
 
     def ended(self, host: str) -> bool:

@@ -96,12 +96,14 @@ def ask(
     mpirun: str | None,
     connections: Connections,
     say: Callable[[str], None],
+    *,
+    apart: bool = False,
 ) -> Answers:
     """Ask every host, in parallel, with its own interpreter; directly where it is this machine, else by `remote`.
 
     By Slurm every host: what this process may use of its machine need not be what the job's ranks may there.
     `python` is the launcher's interpreter, `mpirun` its Open MPI: hosts without another interpreter need both. `say` hears
-    of hosts that take long.
+    of hosts that take long. `apart`: this machine, too, is asked by a process of its own, which can be ended.
     """
     began = time.monotonic()
     names = own_names()
@@ -117,7 +119,9 @@ def ask(
         )
         for host in hosts
     ]  # fmt: skip
-    by_host = ask_all(targets, remote, python, is_here if directly else lambda _: False, connections, say)
+    by_host = ask_all(
+        targets, remote, "" if apart else python, is_here if directly else lambda _: False, connections, say
+    )
     own = {host for host, answer in by_host.items() if known[host] or _is(answer, here)}
     return Answers(
         by=remote.by,
@@ -378,7 +382,8 @@ def look_again(plan: LaunchPlan, connections: Connections) -> list[str]:
     remote = engines.runtime(plan.engine).remote(plan)
     assert remote
     question = question_of(plan)
-    answers = ask(plan.hosts, question, remote, plan.script[0], plan.command[0], connections, lambda _: None)
+    python, mpirun = plan.script[0], plan.command[0]
+    answers = ask(plan.hosts, question, remote, python, mpirun, connections, lambda _: None, apart=True)
     callees = [
         Callee(host=host.name, addresses=(host.address,), ports=ports)
         for host in plan.hosts

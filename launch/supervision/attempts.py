@@ -194,6 +194,7 @@ class Attempts:
                 script_input=self.script_input,
                 input_ranks=self.input_ranks,
                 keep_value=bool(self.script_input or options.profile),
+                asked=admission.asks(plan, options),
             )
             supervisor.warnings += warnings
             if plan.outlook and plan.outlook.warning:

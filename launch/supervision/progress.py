@@ -45,6 +45,7 @@ class Progress:
     def seen(self) -> None:
         """A rank has printed something, or reported a step."""
         self._standstill.progress()
+        self._failure = None
 
     def add(self, state: RankState, dump: bytes) -> None:
         """A rank's stack has come, as py-spy wrote it."""

@@ -10,8 +10,7 @@ from distrib_launch.plan import LaunchPlan
 from distrib_launch.preflight import survey
 from distrib_launch.preflight.connections import Connections
 
-from distrib.errors import DistribError
-
+CLOSE_SECONDS = 1.0
 PATIENCE_SECONDS = 20.0
 """A host that hangs does not answer; the others' calls fail within `reach.CALL_SECONDS`."""
 
@@ -42,12 +41,12 @@ class SecondLook:
     def close(self) -> None:
         """Nobody wants to know any more."""
         self._connections.close()
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)  # which this machine itself may hold up, as a lost GPU or file system does
 
     def _look(self) -> None:
         try:
             found = survey.look_again(self._plan, self._connections)
-        except (DistribError, OSError) as problem:  # closed, too
+        except Exception as problem:  # closed, too: what may go wrong beside a job is no matter of its own
             found = [f"the hosts could not be asked again: {problem}"]
         if self._found is None:
             self._found = found

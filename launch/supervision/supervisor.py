@@ -71,8 +71,10 @@ class Supervisor:
         script_input: bytes = b"",
         input_ranks: Collection[int] | None = None,
         keep_value: bool = False,
+        asked: bool = False,
     ) -> None:
         self.plan = plan
+        self.asked = asked  # before, what its hosts are
         self.console = console
         self.run_dir = Path(plan.run_dir)
         self.hosts = {host.name: host for host in plan.hosts}
@@ -164,7 +166,8 @@ class Supervisor:
         next_ping = 0.0
         for host in self.hosts.values():
             # Its address in the chosen network: one that we reach only if we are in that network, too.
-            if host.address and self.plan.listen and not self.is_local:
+            # Nor by srun, whose hosts need let nobody in by ssh.
+            if host.address and self.plan.listen and not self.is_local and self.plan.engine == "mpirun":
                 self.liveness.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
         missing = self.missing
@@ -311,11 +314,13 @@ class Supervisor:
 
     def _tell_few_processors(self) -> None:
         """Of hosts that were not asked before."""
+        if self.asked:
+            return
         found = []
         for host in self.hosts.values():
             there = next(state for state in self.ranks if state.plan.host == host.name)
             on_gpus = there.plan.device != "cpu"
-            if not host.interface and (told := few_processors(there.hello["cpus"], host.ranks, on_gpus=on_gpus)):
+            if told := few_processors(there.hello["cpus"], host.ranks, on_gpus=on_gpus):
                 found.append((host.name, f"{host.name}: {told}; {MORE_PROCESSORS}"))
         for line in folded(found):
             self._warn(line)

@@ -134,6 +134,15 @@ def unused_zeros(job: distrib.Job) -> None:
             optimizer.step()
 
 
+def compiled(job: distrib.Job) -> None:
+    """What is missing of a compiled model is named as it is in the model."""
+    model, optimizer = made(job, torch.compile(Heads(), backend="eager"))  # type: ignore[arg-type]
+    with refused(r"rank \d: never.weight, .* got no gradient in this step of Heads"):
+        for _ in range(2):
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+
+
 def frozen_later(job: distrib.Job) -> None:
     model, _ = made(job, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
     model[0].requires_grad_(False)
@@ -177,6 +186,24 @@ def gathered_batches(job: distrib.Job) -> None:
             rate.step()
         for (name, one), other in zip(job.unwrap(model).named_parameters(), reference.parameters(), strict=True):
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-6), (clear, name)
+
+
+def two_models_in_turns(job: distrib.Job) -> None:
+    """One optimizer trains two models, of which the last batch of a group uses one: the other's gradients wait for a group whose last does."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    first, second, optimizer = job.prepare(first, second, optimizer, accumulate=2)
+    torch.manual_seed(1 + job.rank)
+    before = job.unwrap(second).weight.detach().clone()
+    for both in (True, False, False, True):
+        optimizer.zero_grad()
+        loss = first(torch.randn(8, 4)).square().mean()
+        (loss + second(torch.randn(8, 4)).square().mean() if both else loss).backward()
+        optimizer.step()
+        assert_alike(job, first)
+        assert_alike(job, second)
+    assert not torch.equal(job.unwrap(second).weight, before)
 
 
 class Growing(nn.Module):
@@ -265,6 +292,42 @@ class Scaled(DataLoader):  # type: ignore[type-arg]
             yield Batch(pixels=pixels.float() / 255)
 
 
+class KeepsItsIterator(DataLoader):  # type: ignore[type-arg]
+    """Begins a new epoch with the workers of the one before."""
+
+    class Again:
+        def __init__(self, sampler: Any) -> None:
+            self.sampler = sampler
+
+        def __iter__(self) -> Iterator[Any]:
+            while True:
+                yield from iter(self.sampler)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        vars(self)["batch_sampler"] = self.Again(self.batch_sampler)
+        self.iterator = super().__iter__()
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler.sampler)  # type: ignore[union-attr]
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(len(self)):
+            yield next(self.iterator)
+
+
+def kept_iterator(job: distrib.Job) -> None:
+    loader = job.prepare(KeepsItsIterator(range(32), batch_size=4))
+    for _ in range(2):
+        assert len(loader) == 8 // job.world_size
+        own = [int(item) for batch in loader for item in batch]
+        all_ = [own]
+        if job.world_size > 1:
+            all_ = [[]] * job.world_size
+            dist.all_gather_object(all_, own)
+        assert sorted(itertools.chain(*all_)) == list(range(32)), all_
+
+
 def own_loader(job: distrib.Job) -> None:
     """What a subclass of DataLoader makes of batches stays, and so do batches that are more than dicts."""
     data = TensorDataset(torch.arange(16, dtype=torch.uint8)[:, None] * 17)
@@ -305,9 +368,11 @@ def made_anew(job: distrib.Job) -> None:
 def own_epochs(job: distrib.Job) -> None:
     """A script that counts epochs itself, as one that was resumed at the seventh."""
     sampler = DistributedSampler(range(64), job.world_size, job.rank, seed=3)  # type: ignore[arg-type]
+    sampler.set_epoch(5)
     loader = job.prepare(DataLoader(range(64), 8, sampler=sampler))
-    for epoch in (7, 8, 2):
-        loader.sampler.set_epoch(epoch)
+    for epoch in (5, 7, 8, 2):
+        if epoch != 5:
+            loader.sampler.set_epoch(epoch)
         read = [int(item) for batch in loader for item in batch]
         plain = DistributedSampler(range(64), job.world_size, job.rank, seed=3)  # type: ignore[arg-type]
         plain.set_epoch(epoch)
@@ -389,8 +454,11 @@ def not_numbers(job: distrib.Job) -> None:
         optimizer.step()
     turn = nn.Module()
     turn.weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    turn.forward = lambda factor: (turn.weight * factor).abs().sum()  # type: ignore[assignment]
+    turn.forward = lambda factor: (turn.weight.conj() * factor).abs().sum()  # type: ignore[assignment]
     model, optimizer = made(job, turn)
+    model(torch.tensor(1j)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
     model(float("nan") if job.rank else 1.0).backward()
     with refused("the gradient of weight is nan or infinite on rank 1"):
         optimizer.step()
