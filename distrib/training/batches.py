@@ -146,7 +146,7 @@ class ShardedLoader(Iterable[Any]):
         self._sampler: Any = inner if sharing is None else sharing
         self._epoch_set: Any = getattr(self._sampler, "epoch", None)
         """What the sampler's epoch was set to, or was at first."""
-        if sharing is not None and isinstance(self._epoch_set, int):
+        if sharing is not None and isinstance(self._epoch_set, int) and self._epoch_set > 0:
             self._epochs.next = self._epoch_set
         if self.is_stream:
             self._loader = loader
