@@ -206,7 +206,7 @@ def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:
     least = f"--min-hosts {options.min_hosts}"
     if options.min_hosts > len(plan.hosts):
         raise ConfigError(f"{least}: the job has {len(plan.hosts)} host(s)", hint="ask for fewer, or give more hosts")
-    if options.no_check or engines.runtime(plan.engine).remote(plan) is None:
+    if engines.way_to_ask(plan, no_check=options.no_check) is None:
         why = "--no-check asks no host whether it is fit" if options.no_check else engines.NOT_ASKED
         raise ConfigError(f"{least}: {why}", hint=f"leave out {least.split()[0]}")
 

@@ -91,7 +91,7 @@ class Mean:
             self._counted.clear()
             self._done, self._gathered = 0, 0.0
         else:
-            self._unit = self._unit if self._done else self._all
+            self._unit = self._present_unit
             self._take_up()
             self._gathered += self._all / self._unit
             self._done += 1
@@ -143,8 +143,7 @@ class Mean:
             if not self.last or gradient is None:  # None: of an output that the loss does not use
                 return None
             self._hand_over(self.models.get(parameter, -1))
-            unit = self._unit if self._done else self._all
-            weight = self._own * self._ranks / unit
+            weight = self._own * self._ranks / self._present_unit
             kept = self._kept.get(parameter)
             if kept is None or not self._given[parameter].is_lost(parameter, self._pass):
                 return gradient * (weight * self._share)
@@ -155,7 +154,11 @@ class Mean:
     @property
     def _share(self) -> float:
         """What a sum of the group's gradients is multiplied with, so that it is their mean."""
-        return 1 / (self._gathered + self._all / (self._unit if self._done else self._all))
+        return 1 / (self._gathered + self._all / self._present_unit)
+
+    @property
+    def _present_unit(self) -> float:
+        return self._unit if self._done else self._all
 
     def before_step(self) -> None:
         """No more gradients will come before the step. Where they are exchanged, what was gathered and not given waits for the next

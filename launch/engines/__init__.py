@@ -73,6 +73,11 @@ def runtime(name: str) -> Runtime:
     return cast(Runtime, importlib.import_module(f"{__name__}.{name}"))
 
 
+def way_to_ask(plan: LaunchPlan, *, no_check: bool) -> Remote | None:
+    """How the plan's hosts are asked before it starts; None where they are not, as the user wants it so, or they are not ours yet."""
+    return None if no_check else runtime(plan.engine).remote(plan)
+
+
 def default(hosts_given: bool, environ: Mapping[str, str]) -> str:
     """The engine where none was asked for: inside Slurm's allocation, if its hosts are used, Slurm's own, else mpirun."""
     from distrib_launch.engines import srun

@@ -38,11 +38,6 @@ def admit(
     return _Admission(options, console, replan, prepare, connections).run(plan)
 
 
-def asks(plan: LaunchPlan, options: argparse.Namespace) -> bool:
-    """Whether hosts are asked what they are before the start."""
-    return not options.no_check and engines.runtime(plan.engine).remote(plan) is not None
-
-
 class _Admission:
     """The hosts that were prepared, and those that were left out."""
 
@@ -63,8 +58,8 @@ class _Admission:
     def run(self, plan: LaunchPlan) -> tuple[LaunchPlan, list[str]]:
         self._check_count(plan, "in the hostfile, which is another now,")
         plan = self._ready(plan)
-        remote = engines.runtime(plan.engine).remote(plan)
-        if self.options.no_check or remote is None:
+        remote = engines.way_to_ask(plan, no_check=self.options.no_check)
+        if remote is None:
             self._refuse_interface()
             return plan, self._told(plan, [])
         question = survey.question_of(plan)

@@ -64,10 +64,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return [check for check in self.checks if check.status == "error"]
 
     @property
-    def warnings(self) -> list[Check]:
-        return [check for check in self.checks if check.status == "warning"]
-
-    @property
     def bad_hosts(self) -> tuple[str, ...]:
         bad = {check.host for check in self.errors}
         return tuple(host for host in self.hosts if host in bad)

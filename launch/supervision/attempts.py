@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from distrib_launch import job, openfiles, results, signals
+from distrib_launch import engines, job, openfiles, results, signals
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
 from distrib_launch.plan import HostPlan, LaunchPlan, without_secrets
@@ -194,7 +194,7 @@ class Attempts:
                 script_input=self.script_input,
                 input_ranks=self.input_ranks,
                 keep_value=bool(self.script_input or options.profile),
-                asked=admission.asks(plan, options),
+                asked=engines.way_to_ask(plan, no_check=options.no_check) is not None,
             )
             supervisor.warnings += warnings
             if plan.outlook and plan.outlook.warning:
