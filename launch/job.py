@@ -98,25 +98,46 @@ def make_plan(
     started `again` of the last one.
     """
     import msgspec
-    from distrib_launch import alone, choose, engines, results, sync, training
+    from distrib_launch import engines
     from distrib_launch import plan as planning
     from distrib_launch.engines import kubernetes
     from distrib_launch.preflight import network
 
     _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
-    script = Path(options.script)
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
-    if engine != "kubernetes" and not options.module and not script.is_file():
-        hint = "options of distrib-launch stand before the script, the script's own after it"
-        if _PYTHON.fullmatch(script.name):
-            hint = _NO_PYTHON
-        raise ConfigError(f"{options.script}: {'is a directory' if script.is_dir() else 'no such script'}", hint=hint)
-    if engine != "kubernetes" and not options.module:
-        _refuse_other_languages(script)
+    in_image = engine == "kubernetes"
+    if not in_image and not options.module:
+        _check_script(options.script)
     if options.interface:
         network.named(options.interface)  # refused before anything is planned where it cannot be
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
+    wanted = _wanted(options, engine, without, fewer=again or bool(without))
+    if before:
+        wanted = msgspec.structs.replace(
+            wanted,
+            run=before.run,
+            restarts=before.restarts + again,
+            job=wanted.job if again else before.job,
+        )
+    if in_image:
+        wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
+    here = this_machine(wanted.environment)
+    plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
+    plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
+    if options.min_hosts and not before and not in_image:
+        _check_min_hosts(options, plan)
+    if options.only_rank is not None and not before and not 0 <= options.only_rank < plan.world_size:
+        raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
+    return plan
+
+
+def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], *, fewer: bool) -> Options:
+    """What the command's options ask for, apart from the hosts; `fewer`: whether ranks may be missing where --min-hosts is given."""
+    import msgspec
+    from distrib_launch import choose, results, sync, training
+    from distrib_launch import plan as planning
+
     environment = planning.forwarded(os.environ, options.env)
     if options.profile:
         from distrib_launch import profile
@@ -124,8 +145,8 @@ def make_plan(
         environment |= profile.prepare(options)
     run_dir = results.choose_run_dir(options.run_dir, options.script)
     folder = sync.check_folder(options.sync) if options.sync is not None else None
-    wanted = planning.Options(
-        script=options.script if options.module else str(script.absolute()),
+    return planning.Options(
+        script=options.script if options.module else str(Path(options.script).absolute()),
         module=options.module,
         arguments=tuple(options.arguments),
         interpreter=sys.executable,
@@ -141,44 +162,45 @@ def make_plan(
             choose.wishes_of(options),
             spread=options.spread,
             without=tuple(without),
-            fewer=options.min_hosts is not None and (again or bool(without)),
+            fewer=options.min_hosts is not None and fewer,
         ),
         bind=options.bind,
         grace_seconds=options.grace,
         sync=str(folder) if folder else None,
         max_restarts=options.max_restarts,
     )
-    if before:
-        wanted = msgspec.structs.replace(
-            wanted,
-            run=before.run,
-            restarts=before.restarts + again,
-            job=wanted.job if again else before.job,
-        )
-    if engine == "kubernetes":
-        wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    here = this_machine(environment)
-    plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
+
+
+def _notes(
+    options: argparse.Namespace, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None
+) -> list[str]:
+    """What the command line and the script, beside the plan itself, are to be told."""
+    from distrib_launch import alone
+
     notes = []
     if topology and hosts and (note := _not_described(topology, hosts)):
         notes.append(note)
-    if (
-        options.hosts is None
-        and options.ranks is None
-        and (late := [w for w in options.arguments if w in ("-np", "-H")])
-    ):
+    late = [word for word in options.arguments if word in ("-np", "-H")]
+    if late and options.hosts is None and options.ranks is None:
         notes.append(
             f"{late[0]} after the script is an argument of the script; what is for distrib-launch stands before it"
         )
-    if plan.world_size > 1 and not options.module and alone.trains_alone(script):
+    if plan.world_size > 1 and not options.module and alone.trains_alone(Path(options.script)):
         notes.append(alone.NOTE.format(script=options.script, copies=plan.world_size))
-    if notes:
-        plan = msgspec.structs.replace(plan, notes=(*plan.notes, *notes))
-    if options.min_hosts and not before and engine != "kubernetes":
-        _check_min_hosts(options, plan)
-    if options.only_rank is not None and not before and not 0 <= options.only_rank < plan.world_size:
-        raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
-    return plan
+    return notes
+
+
+def _check_script(given: str) -> None:
+    """Raises ConfigError where it is no Python script."""
+    script = Path(given)
+    if script.is_file():
+        _refuse_other_languages(script)
+        return
+    hint = "options of distrib-launch stand before the script, the script's own after it"
+    raise ConfigError(
+        f"{given}: {'is a directory' if script.is_dir() else 'no such script'}",
+        hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
+    )
 
 
 def _refuse_other_languages(script: Path) -> None:
@@ -224,17 +246,17 @@ def _with_outlook(
     from distrib_launch import outlook as outlooks
     from distrib_launch import plan as planning
 
-    outlook, strategy = None, plan.strategy
-    notes: tuple[str, ...] = ()
+    notes, outlook = plan.notes, None
     if outlooks.is_wanted(options):
         from distrib_launch.outlook import before
 
-        outlook, strategy, notes = before.look(plan, options, topology)
-    if strategy != plan.strategy:
-        plan = planning.make_plan(msgspec.structs.replace(wanted, strategy=strategy), hosts, topology, here)
+        look = before.look(plan, options, topology)
+        if look.strategy != plan.strategy:
+            plan = planning.make_plan(msgspec.structs.replace(wanted, strategy=look.strategy), hosts, topology, here)
+        notes, outlook = (*plan.notes, *look.notes), look.outlook
     return msgspec.structs.replace(
         plan,
-        notes=(*plan.notes, *notes),
+        notes=notes,
         topology=topology.source if topology else None,
         outlook=outlook,
         warn_below=options.warn_below,

@@ -12,21 +12,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch import choose, engines, roles, training
+from distrib_launch.hostplan import HostPlan, plan_hosts
 from distrib_launch.options import GRACE_SECONDS
 from distrib_launch.outlook.record import Outlook
 from distrib_launch.ranges import ranges
 from distrib_launch.rank import placement
 
 from distrib import strategy as strategies
-from distrib.cluster.hostfile import Host, HostList
-from distrib.cluster.hostlist import MAX_SLOTS
-from distrib.cluster.node import name_hosts
-from distrib.cluster.slurm import SOURCE as SLURM
+from distrib.cluster.hostfile import HostList
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
-    from distrib.cluster.topology import Gpus, Topology
+    from distrib.cluster.topology import Topology
 
 FORWARDED_PREFIXES = (
     "NCCL_",
@@ -104,31 +102,6 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
     names: frozenset[str] = frozenset({"localhost"})
     gpus: int = 0
     machine: placement.Machine | None = None
-
-
-class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's part: how to reach it and how many ranks it runs, of which the last `servers` are parameter servers."""
-
-    name: str
-    ranks: int
-    servers: int = 0
-    user: str | None = None
-    port: int | None = None
-    python: str | None = None
-    """Absolute path of its own interpreter; None where it is the launcher's."""
-    chosen: tuple[int, ...] | None = None
-    """Indices of the GPUs (on a host without any: slots) that were chosen for its ranks, in order."""
-    interface: str | None = None
-    """The network interface that leads to the other hosts, chosen at launch; None where there are no others."""
-    address: str | None = None
-    """That interface's address."""
-    shell: str | None = None
-    """The login shell there, where the host was asked."""
-
-    @property
-    def workers(self) -> int:
-        """The ranks that run the script."""
-        return self.ranks - self.servers
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,119 +197,6 @@ def without_secrets(plan: LaunchPlan) -> LaunchPlan:
     return msgspec.structs.replace(plan, ranks=ranks)
 
 
-def plan_hosts(
-    host_list: HostList | None,
-    topology: Topology | None,
-    wanted: int | None,
-    local_gpus: int,
-    wishes: choose.Wishes = choose.Wishes(),  # noqa: B008 (it is frozen)
-    *,
-    in_step: bool = True,
-) -> tuple[tuple[HostPlan, ...], tuple[Host, ...], tuple[str, ...], dict[str, int | None]]:
-    """Decide how many ranks each host runs.
-
-    Returns the hosts in rank order, those that are left idle, notes for the user, and how many GPUs each may use (None: unknown). `host_list` is
-    None for a run on this machine alone, `wanted` is `-np`, `local_gpus` what this machine shows, `in_step` whether
-    every rank waits for the slowest.
-    """
-    if host_list is None and wishes.include is wishes.exclude is wishes.pool is None:
-        return _plan_this_machine(wanted, local_gpus)
-    if host_list is None:
-        from distrib.cluster.topology import Gpus
-
-        host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source="here", dialect="")
-        known: dict[str, Gpus | None] = {"localhost": Gpus(count=local_gpus)}
-    else:
-        known = {host.name: topology.gpus_of(host.name) if topology else None for host in host_list.hosts}
-    slots = {}
-    for host in host_list.hosts:
-        gpus = known[host.name]
-        unsaid = min((gpus and gpus.count) or 1, host.max_slots or MAX_SLOTS)
-        slots[host.name] = host.slots if host.slots is not None else unsaid
-    choices = choose.choose(host_list.hosts, known, slots, wishes)
-    more = "--ntasks-per-node=N or -np N" if host_list.source == SLURM else ""
-    notes = list(host_list.notes)
-    if wanted is not None and wanted > sum(choice.slots for choice in choices):
-        choices = choose.widen(choices, wanted)
-    else:
-        notes += _notes_on_slots(choices, known, more)
-    total = sum(choice.slots for choice in choices)
-    if wanted is not None and wishes.fewer:
-        wanted = min(wanted, total)
-    if wanted is not None and wanted > total:
-        raise ConfigError(
-            f"{wanted} ranks asked for with -np, but {host_list.source} has {total} slot(s) on {len(choices)} host(s)"
-            + (" after your choice" if wishes.include or wishes.exclude or wishes.pool else ""),
-            hint="ask for fewer, or give the hosts more slots",
-        )
-    shares = choose.share_out(choices, total if wanted is None else wanted, "spread" if wishes.spread else "fill")
-    hosts = []
-    counts: dict[str, int | None] = {}
-    for choice, ranks in shares:
-        host, gpus = choice.host, known[choice.host.name]
-        chosen = choice.indices[:ranks] if choice.indices is not None else None
-        hosts.append(
-            HostPlan(name=host.name, ranks=ranks, user=host.user, port=host.port, python=host.python, chosen=chosen)
-        )
-        count = gpus.count if gpus else None
-        counts[host.name] = len(chosen) if chosen is not None and count else count
-    taken = {host.name for host in hosts}
-    mixed = choose.mixed_pools(choose.pools([choice.host for choice, _ in shares], known)) if in_step else None
-    notes += [mixed] if mixed else []
-    if idle := tuple(choice.host for choice in choices if choice.host.name not in taken):
-        notes.append(f"-np {wanted} leaves {len(idle)} host(s) idle, {idle[0].name} the first of them")
-    return tuple(hosts), idle, tuple(notes), counts
-
-
-def _notes_on_roles(host_list: HostList | None, hosts: Sequence[HostPlan]) -> tuple[str, ...]:
-    """Of hosts for parameter servers in a job that has none."""
-    taken = {host.name for host in hosts}
-    apart = [
-        host.name for host in (host_list.hosts if host_list else ()) if host.role == "server" and host.name in taken
-    ]
-    return tuple(
-        f"{name} has role=server, which --mode async alone heeds: it trains like the others" for name in apart[:1]
-    )
-
-
-def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus | None], more: str) -> list[str]:
-    """What was assumed where nobody said how many slots there are; `more` is how to have more, where not by slots."""
-    notes: list[str] = []
-    bare: list[str] = []
-    for choice in choices:
-        name, gpus = choice.host.name, known[choice.host.name]
-        if choice.host.slots is not None or choice.indices is not None:
-            continue
-        if gpus and gpus.count:
-            notes.append(f"{name}: no slots given; one per GPU of the topology, {gpus.count}")
-        else:
-            bare.append(name)
-    if bare:
-        notes.append(
-            f"{name_hosts(bare)}: no slots given; 1 rank each ({more or f'say {bare[0]}:N or slots=N'} for more)"
-        )
-    return notes
-
-
-def _plan_this_machine(
-    wanted: int | None, gpus: int
-) -> tuple[tuple[HostPlan, ...], tuple[Host, ...], tuple[str, ...], dict[str, int | None]]:
-    notes: list[str] = []
-    ranks = wanted or gpus or 1
-    if wanted is None:
-        notes.append(
-            f"no hosts given: this machine, {gpus} rank(s), one per GPU"
-            if gpus
-            else "no hosts given and no GPU here: this machine, 1 rank (-np N for more, -H for other hosts)"
-        )
-    elif gpus and ranks > gpus:
-        raise ConfigError(
-            f"{ranks} ranks asked for with -np, but this machine shows {gpus} GPU(s)",
-            hint="one rank per GPU; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
-        )
-    return (HostPlan(name="localhost", ranks=ranks),), (), tuple(notes), {"localhost": gpus}
-
-
 def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]:
     """The variables that every rank gets: those whose prefix says so, then `-x NAME` and `-x NAME=VALUE`."""
     chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
@@ -366,69 +226,26 @@ def make_plan(
     with_servers = options.strategy.mode == "async"
     host_list, apart = roles.split_roles(host_list) if with_servers else (host_list, ())
     wishes = msgspec.structs.replace(options.wishes, servers=tuple(host.name for host in apart))
-    hosts, idle, notes, gpus = plan_hosts(host_list, topology, options.ranks, here.gpus, wishes, in_step=in_step)
+    placed = plan_hosts(host_list, topology, options.ranks, here.gpus, wishes, in_step=in_step)
+    hosts, notes = placed.hosts, placed.notes
     if with_servers:
         apart = choose.choose_servers(apart, wishes)
-        hosts = roles.place_servers(hosts, apart, idle, options.strategy.servers)
+        hosts = roles.place_servers(hosts, apart, placed.idle, options.strategy.servers)
         roles.check_replicas(hosts, options.strategy.replicas)
     else:
-        notes += _notes_on_roles(host_list, hosts)
-    world_size = sum(host.workers for host in hosts)
-    job, run = options.job, options.run or options.job
-    common = {
-        **options.environment,
-        "WORLD_SIZE": str(world_size),
-        "ROLE_WORLD_SIZE": str(world_size),
-        "GROUP_WORLD_SIZE": str(len(hosts)),
-        "TORCHELASTIC_RUN_ID": run,
-        "TORCHELASTIC_RESTART_COUNT": str(options.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "DISTRIB_JOB": job,
-        "DISTRIB_MODE": options.strategy.mode,
-        strategies.ENVIRONMENT: strategies.to_environment(options.strategy),
-        "DISTRIB_RUN_DIR": options.run_dir,
-    }
-    if "PYTHONUNBUFFERED" not in common:
-        common["PYTHONUNBUFFERED"] = "1"  # lines arrive when they are printed, not when a buffer is full
-    ranks: list[RankPlan] = []
-    for group, host in enumerate(hosts):
-        count = 0 if cpu_only or not host.workers else gpus[host.name]
-        if count and host.workers > count:
-            raise ConfigError(
-                f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
-            )
-        shares = _shares(host, count, here, options)
-        for local_rank in range(host.workers):
-            rank = len(ranks)
-            environment = {
-                **common,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(host.workers),
-                "GROUP_RANK": str(group),
-                "ROLE_RANK": str(rank),
-            }
-            device = "auto" if count is None else f"cuda:{local_rank}" if count else "cpu"
-            ranks.append(
-                RankPlan(
-                    rank=rank,
-                    host=host.name,
-                    local_rank=local_rank,
-                    role="worker",
-                    device=device,
-                    environment=environment,
-                    cpus=ranges(shares[local_rank].cpus) if shares else None,
-                    threads=shares[local_rank].threads if shares else None,
-                )
-            )
-    ranks += _servers(hosts, common, len(ranks), "OMP_NUM_THREADS" in options.environment)
+        notes += roles.notes_without_servers(host_list, hosts)
+    common = _common_environment(options, hosts)
+    gpus = dict.fromkeys(placed.gpus, 0) if cpu_only else placed.gpus
+    workers = _workers(hosts, gpus, common, here, options)
+    servers = _servers(hosts, common, len(workers), "OMP_NUM_THREADS" in options.environment)
+    ranks = (*workers, *servers)
     notes += training.notes_on(options.strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks}))
-    ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, job)
+    ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
     plan = LaunchPlan(
-        job=job,
-        run=run,
+        job=options.job,
+        run=options.run or options.job,
         restarts=options.restarts,
-        world_size=world_size,
+        world_size=len(workers),
         engine=options.engine,
         command=(),
         script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
@@ -437,7 +254,7 @@ def make_plan(
         mode=options.strategy.mode,
         strategy=options.strategy,
         hosts=hosts,
-        ranks=tuple(ranks),
+        ranks=ranks,
         notes=notes,
         bind=options.bind,
         sync=options.sync,
@@ -447,6 +264,62 @@ def make_plan(
     engine = engines.planner(options.engine)
     plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
+
+
+def _common_environment(options: Options, hosts: Sequence[HostPlan]) -> dict[str, str]:
+    """What every rank finds alike."""
+    world_size = str(sum(host.workers for host in hosts))
+    return {
+        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed, not when a buffer is full
+        **options.environment,
+        "WORLD_SIZE": world_size,
+        "ROLE_WORLD_SIZE": world_size,
+        "GROUP_WORLD_SIZE": str(len(hosts)),
+        "TORCHELASTIC_RUN_ID": options.run or options.job,
+        "TORCHELASTIC_RESTART_COUNT": str(options.restarts),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "DISTRIB_JOB": options.job,
+        "DISTRIB_MODE": options.strategy.mode,
+        strategies.ENVIRONMENT: strategies.to_environment(options.strategy),
+        "DISTRIB_RUN_DIR": options.run_dir,
+    }
+
+
+def _workers(
+    hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], common: Mapping[str, str], here: Here, options: Options
+) -> list[RankPlan]:
+    """The ranks that run the script. Raises ConfigError where a host has fewer GPUs than slots."""
+    found: list[RankPlan] = []
+    for group, host in enumerate(hosts):
+        count = gpus[host.name] if host.workers else 0
+        if count and host.workers > count:
+            raise ConfigError(
+                f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
+            )
+        shares = _shares(host, count, here, options)
+        for local_rank in range(host.workers):
+            rank = str(len(found))
+            environment = {
+                **common,
+                "RANK": rank,
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(host.workers),
+                "GROUP_RANK": str(group),
+                "ROLE_RANK": rank,
+            }
+            found.append(
+                RankPlan(
+                    rank=len(found),
+                    host=host.name,
+                    local_rank=local_rank,
+                    role="worker",
+                    device="auto" if count is None else f"cuda:{local_rank}" if count else "cpu",
+                    environment=environment,
+                    cpus=ranges(shares[local_rank].cpus) if shares else None,
+                    threads=shares[local_rank].threads if shares else None,
+                )
+            )
+    return found
 
 
 def _servers(hosts: Sequence[HostPlan], common: Mapping[str, str], first: int, threads_given: bool) -> list[RankPlan]:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
+from distrib_launch.hostplan import HostPlan
 
 from distrib.cluster.hostfile import Host, HostList
 from distrib.errors import ConfigError
-
-if TYPE_CHECKING:
-    from distrib_launch.plan import HostPlan
 
 COMMAND = ("-m", "distrib.training.parameter_server")
 """What a server runs, after its host's interpreter."""
@@ -36,8 +33,6 @@ def place_servers(
     Without `wanted`: one on every host set apart, or, where there is none, one on every worker's host. With it, as many:
     on the hosts set apart, else on `idle` ones, else beside the workers. Raises ConfigError for too many.
     """
-    from distrib_launch.plan import HostPlan
-
     if wanted is None and not apart:
         return tuple(msgspec.structs.replace(host, ranks=host.ranks + 1, servers=1) for host in workers)
     own = apart or idle
@@ -71,3 +66,14 @@ def check_replicas(hosts: Sequence[HostPlan], replicas: int) -> None:
             "--replicas 1, but there is one parameter server only, and no other to keep its replica",
             hint="use --servers 2 or more, or leave it out",
         )
+
+
+def notes_without_servers(host_list: HostList | None, hosts: Sequence[HostPlan]) -> tuple[str, ...]:
+    """Of hosts for parameter servers in a job that has none."""
+    taken = {host.name for host in hosts}
+    apart = [
+        host.name for host in (host_list.hosts if host_list else ()) if host.role == "server" and host.name in taken
+    ]
+    return tuple(
+        f"{name} has role=server, which --mode async alone heeds: it trains like the others" for name in apart[:1]
+    )

@@ -142,12 +142,15 @@ def test_a_host_that_is_cut_off_ends_its_own_ranks(make_cluster, tmp_path):
     cluster = make_cluster(3)
     process = cluster.popen("n1", launch_command(tmp_path, cluster, JOB, "--mpi", "*:children"))
     wait_for_line(process, "has children")
+    engines_own = [Path(f"/tmp/prted.{pid}") for pid, command in cluster.processes("n2").items() if "/prted" in command]
+    assert any(folder.exists() for folder in engines_own)
     cluster.cut("n2")
     _, err = process.communicate(timeout=50)
     assert process.returncode == 1, err
     assert json.loads((tmp_path / "run/result.json").read_text())["first_failure"]["host"] == "n2"
     # sshd's own session process waits for a wire that does not come back; it is not the job's.
     assert no_job_process_left(cluster, within_seconds=10)
+    assert not any(folder.exists() for folder in engines_own)
 
 
 @pytest.mark.parametrize("victim", ["distrib-launch", "prterun"])

@@ -25,7 +25,8 @@ from distrib_launch.rank import apart
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distrib_launch.plan import HostPlan, LaunchPlan, Options
+    from distrib_launch.hostplan import HostPlan
+    from distrib_launch.plan import LaunchPlan, Options
 
 HOSTFILE = "mpirun-hosts.txt"
 SSH_CONFIG = "ssh_config"

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 NAMED_NODES = 64
 """Of a cluster that does not exist; more of them are the same again, and the model says that it extrapolates."""
 
+UNKNOWN_HOSTS = 16
+"""Up to how many is foretold where nobody says how many there are."""
+
 
 class Job(TypedDict):
     """The arguments of the model that say where a job runs."""
@@ -133,37 +136,44 @@ def question(options: argparse.Namespace) -> Question:
             f"{options.hosts or '--ranks-per-node'}: {most} ranks on a host, and none has more than {MAX_GPUS}",
             hint="lower --ranks-per-node, or the slots in the hostfile",
         )
-    if topology is None:
-        device = None if workload.device == "cpu" else workload.device
-        nodes = options.nodes or _counts(len(hosts) or 16)
-        hosts = hosts or {f"node{n + 1}": _usual(workload) for n in range(min(max(nodes), NAMED_NODES))}
-        if network is None and not networks and max(nodes) > 1:
-            raise ConfigError(
-                "on which network?",
-                hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
-            )
-        most = most or _usual(workload)
-        networks_of = [(each, whatif.imagined(tuple(hosts), most, device, each)) for each in networks]
-        base = networks_of[0][1] if networks and not network else whatif.imagined(tuple(hosts), most, device, network)
-    else:
-        nodes = options.nodes or _counts(len(hosts))
+    nodes = options.nodes or _counts(len(hosts) or UNKNOWN_HOSTS)
+    if max(nodes) > 1 and not network and not networks:
+        _check_wired(topology)
+    if topology:
         if gpudirect and not network and not networks:
             whatif.check_gpudirect(topology)
-        networks_of = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
-        base = topology
-        if not network and not topology.measured and not any(group.nics for group in topology.nodes):
-            if not networks and max(nodes) > 1:
-                raise ConfigError(
-                    f"{topology.source} says nothing of a network",
-                    hint="describe the NICs there, measure the links with distrib-topo probe, or add --network, such as HDR",
-                )
-            network = network or next(iter(networks), None)
-        if gpu or network or gpudirect is not None:
-            base = whatif.changed(topology, gpu, network, gpudirect)
+        compared = [(each, whatif.changed(topology, gpu, each, gpudirect)) for each in networks]
+        assumed = network or (None if _tells_of_wires(topology) else next(iter(networks), None))
+        asked = bool(gpu or assumed or gpudirect is not None)
+        base = whatif.changed(topology, gpu, assumed, gpudirect) if asked else topology
+    else:
+        hosts = hosts or {f"node{n + 1}": _usual(workload) for n in range(min(max(nodes), NAMED_NODES))}
+        device = None if workload.device == "cpu" else workload.device
+        most = most or _usual(workload)
+        compared = [(each, whatif.imagined(tuple(hosts), most, device, each)) for each in networks]
+        base = whatif.imagined(tuple(hosts), most, device, network or next(iter(networks), None))
     return Question(
         workload=workload, topology=base, hosts=tuple(hosts), nodes=nodes, efficiency=options.efficiency,
-        ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(networks_of),
+        ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(compared),
     )  # fmt: skip
+
+
+def _tells_of_wires(topology: Topology) -> bool:
+    return bool(topology.measured) or any(group.nics for group in topology.nodes)
+
+
+def _check_wired(topology: Topology | None) -> None:
+    """Raises ConfigError where nobody has said what joins the hosts."""
+    if topology is None:
+        raise ConfigError(
+            "on which network?",
+            hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
+        )
+    if not _tells_of_wires(topology):
+        raise ConfigError(
+            f"{topology.source} says nothing of a network",
+            hint="describe the NICs there, measure the links with distrib-topo probe, or add --network, such as HDR",
+        )
 
 
 def _compared_networks(given: str, gpudirect: bool | None) -> list[Network]:

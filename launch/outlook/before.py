@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 WORTH = 0.02
 """What a strategy must gain, as a part of the ideal speed, to be worth a word."""
 
+_UNKNOWN = "mode auto needs to know the workload (--profile measures it, --workload names it); the default is used"
+
 
 def find_workload(
     options: argparse.Namespace, topology: Topology | None, hosts: Sequence[str]
@@ -50,18 +52,24 @@ def find_workload(
     return workload_of(given, None, first_kind(topology, hosts), None, hint=hint), origin
 
 
-def look(
-    plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None
-) -> tuple[Outlook | None, Strategy, tuple[str, ...]]:
-    """What to expect of the plan, the strategy to run it with, and notes for the user.
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """The strategy to run a plan with, what is to be expected of it (None: nothing can be said), and notes for the user."""
+
+    strategy: Strategy
+    outlook: Outlook | None = None
+    notes: tuple[str, ...] = ()
+
+
+def look(plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None) -> Look:
+    """Look ahead at the job of this plan.
 
     Raises ConfigError for a workload that was asked for and cannot be; where the model cannot tell, a note says why.
     """
     auto = options.mode == "auto"
-    strategy = plan.strategy
 
-    def nothing(why: object) -> tuple[None, Strategy, tuple[str, ...]]:
-        return None, strategy, (f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else ""),)
+    def nothing(why: object) -> Look:
+        note = f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else "")
+        return Look(strategy=plan.strategy, notes=(note,))
 
     try:
         found = find_workload(options, topology, [host.name for host in plan.hosts])
@@ -70,52 +78,37 @@ def look(
             raise
         return nothing(error)
     if found is None:
-        if auto:
-            return (
-                None,
-                strategy,
-                (
-                    "mode auto needs to know the workload (--profile measures it, --workload names it); the default is used",
-                ),
-            )
-        return None, strategy, ()
+        return Look(strategy=plan.strategy, notes=(_UNKNOWN,) if auto else ())
     if plan.world_size == 1:
-        return None, strategy, ()
-    workload, source = found
-    devices = {rank.device.partition(":")[0] for rank in plan.ranks}
-    if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
-        other = "GPUs" if "cuda" in devices else "CPUs"
-        return nothing(f"{source} is of {workload.device}, the ranks run on {other}")
+        return Look(strategy=plan.strategy)
+    try:
+        return _foresee(plan, options, topology, *found)
+    except DistribError as error:
+        return nothing(error)
+
+
+def _foresee(
+    plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None, profiled: Workload, source: str
+) -> Look:
+    """What the model says. Raises DistribError where it cannot tell."""
+    auto = options.mode == "auto"
+    workload = _on_ranks(plan, profiled, source)
+    notes = note_on_processors(profiled, workload)
+    strategy, as_placed = plan.strategy, _as_placed(plan, workload)
     working = [host for host in plan.hosts if host.workers]
     hosts = tuple(host.name for host in working)
     each = tuple(host.workers for host in working)
-    profiled = workload
-    threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
-    if threads:
-        workload = workloads.on_processors(workload, min(threads))
-    notes = note_on_processors(profiled, workload)
-
-    as_placed = msgspec.structs.replace(strategy, servers=_servers_apart(plan))
-    if as_placed.servers and len(working) == 1:
-        return nothing("the servers are on other hosts than the only one with workers")
-    if workload.device != "cpu":  # NCCL chooses its own way there
-        as_placed = msgspec.structs.replace(as_placed, all_reduce="auto")
-    try:
-        foretold = foretell(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
-        advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
-        if auto:
-            strategy, foretold, why = _choose(strategy, foretold, advice)
-            notes += (why,)
-        few = (
-            fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
-            if topology
-            else None
-        )
-        limit = None
-        if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
-            limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
-    except DistribError as error:
-        return nothing(error)
+    foretold = foretell(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    if auto:
+        strategy, foretold, why = _choose(strategy, foretold, advice)
+        notes += (why,)
+    few = None
+    if topology:
+        few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
+    limit = None
+    if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
+        limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
     # With what was chosen otherwise the option would be refused, or mean other ranks.
     restricted = any((options.ranks, options.include, options.exclude, options.spread, options.min_hosts))
     warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
@@ -133,7 +126,27 @@ def look(
         expected_error=(foretold.expected_error**2 + workload.expected_error**2) ** 0.5,
         warning=warning,
     )
-    return outlook, strategy, notes
+    return Look(strategy=strategy, outlook=outlook, notes=notes)
+
+
+def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
+    """The workload with the processors that ranks have. Raises ConfigError for one of other devices than theirs."""
+    devices = {rank.device.partition(":")[0] for rank in plan.ranks}
+    if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
+        other = "GPUs" if "cuda" in devices else "CPUs"
+        raise ConfigError(f"{source} is of {workload.device}, the ranks run on {other}")
+    threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
+    return workloads.on_processors(workload, min(threads)) if threads else workload
+
+
+def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
+    """The plan's strategy as the model counts. Raises ConfigError where that knows no such placement."""
+    servers = _servers_apart(plan)
+    if servers and sum(host.workers > 0 for host in plan.hosts) == 1:
+        raise ConfigError("the servers are on other hosts than the only one with workers")
+    as_placed = msgspec.structs.replace(plan.strategy, servers=servers)
+    # NCCL chooses its own way between GPUs.
+    return as_placed if workload.device == "cpu" else msgspec.structs.replace(as_placed, all_reduce="auto")
 
 
 def _servers_apart(plan: LaunchPlan) -> int | None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from distrib_launch import engines
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
-from distrib_launch.plan import HostPlan, LaunchPlan
+from distrib_launch.hostplan import HostPlan
+from distrib_launch.plan import LaunchPlan
 from distrib_launch.preflight import survey
 from distrib_launch.preflight.checks import folded
 from distrib_launch.preflight.connections import Connections

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import msgspec
 from distrib_launch import engines
-from distrib_launch.plan import HostPlan, LaunchPlan
+from distrib_launch.hostplan import HostPlan
+from distrib_launch.plan import LaunchPlan
 from distrib_launch.preflight import judge
 from distrib_launch.preflight.ask import Answer, Target, ask_all
 from distrib_launch.preflight.checks import Check, Status, Want, Way, error, folded, full_table, warning

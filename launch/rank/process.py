@@ -263,6 +263,11 @@ class Rank:
                 parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
             if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
                 os.kill(parent, signal.SIGKILL)
+                folder = Path(self.environ.get("PMIX_SERVER_TMPDIR", ""))
+                if folder.name == f"prted.{parent}":
+                    import shutil  # what takes long to load is loaded when it is needed
+
+                    shutil.rmtree(folder, ignore_errors=True)
 
     # -- the script ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import msgspec
 from distrib_launch import engines, job, openfiles, results, signals
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
-from distrib_launch.plan import HostPlan, LaunchPlan, without_secrets
+from distrib_launch.hostplan import HostPlan
+from distrib_launch.plan import LaunchPlan, without_secrets
 from distrib_launch.preflight import admission
 from distrib_launch.preflight.connections import Connections
 from distrib_launch.results import Attempt, Result
