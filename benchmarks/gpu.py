@@ -125,6 +125,10 @@ def train(options: argparse.Namespace) -> None:
         job._backend = Wrapping(job._backend.strategy, job._backend.world, device)
         model, optimizer, loader = job.prepare(*make())
         assert isinstance(model, DistributedDataParallel)
+        # What a rank of several does for the others: to be able to name the rank of a nan.
+        watch = job._steps[-1]
+        watch._finite._together = True
+        watch.pair(job._models)
         contenders["distrib, wrapped"] = steps_of(model, optimizer, iter(loader))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.turns + 1):

@@ -32,20 +32,30 @@ settings.register_profile("untimed", deadline=None, suppress_health_check=[Healt
 settings.load_profile("untimed")
 
 
-def pytest_configure() -> None:
+HAS_GPU = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
+
+
+def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = str(os.getpid())
+    if HAS_GPU and not _is_for_gpus(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the other tests are of CPUs, and have more ranks than there are GPUs
     if os.environ.get("DISTRIB_TEST_CLUSTER") == "required" and (why := why_unavailable()):
         pytest.exit(f"the virtual cluster is required but cannot be built here: {why}", returncode=3)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _is_for_gpus(config: pytest.Config) -> bool:
+    return "gpu" in str(config.getoption("markexpr")).split()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     why = why_unavailable()
+    no_gpu = "" if HAS_GPU and _is_for_gpus(config) else "pytest -m gpu runs it" if HAS_GPU else "no NVIDIA GPU here"
     items.sort(key=lambda item: "alone" in item.keywords)  # the others need not wait for these
     for item in items:
         if "cluster" in item.keywords and why:
             item.add_marker(pytest.mark.skip(reason=f"no virtual cluster: {why}"))
-        if "gpu" in item.keywords and not Path("/dev/nvidiactl").exists():
-            item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+        if "gpu" in item.keywords and no_gpu:
+            item.add_marker(pytest.mark.skip(reason=no_gpu))
 
 
 def our_processes() -> dict[int, str]:

@@ -172,6 +172,26 @@ def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
     assert [(gpu.index, gpu.minor) for gpu in own_inventory(Question()).gpus] == [(0, 0)]  # as CUDA counts
 
 
+@pytest.mark.parametrize(
+    "question", ["nvmlDeviceGetMinorNumber", "nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetUUID"]
+)
+@pytest.mark.parametrize(
+    "refusal", [pynvml.NVMLError_Unknown, pynvml.NVMLError_InsufficientSize, pynvml.NVMLError_FunctionNotFound]
+)
+def test_what_only_informs_refuses_no_gpu(nvml, question, refusal):
+    nvml(question, refuse(refusal))
+    facts = own_inventory(Question())
+    assert facts.nvml_error is None and [gpu.kind for gpu in facts.gpus] == ["NVIDIA H200"] * 2
+
+
+def test_from_ada_on_gpus_tell_how_much_warmer_they_may_get(nvml):
+    nvml("nvmlDeviceGetTemperatureV", lambda index, sensor: 41)
+    nvml("nvmlDeviceGetTemperatureThreshold", refuse(pynvml.NVMLError_NotSupported))
+    nvml("nvmlDeviceGetMarginTemperature", lambda index: 46)
+    health = own_inventory(Question()).gpus[0].health
+    assert (health.temperature_celsius, health.slowdown_celsius) == (41, 87)
+
+
 def test_what_nvml_tells_of_a_gpus_health(nvml):
     def link(index, number):
         if number >= 4:
@@ -492,6 +512,10 @@ def test_who_holds_gpu_memory():
     assert "5 GiB held by process 41 of ada (python old.py), which nvidia-smi does not list" in reason
     assert "kill 41" in found["n4", "gpu memory"].fix
     assert "42" not in reason  # GPU 3 is not the job's
+    foreign = GpuHolder(pid=43, user=None, command="", gpus=(1,), memory_bytes=None, listed=True)
+    found = judged(gpu_hosts(gpus=gpus(4, used_bytes=5 * GIB), gpu_holders=(foreign,)), ranks=2)
+    assert "that cannot be seen from there (NVML calls it 43)" in found["n4", "gpu memory"].reason
+    assert "kill" not in found["n4", "gpu memory"].fix
 
 
 def test_a_job_on_cpus_does_not_care_for_gpus():

@@ -49,6 +49,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     used_memory_bytes: int | None
     bus_id: str | None
     numa_node: int | None
+    uuid: str | None = None
     problem: str | None = None
     """Why NVML says nothing of it."""
     pcie: str | None = None

@@ -219,10 +219,10 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
     # Parts of a GPU (MIG), integrated ones and those under WSL refuse some questions, and work.
     refusals = pynvml.NVMLError_NotSupported, pynvml.NVMLError_NoPermission
 
-    def asked(question: Any, otherwise: Any) -> Any:
+    def asked(question: Any, otherwise: Any, bearing: Any = refusals) -> Any:
         try:
             return question()
-        except refusals:
+        except bearing:
             return otherwise
 
     try:
@@ -240,12 +240,14 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                              "bus_id": None, "numa_node": None, "problem": str(problem)})  # fmt: skip
                 continue
             bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
-            gpus.append({"index": index, "minor": asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1),
+            minor = asked(lambda device=device: pynvml.nvmlDeviceGetMinorNumber(device), -1, pynvml.NVMLError)
+            uuid = asked(lambda device=device: pynvml.nvmlDeviceGetUUID(device), None, pynvml.NVMLError)
+            gpus.append({"index": index, "minor": minor, "uuid": uuid.decode() if isinstance(uuid, bytes) else uuid,
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_of(bus), "pcie": pcie_of(f"/sys/bus/pci/devices/{bus}"),
                          "nvlink_to": nvlink_ends(pynvml, device), "health": gpu_health(pynvml, device)})  # fmt: skip
-            for process in asked(lambda device=device: running(pynvml, device), []):
+            for process in asked(lambda device=device: running(pynvml, device), [], pynvml.NVMLError):
                 used = process.usedGpuMemory
                 listed.setdefault(int(process.pid), {})[index] = 0 if used is None else int(used)
     finally:
@@ -262,11 +264,14 @@ FABRIC_UNREADY = (1, 2)
 def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
     """What may make a GPU slower than others of its kind, or end a job; None where it, its driver or the binding does not tell."""
 
-    def told(question: Any) -> Any:
-        try:
-            return question()
-        except Exception:  # whatever a driver or a binding makes of it, the GPU works
-            return None
+    def told(*questions: Any) -> Any:
+        """The first answer: NVML has had several names for some of this."""
+        for question in questions:
+            try:
+                return question()
+            except Exception:  # whatever a driver or a binding makes of it, the GPU works
+                continue
+        return None
 
     links = []
     for link in range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18)):
@@ -274,7 +279,18 @@ def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
         if state is None:
             break
         links.append(bool(state))
-    reasons = told(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device)) or 0
+    reasons = told(
+        lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(device),
+        lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(device),
+    )
+    celsius = told(
+        lambda: pynvml.nvmlDeviceGetTemperatureV(device, pynvml.NVML_TEMPERATURE_GPU),
+        lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU),
+    )
+    slowdown = told(
+        lambda: pynvml.nvmlDeviceGetTemperatureThreshold(device, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN),
+        lambda: celsius + pynvml.nvmlDeviceGetMarginTemperature(device),  # from Ada on thresholds may not be told
+    )
     remapped = told(lambda: pynvml.nvmlDeviceGetRemappedRows(device)) or (0, 0, 0, 0)
     limits = (
         told(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(device)),
@@ -283,13 +299,11 @@ def gpu_health(pynvml: Any, device: Any) -> dict[str, Any]:
     return {
         "nvlinks_up": sum(links) if links else None,
         "nvlinks": len(links) or None,
-        "slowed_by": sorted({why for bit, why in SLOWED.items() if reasons & bit}),
+        "slowed_by": sorted({why for bit, why in SLOWED.items() if (reasons or 0) & bit}),
         "power_limit_watts": limits[0] / 1000 if limits[0] else None,
         "usual_power_limit_watts": limits[1] / 1000 if limits[1] else None,
-        "temperature_celsius": told(lambda: pynvml.nvmlDeviceGetTemperature(device, pynvml.NVML_TEMPERATURE_GPU)),
-        "slowdown_celsius": told(
-            lambda: pynvml.nvmlDeviceGetTemperatureThreshold(device, pynvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN)
-        ),
+        "temperature_celsius": celsius,
+        "slowdown_celsius": slowdown,
         "uncorrected_errors": told(
             lambda: pynvml.nvmlDeviceGetTotalEccErrors(
                 device, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC

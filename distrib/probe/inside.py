@@ -157,6 +157,7 @@ def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -
         stream.synchronize()
         while not rates or (len(rates) < REPETITIONS and spent < seconds):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            target.copy_(source, non_blocking=True)  # it is at work while it is told of those that count
             begin.record(stream)
             for _ in range(COPIES):
                 target.copy_(source, non_blocking=True)

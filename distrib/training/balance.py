@@ -187,6 +187,8 @@ class _GpuClock(_Clock):
         self._ticked = False
 
     def tick(self, gradient: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():  # events of a CUDA graph tell no time
+            return
         self._end.record()
         self._ticked = True
 

@@ -411,9 +411,10 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
     if isinstance(batch, torch.Tensor):
         if not which(batch):
             return batch
-        return batch.to(device, non_blocking=device.type == "cuda" and batch.device.type == "cpu" and batch.is_pinned())
+        leaves = device.type == "cuda" and batch.device.type == "cpu"
+        return batch.to(device, non_blocking=leaves and _is_pinned(batch))
     if isinstance(batch, PackedSequence):
-        return batch.to(device)  # type: ignore[arg-type]
+        return batch.to(device, non_blocking=_is_pinned(batch))  # type: ignore[arg-type]
     if type(batch) is dict:
         return {key: one(value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -423,9 +424,11 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
     # Of a mapping the class is asked: attributes of it may be its keys.
     where = type(batch) if isinstance(batch, MutableMapping) else batch
     if callable(getattr(where, "to", None)) and not isinstance(batch, (type, nn.Module)):
-        with contextlib.suppress(TypeError):  # one that goes to other things than devices
-            there = batch.to(device)
-            return batch if there is None else there
+        # From memory that is not pinned torch waits all the same. Some know no such word, and some go to other things than devices.
+        for words in ({"non_blocking": True}, {}):
+            with contextlib.suppress(TypeError):
+                there = batch.to(device, **words)
+                return batch if there is None else there
         return batch
     if isinstance(batch, MutableMapping):
         mapping = copy.copy(batch)
@@ -438,3 +441,9 @@ def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool
             object.__setattr__(changed, field.name, one(getattr(batch, field.name)))  # also where it is frozen
         return changed
     return batch
+
+
+def _is_pinned(batch: torch.Tensor | PackedSequence) -> bool:
+    with contextlib.suppress(RuntimeError, TypeError):  # of kinds of tensors that cannot tell, such as masked ones
+        return batch.is_pinned()
+    return False

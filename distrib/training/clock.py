@@ -30,9 +30,11 @@ class Clock:
         self._cuda = device.type == "cuda"
 
     def mark(self) -> Any:
-        """Now, in the order of the device's work."""
+        """Now, in the order of the device's work; None while that is captured as a CUDA graph, whose events tell no time."""
         if not self._cuda:
             return time.perf_counter()
+        if torch.cuda.is_current_stream_capturing():
+            return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -25,7 +25,7 @@ class _Seen(NamedTuple):
 
     step: int
     norms: torch.Tensor
-    names: list[str]
+    parameters: list[torch.Tensor]
     witnesses: list[torch.Tensor]
     verdict: torch.Tensor
     """Whether all norms are finite: of a GPU that is not waited for, on its way into the host's memory."""
@@ -81,6 +81,7 @@ class Finite:
 
         return keep
 
+    @torch.no_grad()
     def after(self, step: int) -> bool:
         """Whether step number `step` may be taken. Raises TrainingError where it may not, naming rank and parameter."""
         if self._on_nan == "ignore":
@@ -90,14 +91,14 @@ class Finite:
         gradients = [_reals(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()
         filled = [number for number, gradient in enumerate(gradients) if gradient.numel()]
-        gradients, names = [gradients[n] for n in filled], [self._name(parameters[n]) for n in filled]
+        gradients, parameters = [gradients[n] for n in filled], [parameters[n] for n in filled]
         if not gradients:
             return True
         late = self._on_nan == "raise" and (self._late or gradients[0].is_cuda)
         # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
         # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
         norms = _norms(gradients, float("inf") if late else 2)
-        seen = _Seen(step, norms, names, witnesses, *_verdict(norms, late=late))
+        seen = _Seen(step, norms, parameters, witnesses, *_verdict(norms, late=late))
         if late:
             self.flush()
             self._waiting = seen
@@ -122,7 +123,8 @@ class Finite:
         return [*witnesses.values()]
 
     def _error(self, seen: _Seen, *, alone: bool = False) -> TrainingError:
-        bad = [name for name, norm in zip(seen.names, seen.norms.tolist(), strict=True) if not math.isfinite(norm)]
+        norms = zip(seen.parameters, seen.norms.tolist(), strict=True)
+        bad = [self._name(parameter) for parameter, norm in norms if not math.isfinite(norm)]
         return TrainingError(
             f"step {seen.step}: the gradient of {_several(bad)} is nan or infinite{self._whose(seen.witnesses, alone=alone)}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
@@ -149,7 +151,6 @@ class Finite:
 
 def _reals(gradient: torch.Tensor) -> torch.Tensor:
     """Its real numbers: of a sparse one those that it has."""
-    gradient = gradient.detach()
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 

@@ -18,11 +18,13 @@ MESSAGE_BYTES = 250 << 20
 
 def broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Makes `tensors` those of rank 0, whatever their types. Every rank."""
-    for part in by_device(tensors):
+    for part in by_device([_real(tensor.detach()) for tensor in tensors]):
         with torch.no_grad():
-            if part[0].is_cuda and {tensor.dtype for tensor in part} <= TYPES_OF_NCCL:
+            if known := [tensor for tensor in part if tensor.is_cuda and tensor.dtype in TYPES_OF_NCCL]:
                 # With the fewest kernels, as DDP does.
-                dist._broadcast_coalesced(dist.group.WORLD, [tensor.detach() for tensor in part], MESSAGE_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+                dist._broadcast_coalesced(dist.group.WORLD, known, MESSAGE_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+                part = [tensor for tensor in part if tensor.dtype not in TYPES_OF_NCCL]
+            if not part:
                 continue
             message = torch.cat([_bytes(tensor) for tensor in part])
             dist.broadcast(message, src=0)

@@ -551,7 +551,7 @@ class Job:
     def log(self, /, **metrics: Any) -> None:
         """Tells the launcher what this rank measured: numbers, strings, or lists and dicts of them.
 
-        Never waits. Raises TrainingError for values of other kinds or beyond 4 KiB.
+        Never waits, but for the GPU where a value is a tensor there. Raises TrainingError for values of other kinds or beyond 4 KiB.
         """
         self._status.metrics(metrics)
 

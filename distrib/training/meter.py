@@ -89,7 +89,7 @@ class Meter:
 
     def _open(self) -> None:
         def ready(_: torch.Tensor) -> None:
-            self._ready = self._clock.mark()
+            self._ready = self._clock.mark()  # none in a CUDA graph, of which nothing is reported
 
         for model in self._models:
             for parameter in model.parameters():

@@ -193,7 +193,8 @@ class Profiler:
                 return original(*arguments, **named)
             finally:
                 self._depth -= 1
-                step.backward = (begin, self._clock.mark())
+                if begin is not None:
+                    step.backward = (begin, self._clock.mark())
 
         return backward
 
@@ -203,8 +204,8 @@ class Profiler:
             return
         size = gradient.numel() * gradient.element_size()
         self._gradients[name] = (gradient.numel(), str(gradient.dtype).removeprefix("torch."), size)
-        if self._step:
-            self._step.ready[name] = self._clock.mark()
+        if self._step and (mark := self._clock.mark()) is not None:
+            self._step.ready[name] = mark
 
     def _step_ends(self) -> None:
         now, children_seconds = self._clock.mark(), _processor_seconds_of_children()

@@ -278,8 +278,8 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
                 continue
             if holders:
                 who = ", ".join(_holder(holder) for holder in holders[:3])
-                pids = " ".join(str(holder.pid) for holder in holders)
-                fix = f"if nobody needs them: ssh {host} kill {pids}"
+                pids = " ".join(str(holder.pid) for holder in holders if holder.user is not None)
+                fix = f"if nobody needs them: ssh {host} kill {pids}" if pids else "end them where they were started"
             else:
                 file = f"/dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}"
                 who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v {file}"
@@ -360,6 +360,10 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 def _holder(holder: GpuHolder) -> str:
     hidden = "" if holder.listed else ", which nvidia-smi does not list"
+    if (
+        holder.user is None
+    ):  # of another container, or the host of this one: NVML names it by a number that means nothing here
+        return f"a process that cannot be seen from there (NVML calls it {holder.pid})"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
 
 

@@ -23,7 +23,7 @@ from distrib_launch.preflight.reach import Callee, Round, call_all, explain, exp
 from distrib_launch.preflight.remote import Remote
 from distrib_launch.preflight.routes import address_of, is_here, own_addresses, own_names, sources
 
-from distrib.cluster.inventory import Inventory, Question, own_inventory
+from distrib.cluster.inventory import Gpu, Inventory, Question, own_inventory
 from distrib.errors import PreflightError
 
 
@@ -297,11 +297,23 @@ def wants_of(plan: LaunchPlan, answers: Answers, environ: Mapping[str, str]) -> 
         listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES", outside) if ranks else None
         indices = None if host.chosen is None else host.chosen
         if listed is not None:
-            visible = [int(part) for part in listed.split(",") if part.strip().isdigit()]
+            visible = _indices(listed, there.gpus if there else ())
             places = indices if indices is not None else range(host.workers)
             indices = tuple(visible[place] for place in places if place < len(visible))
         devices = ("cpu",) if listed == "" else tuple(rank.device for rank in ranks) or ("cpu",)
         found[host.name] = Want(ranks=host.workers or host.servers, devices=devices, gpu_indices=indices)
+    return found
+
+
+def _indices(listed: str, gpus: Sequence[Gpu]) -> list[int]:
+    """The GPUs that CUDA_VISIBLE_DEVICES lists, by index or UUID, up to the first that is none of these, where CUDA stops, too."""
+    found: list[int] = []
+    for name in map(str.strip, listed.split(",")):
+        by_uuid = (gpu.index for gpu in gpus if name.startswith("GPU-") and (gpu.uuid or "").startswith(name))
+        index = int(name) if name.isascii() and name.isdigit() else next(by_uuid, None)
+        if index is None:
+            break
+        found.append(index)
     return found
 
 

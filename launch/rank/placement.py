@@ -8,6 +8,7 @@ what it would decide where the host is this machine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +140,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
     """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        names = [part for part in map(str.strip, chosen.split(",")) if part not in ("", "-1", "NoDevFiles")]
+        names = _listed(chosen)
         # Of the parts of GPUs (MIG) a process sees the first alone, as NVIDIA's user guide of MIG has it.
         return 1 if any(name.startswith("MIG-") for name in names) else len(names)
     with contextlib.suppress(OSError):
@@ -149,16 +150,22 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
+def _listed(visible: str) -> list[str]:
+    """The names in `CUDA_VISIBLE_DEVICES`, up to the first that is no GPU's, where CUDA stops, too."""
+    names = map(str.strip, visible.split(","))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
+
+
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that a process started with `environ` sees, in its own order."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         return list(gpus)
     found = []
-    for name in (part.strip() for part in listed.split(",")):
+    for name in _listed(listed):
         if name.isascii() and name.isdigit():
             found.append(gpus[int(name)] if int(name) < len(gpus) else Gpu("", None))
-        elif name and name != "-1":
+        else:
             found.append(next((gpu for gpu in gpus if gpu.uuid.startswith(name)), Gpu("", None)))
     return found
 

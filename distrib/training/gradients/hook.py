@@ -20,7 +20,6 @@ from distrib.training.gradients.compression import Exact, Origin, PowerSgd, Unit
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Piece
 from distrib.training.gradients.hierarchy import Hierarchy
-from distrib.training.rendezvous import timeout_of_job
 
 SETTLED_STEPS = 3
 """After so many steps DDP has put its buckets into the order of arrival, and what was slow at first is no more. Before, nothing is
@@ -217,7 +216,10 @@ class GpuAveraging(Hook):
     def __init__(self, device: torch.device, strategy: Strategy) -> None:
         super().__init__()
         self._way = way_of(strategy.gradients)
-        self._groups = [dist.new_group(timeout=timeout_of_job()) for _ in range(self._way.stages)]
+        # In the order of all else that NCCL carries: communicators at work at once may wait for each other, and each takes memory.
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups = [world] * self._way.stages
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._scale = 1 / dist.get_world_size()
         self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
