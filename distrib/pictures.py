@@ -29,7 +29,9 @@ def style() -> Any:
     """The context in which figures are made and saved: alike on all machines, letters as letters."""
     from matplotlib import rc_context
 
-    return rc_context({"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib"})
+    return rc_context(
+        {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib", "text.parse_math": False}
+    )
 
 
 def save(figure: Any, path: str) -> None:

@@ -154,7 +154,7 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
 def _as_range(names: Sequence[str]) -> Sequence[str]:
     """`mlx5_[0-3]`, where they are numbered one after the other."""
     folded = fold_hosts(names)
-    return [folded] if "," not in folded else names
+    return [folded] if "," not in folded and folded.count("[") < 2 else names
 
 
 def _range(indices: Iterable[int]) -> str | None:

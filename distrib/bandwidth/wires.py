@@ -15,17 +15,16 @@ from distrib.bandwidth import curves
 from distrib.bandwidth.curves import Curve
 from distrib.bandwidth.workload import Workload
 from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
-from distrib.cluster.links import Link, parse_bus, parse_uplink
+from distrib.cluster.links import Link, parse_bus
 from distrib.cluster.node import NodeGroup
-from distrib.cluster.topology import Switch, Topology
+from distrib.cluster.topology import Topology
 from distrib.cluster.ways import (
     UPLINK_USABLE,
     InsideWay,
     Way,
     inside_link,
     link_between,
-    rate_below,
-    switch_oversubscription,
+    uplink_rate,
     uplinks_between,
 )
 from distrib.errors import ConfigError
@@ -185,19 +184,11 @@ def _uplinks(topology: Topology, way: Way, streams: float) -> list[tuple[float, 
     shared = f" for {streams:g} streams" if streams > 1 else ""
     return [
         (
-            _uplink_rate(topology, switch) / streams,
+            uplink_rate(topology, switch) / streams,
             f"uplink of {switch.name}, {switch.uplink or switch.oversubscription}{shared}",
         )
         for switch in uplinks_between(topology, way.source, way.target)
     ]
-
-
-def _uplink_rate(topology: Topology, switch: Switch) -> float:
-    if switch.uplink is not None:
-        return parse_uplink(switch.uplink)
-    ratio = switch_oversubscription(topology, switch)
-    below = rate_below(topology, switch)
-    return UPLINK_USABLE * below / ratio if ratio > 1 and below else float("inf")
 
 
 # Inside a host

@@ -20,7 +20,9 @@ DataType = Literal["fp32", "tf32", "fp16", "bf16"]
 
 PATH = Path(__file__).with_name("catalog.yaml")
 _VENDOR = re.compile(r"\b(nvidia|amd|radeon)\b")
-_NOT_A_MODEL = re.compile(r"\d+gi?b|sxm\d?|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition")
+_NOT_A_MODEL = re.compile(
+    r"\d+gi?b|sxm\d?|hbm\d|geforce|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition"
+)
 """Words of a GPU's name that others have, too."""
 
 

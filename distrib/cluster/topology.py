@@ -278,8 +278,8 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
 def _line(source: str, path: str) -> int:
     """Where a path stands in a file; 0 where that can no longer be told. Read again, as only errors need it."""
     try:
-        before, _, after = split_measured(read_text(source))
-        return parse(before, source).line(path) if before.strip() else parse(before + after, source).line(path)
+        before, part, after = split_measured(read_text(source))
+        return parse(before + "\n" * part.count("\n") + after, source).line(path)
     except TopologyError:
         return 0
 

@@ -98,16 +98,23 @@ def link_between(topology: Topology, source: str, target: str) -> Way | None:
     known = _catalogued_between(topology, source, target)
     if known is None and not measured:
         return None
+    text, rate = (known.text, known.rate_bytes_per_second) if known else ("", None)
+    if measured and known and known.kind in ("infiniband", "roce"):
+        others = [
+            pair.interface for pair in measured if pair.way == "tcp" and pair.interface not in (None, *known.nics)
+        ]
+        if len(others) == len(measured):  # not the cards that are described
+            text, rate = f"TCP on {others[0]}", None
     latencies = [pair.latency_seconds for pair in measured if pair.latency_seconds is not None]
     bandwidth = sum(pair.bandwidth_bytes_per_second for pair in measured)
     return Way(
         source=source,
         target=target,
         kind=known.kind if known else None,
-        text=known.text if known else "",
+        text=text,
         nics=known.nics if known else (),
         gpudirect=known.gpudirect if known else None,
-        rate_bytes_per_second=known.rate_bytes_per_second if known else None,
+        rate_bytes_per_second=rate,
         bandwidth_bytes_per_second=bandwidth if measured or known is None else known.usable_bytes_per_second,
         latency_seconds=min(latencies) if latencies else known.latency_seconds if known else None,
         oversubscription=_oversubscription(topology, source, target),
@@ -178,6 +185,15 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
     if switch.uplink is None:
         return 1.0
     return max(1.0, rate_below(topology, switch) / parse_uplink(switch.uplink))
+
+
+def uplink_rate(topology: Topology, switch: Switch) -> float:
+    """Bytes per second that what leads up from a switch carries; infinite where nobody says, or it is not narrow."""
+    if switch.uplink is not None:
+        return parse_uplink(switch.uplink)
+    ratio = switch_oversubscription(topology, switch)
+    below = rate_below(topology, switch)
+    return UPLINK_USABLE * below / ratio if ratio > 1 and below else float("inf")
 
 
 def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:

@@ -34,7 +34,7 @@ _FLOAT = re.compile(r"[-+]?((\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]{1,3})?|[0-9
 _SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map", "int", "float", "bool", "null")}
 _WHERE = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key in )?(?P<path>\$[^`]*)`)?", re.DOTALL)
-_STEP = re.compile(r"\.([A-Za-z_$][\w-]*)|\[([0-9]+|\.\.\.)\]")
+_STEP = re.compile(r"\.([\w$][\w-]*)|\[([0-9]+|\.\.\.)\]")
 _BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -225,7 +225,8 @@ def _no_yaml(error: yaml.YAMLError, text: str, source: str) -> TopologyError:
     what = str(getattr(error, "problem", None) or "").strip() or "cannot be read"
     line = mark.line + 1 if mark else 0
     if isinstance(error, yaml.reader.ReaderError):
-        line = text.count("\n", 0, error.position) + 1 if isinstance(error.position, int) else 0
+        before = text.encode()[: error.position] if isinstance(error.position, int) else b""  # libyaml counts bytes
+        line = before.count(b"\n") + 1
         what = str(error.reason)
     lines = text.splitlines()
     shown = lines[line - 1] if 0 < line <= len(lines) else ""

@@ -49,7 +49,11 @@ def main() -> int:
         worker.setup = setup
         lines = sys.stdin.buffer if spec.resumed else ()
         before = [record for line in lines if (record := decode(line))]
-        Leader(comm, worker, spec, hellos, _print, before).run()
+        leader = Leader(comm, worker, spec, hellos, _print, before)
+        leader.run()
+        if leader.is_waited_for:  # by MPI's end, and by the launcher; that a rank has failed ends the job
+            sys.stdout.flush()
+            os._exit(1)
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
         _await(comm, SETUP, START_SECONDS)

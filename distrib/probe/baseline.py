@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from distrib.cluster.groups import SLOWED
-from distrib.cluster.measured import Measured, PairLink
+from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink
 from distrib.probe.cards import ONE_STREAM_BYTES_PER_SECOND
 from distrib.probe.finding import Finding, ranked, rate_text
+from distrib.units import format_duration, format_rate, format_size
 
 WORSE = 0.9
 """Of what a link had; below it the link has become worse."""
@@ -19,16 +20,25 @@ LATENCY_WORSE, LATENCY_SECONDS = 2.0, 50e-6
 LITTLE = 0.5
 """Where a smaller part of the directions can be compared, that is said."""
 
-SPARE = 3
-"""A host with at least so many worse links, and most of them, is told of once."""
+SPARE, MOST = 3, 0.8
+"""A host with at least so many worse links, and so large a part of them, is told of once; so are all hosts."""
 
 
 def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
-    """Findings for links that both probes measured in the same manner and that lost a tenth or more."""
+    """Findings for what both probes measured in the same manner and that lost a tenth or more."""
     links = _compared(before, now)
+    found = _little(links, before, now)
+    for network in sorted({pair.network or "" for _, pair in links}):
+        found += _links([(old, pair) for old, pair in links if (pair.network or "") == network], network, before.when)
+    return ranked([*found, *_copies(before, now), *_collectives(before, now)])
+
+
+def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) -> list[Finding]:
+    """Those of one network, the job's own where it has no name."""
     lost: dict[tuple[str, str], tuple[float, PairLink, PairLink]] = {}
     both: dict[str, set[str]] = {}
-    found = _little(links, before, now)
+    found = []
+    on = f" on {network}" if network else ""
     for old, pair in links:
         both.setdefault(pair.source, set()).add(pair.target)
         both.setdefault(pair.target, set()).add(pair.source)
@@ -40,24 +50,30 @@ def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
             more = pair.latency_seconds - old.latency_seconds
             if more > LATENCY_SECONDS and pair.latency_seconds > LATENCY_WORSE * old.latency_seconds:
                 found.append(_latency(old, pair))
+    if len(both) > SPARE and len(lost) >= MOST * len({(pair.source, pair.target) for _, pair in links}):
+        # Nobody is to blame more than the others.
+        return [*found, _all(tuple(both), [ratio for ratio, _, _ in lost.values()], on, when)]
     while lost:
         peers: dict[str, set[str]] = {}
         for source, target in lost:
             peers.setdefault(source, set()).add(target)
             peers.setdefault(target, set()).add(source)
         host = max(peers, key=lambda name: (len(peers[name]), name))
-        if len(peers[host]) < SPARE or len(peers[host]) < 0.8 * len(both[host]):
+        if len(peers[host]) < SPARE or len(peers[host]) < MOST * len(both[host]):
             break
         mine = [lost.pop(pair) for pair in list(lost) if host in pair]
-        found.append(_host(host, [ratio for ratio, _, _ in mine], before.when))
-    found += [_link(ratio, old, pair, before.when) for ratio, old, pair in lost.values()]
-    return ranked(found)
+        found.append(_host(host, [ratio for ratio, _, _ in mine], on, when))
+    return [*found, *(_link(ratio, old, pair, on, when) for ratio, old, pair in lost.values())]
 
 
 def unchanged(before: Measured, now: Measured) -> str:
     """What is said where nothing became worse."""
     directions = {(new.source, new.target) for _, new in _compared(before, now)}
-    return f"compared with the probe of {before.when}: none of {len(directions)} directions became worse"
+    copies, collectives = (len(list(each(before, now))) for each in (_same_copies, _same_collectives))
+    more = "".join(
+        f", {count} {what}" for count, what in ((copies, "ways inside hosts"), (collectives, "all-reduces")) if count
+    )
+    return f"compared with the probe of {before.when}: none of {len(directions)} directions{more} became worse"
 
 
 def _compared(before: Measured, now: Measured) -> list[tuple[PairLink, PairLink]]:
@@ -112,25 +128,87 @@ def _little(links: Sequence[tuple[PairLink, PairLink]], before: Measured, now: M
     ]  # fmt: skip
 
 
-def _host(host: str, ratios: list[float], when: str) -> Finding:
+def _host(host: str, ratios: list[float], on: str, when: str) -> Finding:
     ratio = statistics.median(ratios)
     return Finding(
         kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-        what=f"{host}: its links have {ratio:.0%} of the bandwidth that they had",
+        what=f"{host}: its links{on} have {ratio:.0%} of the bandwidth that they had",
         evidence=f"{len(ratios)} directions, compared with the probe of {when}",
         advice=f"look at what was changed at {host} since then", hosts=(host,), ratio=ratio, loss=1 - ratio,
     )  # fmt: skip
 
 
-def _link(ratio: float, old: PairLink, new: PairLink, when: str) -> Finding:
+def _link(ratio: float, old: PairLink, new: PairLink, on: str, when: str) -> Finding:
     return Finding(
         kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
         what=f"{new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had "
-        f"({new.way}{', beside others' if new.load == 'together' else ''})",
+        f"({new.way}{on}{', beside others' if new.load == 'together' else ''})",
         evidence=f"{rate_text(new.bandwidth_bytes_per_second)} now, {rate_text(old.bandwidth_bytes_per_second)} on {when}",
         advice="look at what was changed on this way since then", hosts=(new.source, new.target),
         source=new.source, target=new.target, ratio=ratio, loss=(1 - ratio) / 2,
     )  # fmt: skip
+
+
+def _all(hosts: tuple[str, ...], ratios: list[float], on: str, when: str) -> Finding:
+    ratio = statistics.median(ratios)
+    return Finding(
+        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
+        what=f"nearly all links{on} have {ratio:.0%} of the bandwidth that they had",
+        evidence=f"{len(ratios)} directions, compared with the probe of {when}",
+        advice="look at what all hosts share: the switch, the network that is used, a new kernel or other work on it",
+        hosts=hosts, ratio=ratio, loss=1 - ratio,
+    )  # fmt: skip
+
+
+def _same_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, InsideLink]]:
+    """Ways inside hosts that both have; but for copies in memory, which whatever else runs there slows."""
+    earlier = {(link.host, link.source, link.target): link for link in before.inside}
+    for link in now.inside:
+        old = earlier.get((link.host, link.source, link.target))
+        if old and not link.source == link.target == "memory":
+            yield old, link
+
+
+def _copies(before: Measured, now: Measured) -> Iterator[Finding]:
+    for old, new in _same_copies(before, now):
+        ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
+        if ratio < WORSE:
+            yield Finding(
+                kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
+                what=f"{new.host}: {new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had ({new.path or 'copy'})",
+                evidence=f"{format_rate(new.bandwidth_bytes_per_second, digits=3)} now, "
+                f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {before.when}",
+                advice="nvidia-smi -q: link width and generation, NVLinks that are up", hosts=(new.host,), ratio=ratio,
+                loss=(1 - ratio) / 2,
+            )  # fmt: skip
+
+
+def _same_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collective, float, float, int]]:
+    """All-reduces over the same ranks, with the seconds then and now of the largest size that both have."""
+
+    def key(one: Collective) -> tuple[object, ...]:
+        return one.backend, one.hosts, one.ranks, one.gpudirect
+
+    earlier = {key(one): {point.size_bytes: point.seconds for point in one.curve} for one in before.collectives}
+    for one in now.collectives:
+        times = {point.size_bytes: point.seconds for point in one.curve}
+        if shared := times.keys() & earlier.get(key(one), {}).keys():
+            size = max(shared)
+            yield one, earlier[key(one)][size], times[size], size
+
+
+def _collectives(before: Measured, now: Measured) -> Iterator[Finding]:
+    for one, old, new, size in _same_collectives(before, now):
+        ratio = old / new
+        if ratio < WORSE:
+            yield Finding(
+                kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
+                what=f"all-reduce over {len(one.hosts)} hosts, {one.ranks} ranks: {ratio:.0%} of the speed that it had",
+                evidence=f"{format_size(size, binary=True)} took {format_duration(old, digits=3)} on {before.when}, "
+                f"{format_duration(new, digits=3)} now",
+                advice="see which of the links became worse; else versions of torch and NCCL, and what else runs there",
+                hosts=one.hosts, ratio=ratio, loss=(1 - ratio) / 2,
+            )  # fmt: skip
 
 
 def _latency(old: PairLink, new: PairLink) -> Finding:

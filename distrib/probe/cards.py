@@ -50,7 +50,7 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
     """
     if not speeds:
         return []
-    usual = statistics.mode(speeds.values())
+    usual = statistics.mode(sorted(speeds.values(), reverse=True))  # of equally common ones the faster
     found = []
     for speed in sorted({speed for speed in speeds.values() if speed < usual}):
         hosts = tuple(host for host, own in speeds.items() if own == speed)
@@ -84,8 +84,8 @@ def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
         return []
     return [
         Finding(
-            kind="gpudirect_off", severity="warning",
-            what="GPUDirect RDMA makes all-reduce no faster: gradients pass through host memory",
+            kind="gpudirect_off", severity="note",
+            what="all-reduce is no faster with GPUDirect RDMA than without: it is not used, or host memory keeps up with the cards",
             evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
             advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
             hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,

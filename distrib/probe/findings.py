@@ -23,7 +23,7 @@ from distrib.probe.records import (
     best,
 )
 from distrib.probe.settings import Way
-from distrib.probe.slow import slow_hosts, slow_links
+from distrib.probe.slow import narrow_ways, slow_hosts, slow_links
 from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, between_machines, full_duplex_only, one_way
 from distrib.probe.uplinks import oversubscribed
 
@@ -56,11 +56,12 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     seen = between_machines(every, facts)
     speeds = card_speeds(facts, start.primary)
     slow = slow_hosts(seen, start.primary, speeds)
-    found = [*slow, *mixed_cards(speeds), *_failed([record for record in every if record.network is None], start.hosts)]
+    found = [*slow, *mixed_cards(speeds), *_failed_by_way(every, start)]
     links = slow_links(seen, start.primary, {host for finding in slow for host in finding.hosts}, speeds)
     found += [hashed(finding, facts) for finding in links]
     found += other_cards(seen, start.primary, facts)
-    found += oversubscribed(seen, groups, start.primary, start.hosts)
+    uplinks = oversubscribed(seen, groups, start.primary, start.hosts)
+    found += uplinks or narrow_ways(seen, start.primary, [*slow, *links])
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
     found += [*noisy(seen, start.primary), *_mtu(facts), *_flapping(facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
@@ -277,7 +278,8 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     for host in hosts:
         mine = {pair: why for pair, why in bad.items() if host in pair}
         peers = {peer for pair in mine for peer in pair if peer != host}
-        if len(peers) < max(2, (len(hosts) - 1) * 0.8):
+        silent = all(f"{host} did not answer" in why for why in mine.values())
+        if len(peers) < (2 if silent else max(2, (len(hosts) - 1) * 0.8)):
             continue
         directions = f"{len(mine)} of {2 * (len(hosts) - 1)} directions"
         if all(map(_stalls, mine.values())):
@@ -320,6 +322,17 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     return found
 
 
+def _failed_by_way(every: Sequence[PairSeen], start: Started) -> list[Finding]:
+    """What failed on the job's network: the way that judges the links, and what of the other one failed besides."""
+    found: dict[tuple[str, ...], Finding] = {}
+    for way in sorted({record.way for record in every}, key=lambda way: way != start.primary):
+        mine = [record for record in every if record.way == way and record.network is None]
+        for finding in _failed(mine, start.hosts) if way == start.primary or not all(r.failed for r in mine) else ():
+            more = {} if way == start.primary else {"severity": "warning", "what": f"{finding.what} (over {way})"}
+            found.setdefault(finding.hosts, msgspec.structs.replace(finding, **more))
+    return list(found.values())
+
+
 def _stalls(why: str) -> bool:
     """Whether a connection was made and pings were answered, and then nothing came."""
     return "nearly nothing arrived" in why or "stands still" in why
@@ -334,14 +347,21 @@ def _mtu(facts: dict[str, Facts]) -> list[Finding]:
             mtus[host] = mtu
     if len(set(mtus.values())) < 2:
         return []
-    usual = statistics.mode(mtus.values())
+    # Of equally common ones none is usual; the largest is what somebody has set.
+    usual = statistics.mode(sorted(mtus.values(), reverse=True))
+    have = sum(value == usual for value in mtus.values())
+    alone = 2 * have > len(mtus)
     return [
         Finding(
             kind="mtu",
             severity="warning",
-            what=f"{host}: MTU {mtu}, where {usual} is usual here",
-            evidence=f"interface {facts[host].interface}; {sum(value == usual for value in mtus.values())} hosts have {usual}",
-            advice=f"ip link set {facts[host].interface} mtu {usual}, and see that the switch port allows it",
+            what=f"{host}: MTU {mtu}, where {usual} is usual here"
+            if alone
+            else f"{host}: MTU {mtu}, and {usual} elsewhere",
+            evidence=f"interface {facts[host].interface}; {have} host{'s have' if have > 1 else ' has'} {usual}",
+            advice=f"ip link set {facts[host].interface} mtu {usual}, and see that the switch port allows it"
+            if alone
+            else "set the same on all hosts and their switch ports",
             hosts=(host,),
             loss=0.05,
         )

@@ -106,6 +106,11 @@ class Leader:
         self._number = 0
         self._begun = time.monotonic()
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a rank has not answered when it was last asked: it will hardly end by itself, either."""
+        return bool(self._silent)
+
     def emit(self, record: Record) -> None:
         if isinstance(record, PairSeen):
             self.seen.append(record)
@@ -272,10 +277,11 @@ class Leader:
 
     def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""
-        pairs = [p for p in schedule.without(phase, self.missing) if not any(self._is_sick(h) for h in p)]
+        there = schedule.without(phase, self.missing)
         if step.network:
             cards = self.networks[step.network].cards
-            pairs = [pair for pair in pairs if all(self.spec.hosts[host] in cards for host in pair)]
+            there = tuple(pair for pair in there if all(self.spec.hosts[host] in cards for host in pair))
+        pairs = [pair for pair in there if not any(map(self._is_sick, pair))]
         tasks: dict[int, Task] = {}
         transfers: dict[Pair, Transfer] = {}
         sizes = step.sizes or ((STREAM_SIZE,) if step.way == "mpi" else ())
@@ -318,9 +324,19 @@ class Leader:
                 )
                 for record in made
             ]
+        found += [self._not_asked(step, pair, number) for pair in there if pair not in pairs]
         for record in found:
             self.emit(record)
         return found
+
+    def _not_asked(self, step: Step, pair: Pair, number: int) -> PairSeen:
+        """What is known of a pair of which one does not answer any more."""
+        source, target = (self.spec.hosts[host] for host in pair)
+        silent = next(self.spec.hosts[host] for host in pair if self._is_sick(host))
+        return PairSeen(
+            step=step.key, phase=number, source=source, target=target, way=step.way, load=step.load,
+            both_ways=step.both_ways, network=step.network, failed=f"{silent} did not answer",
+        )  # fmt: skip
 
     def _address(self, host: int, network: str | None) -> str:
         if network is None:

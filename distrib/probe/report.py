@@ -64,7 +64,7 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     heads = [name[-CELL + 1 :] for name in _short(hosts)]
     told_apart = len(set(heads)) == len(heads)
     wide = told_apart and len(hosts) <= NUMBERS_UP_TO and label + CELL * len(hosts) <= width
-    alone = {(pair.source, pair.target) for pair in measured.pairs if pair.way == way and pair.load == "alone"}
+    alone = {(p.source, p.target) for p in measured.pairs if _kind(p) == (way, "alone", False, "")}
     beside = len(rates.keys() - alone)
     which = f"; {beside} of {len(rates)} beside others, as they were not had alone" if beside else ""
     text = Text(f"bandwidth over {way}, {name}: from (row) to (column){which}\n", style="bold")
@@ -88,7 +88,11 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
             elif rate is None:
                 text.append(f"{'?':>{cell}}", style="red")
             else:
-                shown = f"{rate * 8 / unit:.3g}" if wide else str(min(9, int(10 * rate / top)))
+                shown = (
+                    f"{rate * 8 / unit:.{3 if rate * 8 / unit < 999.5 else 4}g}"
+                    if wide
+                    else str(min(9, int(10 * rate / top)))
+                )
                 text.append(f"{shown:>{cell}}", style=_heat(min(1.0, rate / top)))
         text.append("\n")
     return text

@@ -10,10 +10,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from distrib.cluster.groups import groups_of
+from distrib.cluster.node import shown_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import PairSeen, best
 from distrib.probe.settings import Way
-from distrib.probe.suspects import SLOW, class_of_pair, classes_of, one_way
+from distrib.probe.suspects import SLOW, Baseline, class_of_pair, classes_of, one_way
 
 BAD = 0.75
 """Below this part of what is usual a link is an error, above it a warning."""
@@ -108,6 +110,49 @@ def slow_links(
             good = by_class.setdefault(class_of_pair(classes, record), {})
             good[record.source, record.target] = record.bandwidth_bytes_per_second
     return [finding for good in by_class.values() for finding in _slow_links_of_class(good, planned)]
+
+
+def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> list[Finding]:
+    """Pairs of which nothing was `told` that get far less, alone, than both hosts do with others.
+
+    Where most ways are narrow, they are what is usual among links; but not for hosts that do more with a neighbour. One finding: they
+    have more in common than a cable.
+    """
+    slow = {host for finding in told if finding.kind == "slow_host" for host in finding.hosts}
+    known = {frozenset(finding.hosts) for finding in told}
+    baseline = Baseline(seen, way)
+    rates = {
+        (r.source, r.target): r.bandwidth_bytes_per_second
+        for r in best(one_way(seen, way, "alone")).values()
+        if not slow & {r.source, r.target} and frozenset((r.source, r.target)) not in known
+    }
+    parts = {pair: rate / baseline.of_hosts(*pair) for pair, rate in rates.items()}
+    narrow = {frozenset(pair) for pair, part in parts.items() if max(part, parts.get(pair[::-1], part)) < BAD}
+    if not narrow:
+        return []
+    hosts = tuple(dict.fromkeys(host for pair in rates for host in pair))
+    pairs = [pair for pair in rates if frozenset(pair) in narrow]
+    ratio = statistics.median(parts[pair] for pair in pairs)
+    rate = statistics.median(rates[pair] for pair in pairs)
+    groups = groups_of(hosts, narrow)
+    across = [
+        pair for pair in rates if next(g for g in groups if pair[0] in g) is not next(g for g in groups if pair[1] in g)
+    ]
+    apart = 1 < len(groups) <= 4 and len(pairs) >= 0.8 * len(across)
+    where = (
+        " and ".join(map(shown_hosts, groups))
+        if apart
+        else ", ".join(list(dict.fromkeys(" and ".join(sorted(pair)) for pair in pairs))[:6])
+    )
+    return [
+        Finding(
+            kind="slow_link", severity="error",
+            what=f"between {where} the way is slow: {ratio:.0%} of what their hosts reach with others",
+            evidence=f"{len(pairs)} directions, each alone, have {rate_text(rate)} (median) of {rate_text(rate / ratio)}",
+            advice="look at what these ways have in common: an uplink or a port between switches that runs at a lower rate",
+            hosts=tuple(host for host in hosts if any(host in pair for pair in pairs)), ratio=ratio, loss=1 - ratio,
+        )
+    ]  # fmt: skip
 
 
 def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[str, str]]) -> list[Finding]:

@@ -53,7 +53,11 @@ class Baseline:
 
     def of(self, source: str, target: str) -> float:
         """Bytes per second; 0 where nothing is known of one of them."""
-        return self.alone(source, target) or min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
+        return self.alone(source, target) or self.of_hosts(source, target)
+
+    def of_hosts(self, source: str, target: str) -> float:
+        """What both have shown that they can do with whomever: more than `of` where the way between them is narrow."""
+        return min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
 
 
 def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:

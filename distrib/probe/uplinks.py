@@ -86,14 +86,15 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
 
 
 def _finding(what: str, crossing: Sequence[PairSeen], baseline: Baseline, hosts: tuple[str, ...]) -> Finding:
-    wanted = sum(baseline.of(record.source, record.target) for record in crossing)
+    # What the hosts could send, not what one pair gets alone: an uplink may be narrower than a single host.
+    wanted = sum(baseline.of_hosts(record.source, record.target) for record in crossing)
     had = sum(record.bandwidth_bytes_per_second for record in crossing)
     ratio = wanted / had
     return Finding(
         kind="oversubscribed_uplink",
         severity="warning",
         what=f"{what} oversubscribed {ratio:.1f}:1",
-        evidence=f"{len(crossing)} pairs across at once reach {rate_text(had)} together, of {rate_text(wanted)} alone",
+        evidence=f"{len(crossing)} pairs across at once reach {rate_text(had)} together, of {rate_text(wanted)} that their hosts could send",
         advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
         "neighbouring ranks on the same side; or widen the uplink",
         hosts=hosts,

@@ -7,7 +7,6 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrib_launch.options import add_hosts, add_ssh
@@ -53,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
         said = asked.ask(hosts, topology, options.ssh_command, check.engine_for(options))
         view = view_of(asked.answered(hosts, said), said.topology)
         if options.output:
-            Path(options.output).write_text(said.text)
+            asked.write_new(options.output, said.text)
     elif options.output is not None:
         raise ConfigError(f"-o {options.output}: nothing is written of what files say", hint="--ask asks the hosts")
     else:

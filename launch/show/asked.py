@@ -60,6 +60,17 @@ def check_new(path: str) -> None:
         raise TopologyError("it is there already", source=path, hint="name a new file, and take from it what you want")
 
 
+def write_new(path: str, text: str) -> None:
+    """Raises TopologyError where the draft cannot be written; then no part of it is there."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        Path(path).unlink(missing_ok=True)
+        raise TopologyError(
+            f"cannot write it: {error.strerror}", source=path, hint="name another file with -o"
+        ) from None
+
+
 def ailments(inventories: Mapping[str, Inventory]) -> list[str]:
     """GPUs that are slower or less sound than others of their kind, in lines."""
     found = ailing({host: facts.gpus for host, facts in inventories.items()})

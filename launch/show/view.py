@@ -15,7 +15,15 @@ from distrib.cluster.links import KIND_NAMES, parse_uplink
 from distrib.cluster.node import Nic, NodeGroup, indices, shown_hosts
 from distrib.cluster.rules import Rule, rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts
-from distrib.cluster.ways import InsideWay, Way, inside_link, link_between, switch_oversubscription, uplinks_between
+from distrib.cluster.ways import (
+    InsideWay,
+    Way,
+    inside_link,
+    link_between,
+    switch_oversubscription,
+    uplink_rate,
+    uplinks_between,
+)
 
 Origin = Literal["measured", "catalogued"]
 
@@ -290,7 +298,7 @@ def _between(topology: Topology, names: Sequence[str]) -> tuple[LinkView, ...]:
 def _uplink(topology: Topology, one: str, other: str) -> float:
     """What the narrowest uplink between two hosts carries, of those whose rate is known."""
     passed = uplinks_between(topology, one, other)
-    return min((parse_uplink(switch.uplink) for switch in passed if switch.uplink), default=math.inf)
+    return min((uplink_rate(topology, switch) for switch in passed), default=math.inf)
 
 
 def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]], *, most: float = math.inf) -> LinkView:
