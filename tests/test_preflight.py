@@ -470,6 +470,8 @@ def gpu_hosts(**odd):
         ({"gpus": ()}, "gpus", "error", "no GPU there, but 3 other host(s) have some"),
         ({"gpus": gpus(2, kind="NVIDIA H200")}, "gpus", "warning", "GPUs of kind NVIDIA H200, 3 others have NVIDIA A100"),
         ({"gpus": gpus(2, nvlinks_up=11, nvlinks=12)}, "gpus", "warning", "GPUs 0-1: 11 NVLinks are up, 12 with the others"),
+        ({"gpus": tuple(msgspec.structs.replace(gpu, pcie="PCIe4 x16", pcie_width_now=1) for gpu in gpus(2))}, "gpus", "warning",
+         "GPUs 0-1: its PCIe link has 1 lane, PCIe4 x16 is possible"),
         ({"gpus": gpus(2, slowed_by=("heat",), temperature_celsius=91)}, "gpus", "warning", "slowed down by heat (91 C)"),
         ({"gpus": gpus(2, power_limit_watts=300.0)}, "gpus", "warning", "limited to 300 W, 400 W with the others"),
         ({"gpus": gpus(2, needs_reset=True)}, "gpus", "warning", "bad rows of its memory wait to be replaced"),

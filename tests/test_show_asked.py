@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from rich.console import Console
 from distrib.cluster import inventory_program
 from distrib.cluster.inventory import Inventory, RdmaPort
 from distrib.cluster.topology import parse_topology, read_topology
+from distrib.errors import TopologyError
 from tests.conftest import TOPO
 from tests.inventories import GIB, gpus, interface, inventory
 
@@ -97,6 +101,17 @@ def test_nvlinks_that_lead_to_other_gpus_are_pairs():
     assert (describe({"v1": alone})[0].links or group.links).nvlink is None
 
 
+def test_old_slots_and_cards_of_two_ports_are_drafted():
+    k80 = tuple(msgspec.structs.replace(gpu, pcie="PCIe2 x16") for gpu in gpus(1, kind="Tesla K80"))
+    names = ["enp1s0f0", "enp1s0f1", "enp2s0f0", "enp2s0f1"]  # would fold into two ranges, which no NIC has
+    cards = tuple(
+        msgspec.structs.replace(interface(name, f"10.{n}.0.1/24", speed=1.25e8), pcie="PCIe1 x4") for n, name in enumerate(names)
+    )  # fmt: skip
+    (group,) = parse_topology(as_yaml(describe({"n1": inventory("n1", gpus=k80, interfaces=cards)})), "draft").nodes
+    assert group.links and group.links.pcie == "PCIe2 x16"
+    assert [(nic.name, nic.pcie) for nic in group.nics] == [(name, "PCIe1 x4") for name in names]
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["NVIDIA A100-SXM4-80GB", "NVIDIA RTX 9999", None]), st.integers(0, 9), st.sampled_from([(), ("switch",)])),
@@ -134,6 +149,14 @@ def test_the_gpus_as_they_are():
         "n3 0-1 NVIDIA A100-SXM4-80GB 0 B 11 of 12 400 W ? 80 C 0",
     ]
     assert asked.ailments(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
+    narrow, wide = (msgspec.structs.replace(gpus(1)[0], pcie="PCIe4 x16", pcie_width_now=lanes) for lanes in (4, 16))
+    with console.capture() as captured:
+        console.print(asked.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))}))
+    assert re.findall(r"PCIe4 x16 (?:\(now x4\))?", captured.get()) == ["PCIe4 x16 (now x4)", "PCIe4 x16 "]
+    assert asked.ailments({"n1": inventory("n1", gpus=(narrow, wide))}) == [
+        "n1: GPU 0: its PCIe link has 4 lanes, PCIe4 x16 is possible; reseat the card, and look at its riser and the slot's "
+        "settings in the BIOS"
+    ]
     assert asked.gpu_table({"n1": inventory("n1")}) is None
 
 
@@ -149,6 +172,10 @@ def test_the_slot_of_a_device(tmp_path):
     (device.parent / "max_link_width").write_text("255\n")  # as a bridge says that has none
     assert inventory_program.pcie_of(str(device)) == "PCIe4 x16"
     assert inventory_program.pcie_of(str(tmp_path)) is None
+    for said, width in (("4", 4), ("0", None), ("63", None)):  # as virtual machines say
+        (device / "current_link_width").write_text(f"{said}\n")
+        assert inventory_program.width_now(str(tmp_path / "link")) == width
+    assert inventory_program.width_now(str(tmp_path)) is None
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -183,6 +210,17 @@ def test_mistakes_are_told(tmp_path, words, says):
     done = show(*words, cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr, done
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_draft_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
+    def no_room(self, text, encoding):
+        self.write_bytes(b"nodes:")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", no_room)
+    with pytest.raises(TopologyError, match=r"t\.yaml: cannot write it: No space left on device; name another file"):
+        asked.write_new(str(tmp_path / "t.yaml"), "nodes: []")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.cluster

@@ -54,9 +54,16 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Why NVML says nothing of it."""
     pcie: str | None = None
     """What it and its slot could have, such as `PCIe4 x16`."""
+    pcie_width_now: int | None = None
     nvlink_to: tuple[str, ...] = ()
     """What its NVLinks that are up lead to, each: `switch`, or another GPU's bus id."""
     health: GpuHealth = GpuHealth()
+
+    @property
+    def has_narrow_link(self) -> bool:
+        """Whether its PCIe link has fewer lanes than it could have; its generation tells nothing, as idle links save power."""
+        possible = int(self.pcie.rpartition("x")[2]) if self.pcie else 0
+        return self.pcie_width_now is not None and self.pcie_width_now < possible
 
 
 class GpuHolder(msgspec.Struct, frozen=True, kw_only=True):

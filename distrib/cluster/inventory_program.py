@@ -246,6 +246,7 @@ def ask_nvml() -> tuple[list[dict[str, Any]], dict[int, dict[int, int]]]:
                          "kind": name.decode() if isinstance(name, bytes) else name,
                          "memory_bytes": total, "used_memory_bytes": used,
                          "bus_id": bus, "numa_node": numa_of(bus), "pcie": pcie_of(f"/sys/bus/pci/devices/{bus}"),
+                         "pcie_width_now": width_now(f"/sys/bus/pci/devices/{bus}"),
                          "nvlink_to": nvlink_ends(pynvml, device), "health": gpu_health(pynvml, device)})  # fmt: skip
             for process in asked(lambda device=device: running(pynvml, device), [], pynvml.NVMLError):
                 used = process.usedGpuMemory
@@ -391,6 +392,13 @@ def open_device_files() -> dict[int, set[int]]:
 
 PCIE_OF_SPEED = {"2.5": 1, "5": 2, "8": 3, "16": 4, "32": 5, "64": 6}
 """Generations by GT/s, as /sys writes them."""
+PCIE_WIDTHS = ("1", "2", "4", "8", "16", "32")
+
+
+def width_now(device: str) -> int | None:
+    """How many lanes the PCIe link of a device has at present; unlike its generation that does not change while it idles."""
+    width = text_of(f"{device}/current_link_width")
+    return int(width) if width in PCIE_WIDTHS else None
 
 
 def pcie_of(device: str) -> str | None:
@@ -400,7 +408,7 @@ def pcie_of(device: str) -> str | None:
         speed = text_of(f"{folder}/max_link_speed").partition(" ")[0]
         width = text_of(f"{folder}/max_link_width")
         generation = PCIE_OF_SPEED.get(speed[:-2] if speed.endswith(".0") else speed)
-        if generation and width in ("1", "2", "4", "8", "16", "32"):
+        if generation and width in PCIE_WIDTHS:
             generations.append(generation)
             widths.append(int(width))
     return f"PCIe{min(generations)} x{min(widths)}" if widths else None

@@ -305,20 +305,26 @@ def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
     for host, gpus in used.items():
         found: dict[tuple[str, str], list[int]] = {}
         for gpu in gpus:
-            for told in _ailments(gpu.health, kinds[gpu.kind]):
+            for told in _ailments(gpu, kinds[gpu.kind]):
                 found.setdefault(told, []).append(gpu.index)
         for (reason, fix), indices in found.items():
             which = f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {ranges(indices)}"
             yield warning(host, "gpus", f"{which}: {reason}", fix)
 
 
-def _ailments(health: GpuHealth, alike: Sequence[GpuHealth]) -> Iterator[tuple[str, str]]:
+def _ailments(gpu: Gpu, alike: Sequence[GpuHealth]) -> Iterator[tuple[str, str]]:
     """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
+    health = gpu.health
     up = _most([one.nvlinks_up for one in alike])
     if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
         yield (
             f"{health.nvlinks_up} NVLinks are up, {up:g} with the others of its kind",
             "nvidia-smi nvlink -s there; a reset or a new seat of the board brings links back",
+        )
+    if gpu.has_narrow_link:
+        yield (
+            f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {gpu.pcie} is possible",
+            "reseat the card, and look at its riser and the slot's settings in the BIOS",
         )
     if health.slowed_by:
         heat = health.temperature_celsius

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -65,7 +66,8 @@ def write_new(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        Path(path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(path).unlink()
         raise TopologyError(
             f"cannot write it: {error.strerror}", source=path, hint="name another file with -o"
         ) from None
@@ -117,7 +119,10 @@ def _state(gpu: Gpu) -> tuple[str, ...]:
     watts = f"{health.power_limit_watts:g} W" if health.power_limit_watts is not None else "?"
     links = f"{health.nvlinks_up} of {health.nvlinks}" if health.nvlinks is not None else "-"
     errors = "?" if health.uncorrected_errors is None else str(health.uncorrected_errors)
-    return (gpu.kind or gpu.problem or "?", used, links, watts, gpu.pcie or "?", errors)
+    pcie = gpu.pcie or "?"
+    if gpu.has_narrow_link:
+        pcie += f" (now x{gpu.pcie_width_now})"
+    return (gpu.kind or gpu.problem or "?", used, links, watts, pcie, errors)
 
 
 def _heat(gpus: Sequence[Gpu]) -> str:
