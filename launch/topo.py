@@ -48,15 +48,14 @@ def _run(argv: Sequence[str] | None) -> int:
     plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
     outlook.add_options(plan_verb)
     plan_verb.set_defaults(run=outlook.run)
+    words = sys.argv[1:] if argv is None else argv
     try:
-        options, unknown = parser.parse_known_args(argv)
+        options, unknown = parser.parse_known_args(words)
         if unknown:
             verbs.choices[options.verb].refuse(unknown)
         code: int = options.run(options)
     except DistribError as error:
-        if "--json" in (
-            sys.argv[1:] if argv is None else argv
-        ):  # whoever reads it gets what he asked for, whatever became of it
+        if "--json" in words:  # whoever reads it gets what he asked for, whatever became of it, mistyped options too
             import json
 
             with contextlib.suppress(DistribError), perhaps_unread():

@@ -327,6 +327,14 @@ def test_a_file_that_may_not_be_changed_is_not(tmp_path):
         check_writable(path)
 
 
+@pytest.mark.parametrize(("flags", "why"), [(os.ST_RDONLY, "the file system is read-only"), (0, "no permission")])
+def test_why_a_file_cannot_be_written_is_told(tmp_path, monkeypatch, flags, why):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_flag=flags))
+    with pytest.raises(ConfigError, match=f"cannot write it: {why}; name another file with -o"):
+        check_writable(tmp_path / "t.yaml")
+
+
 @pytest.mark.parametrize("change", ["hosts", "mode", "way", "ended", "asked"])
 def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     path = tmp_path / "t.yaml.partial.jsonl"

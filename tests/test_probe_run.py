@@ -18,7 +18,7 @@ from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink,
 from distrib.cluster.measured_part import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
-from distrib.probe import leader
+from distrib.probe import findings, leader
 from distrib.probe.leader import Leader
 from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Spec, Task, Transfer
 from distrib.probe.records import (
@@ -180,6 +180,44 @@ def test_an_answer_that_comes_late_is_waited_for_before_all_reduce():
 
     cluster = Cluster(3, answer=answer)
     assert of(CollectiveSeen, cluster.probe())
+
+
+@pytest.mark.parametrize("answers", [0, 4])
+def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answers):
+    """After so many answers; what it was not asked for is missing, and no step without it is whole."""
+    given = []
+
+    def answer(rank, task):
+        if rank == 2 and isinstance(task, Transfer):
+            given.append(task)
+        return None if rank == 2 and len(given) > answers else usual(rank, task)
+
+    records = Cluster(8, answer=answer, networks=2).probe("quick")
+    assert len([task for task in given if task.step.startswith("together")]) < 10
+    mine = [r for r in of(PairSeen, records) if "n3" in (r.source, r.target)]
+    assert {r.failed for r in mine if r.failed} == {"n3 did not answer"}
+    assert {r.interface for r in mine if r.network} == {"eth1"}
+    assert len({(r.source, r.target) for r in mine}) == 14
+    failed = {r.step for r in mine if r.failed}
+    assert failed == {r.step for r in of(StepDone, records) if not r.whole} - {"inside", "all-reduce"}
+    found = {(f.kind, f.severity, f.hosts) for f in findings.find(records) if f.severity == "error"}
+    assert found == {("host_lost", "error", ("n3",))}
+    assert of(Ended, records)[0].notes[-1] == "no answer came from n3 when last asked"
+
+
+def test_rank_0_waits_for_no_rank_that_is_silent_at_the_end():
+    def waited_for(answer, **late):
+        cluster = Cluster(3, answer=answer)
+        spec = Spec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
+        found = []
+        (led := Leader(cluster, cluster, spec, cluster.hellos, found.append)).run()
+        return led.is_waited_for, of(Ended, found)[0].notes
+
+    assert waited_for(usual) == (False, ())
+    silent = lambda rank, task: None if rank == 2 else usual(rank, task)  # noqa: E731
+    assert waited_for(silent) == (True, ("no answer came from n3 when last asked",))
+    once = lambda rank, task: None if rank == 2 and isinstance(task, Inside) else usual(rank, task)  # noqa: E731
+    assert waited_for(once) == (False, ())
 
 
 def test_ways_inside_a_host_are_kept_when_others_fail():
@@ -419,6 +457,37 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
     assert "without GPUDirect RDMA was not measured to its end: mpirun did not start" in capsys.readouterr().out
     assert read_topology("t.yaml").measured.collectives == (made,)
+
+
+@pytest.mark.parametrize("how", ["here", "there"])
+def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_one(jobs, monkeypatch, capsys, how):
+    """Whether this process hears of Ctrl-C, or the job's supervision does."""
+    curve = (Point(1 << 20, 1.0),)
+    made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
+    whole = [*Network(2).records(), CollectiveSeen(step="all-reduce", collective=made), Ended(seconds=1.0)]
+    jobs.records = lambda spec: whole
+    launch = job.launch
+
+    def interrupted(plan, options, **streams):
+        result = launch(plan, options, **streams)
+        if jobs.specs[-1].gpudirect:
+            return result
+        if how == "here":
+            raise KeyboardInterrupt
+        return msgspec.structs.replace(result, status="stopped", exit_code=143)
+
+    monkeypatch.setattr(job, "launch", interrupted)
+    assert probe("-H", "n1,n2", "-o", "t.yaml") == (130 if how == "here" else 143)
+    assert "without GPUDirect RDMA was not measured to its end: interrupted" in capsys.readouterr().out
+    assert read_topology("t.yaml").measured.collectives == (made,)
+
+
+@pytest.mark.parametrize("words", [(), ("--run-dir", "new"), ("--run-dir", "there"), ("-o", "t.yaml")])
+def test_a_probe_that_cannot_be_gone_on_with_leaves_nothing(jobs, capsys, tmp_path, words):
+    (tmp_path / "there").mkdir()
+    assert probe("-H", "n1,n2", "--resume", *words) == 2
+    assert "no probe of these hosts in this mode to go on with" in capsys.readouterr().err
+    assert jobs.specs == [] and [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
 def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):

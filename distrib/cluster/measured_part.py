@@ -141,7 +141,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     elif not target.parent.is_dir():
         why = f"there is no folder {target.parent}"
     elif not os.access(target if target.exists() else target.parent, os.W_OK) or not os.access(target.parent, os.W_OK):
-        why = "cannot write it: no permission"
+        # What makes os.access say no, it does not tell.
+        is_readonly = os.statvfs(target.parent).f_flag & os.ST_RDONLY
+        why = "cannot write it: the file system is read-only" if is_readonly else "cannot write it: no permission"
     if why:
         raise TopologyError(why, source=source, hint="name another file with -o")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from distrib_launch import choose
 from distrib_launch.options import add_hosts
 
+from distrib.cluster.hosts import MAX_HOSTS
 from distrib.errors import ConfigError
 
 
@@ -92,6 +93,8 @@ def _nodes(given: str) -> tuple[int, ...]:
         if not match or (match[2] and int(match[2]) < int(match[1])):
             raise argparse.ArgumentTypeError(f"{given!r} is no count of hosts; write such as 16, 1..64 or 1,2,4")
         first, last = int(match[1]), int(match[2] or match[1])
+        if last > MAX_HOSTS:
+            raise argparse.ArgumentTypeError(f"{given!r} is more than {MAX_HOSTS:,} hosts")
         found |= {first, last} | {1 << power for power in range(30) if first < 1 << power < last}
     return tuple(sorted(found))
 

@@ -7,6 +7,7 @@ they come; a probe that was cut short goes on where it stopped, and one that los
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -92,8 +93,7 @@ def run(options: argparse.Namespace) -> int:
     listed, hosts = probejob.hosts_of(options)
     earlier, baseline = _check_files(options, listed, hosts)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
-    results.make_run_dir(run_dir)
-    journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume, options.way)
+    journal = _journal(options, hosts, run_dir)
     began = time.monotonic()
     try:
         outcome = probejob.measure(options, hosts, journal, run_dir)
@@ -121,7 +121,27 @@ def run(options: argparse.Namespace) -> int:
         return problems[-1].exit_code
     if options.output:
         journal.done()
+    if outcome.stopped:
+        return outcome.stopped
     return 1 if options.strict and any(finding.severity == "error" for finding in output.findings) else 0
+
+
+def _journal(options: argparse.Namespace, hosts: tuple[str, ...], run_dir: Path) -> Journal:
+    """The probe's journal, and the run directory; of that nothing is left where there is nothing to go on with."""
+    from distrib_launch import results
+
+    is_new = not run_dir.exists()
+    results.make_run_dir(run_dir)
+    try:
+        return Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume, options.way)
+    except DistribError:
+        if is_new:
+            with contextlib.suppress(OSError):  # what else is there stays
+                (run_dir / "ranks").rmdir()
+                run_dir.rmdir()
+                if not options.run_dir:
+                    run_dir.parent.rmdir()
+        raise
 
 
 def _check_files(

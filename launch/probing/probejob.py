@@ -30,6 +30,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     lost: dict[str, str] = {}
     left_out: dict[str, str] = {}
     notes: list[str] = []
+    stopped: int | None = None
+    """The exit code where the last job, without which there is enough to tell, was interrupted."""
     result: Result | None = None
 
 
@@ -102,7 +104,9 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
             print(f"distrib-topo: {failure.host}: {failure.message}; going on with it once more", file=sys.stderr)
     last = outcome.result
     if last and last.status == "succeeded" and not outcome.lost and _gpudirect_matters(journal.read()):
-        outcome.notes += _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
+        why, outcome.stopped = _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
+        if why:
+            outcome.notes.append(f"all-reduce without GPUDirect RDMA was not measured to its end: {why}")
     if last and last.status == "failed" and not any(_is_pair(record) for record in journal.read()):
         failure = last.first_failure
         raise LaunchError(
@@ -123,22 +127,22 @@ def _with_a_way_out(error: PreflightError, fit: Sequence[str]) -> PreflightError
 
 def _without_gpudirect(
     options: argparse.Namespace, hosts: tuple[str, ...], present: tuple[str, ...], journal: Journal, folder: Path
-) -> list[str]:
+) -> tuple[str, int | None]:
     """Measure all-reduce once more, by a job of its own, as NCCL reads its variables once in a process.
 
-    Returns a note where that failed: all else is measured by then, and must not be lost.
+    Returns why where that failed, and the exit code where it was interrupted: all else is measured by then, and must not be lost.
     """
     try:
         result = _launch(options, hosts, present, journal, folder, gpudirect=False)
     except KeyboardInterrupt:
-        why = "interrupted"
+        return "interrupted", 130
     except DistribError as error:
-        why = str(error)
-    else:
-        if result.status == "succeeded":
-            return []
-        why = result.first_failure.message if result.first_failure else result.status
-    return [f"all-reduce without GPUDirect RDMA was not measured to its end: {why}"]
+        return str(error), None
+    if result.status == "stopped":
+        return "interrupted", result.exit_code
+    if result.status == "succeeded":
+        return "", None
+    return result.first_failure.message if result.first_failure else result.status, None
 
 
 def _say_lost(hosts: Mapping[str, str]) -> None:
