@@ -19,7 +19,7 @@ from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink,
 from distrib.cluster.node import Nic, NodeGroup
 from distrib.cluster.topology import Topology
 from distrib.cluster.ways import link_between
-from distrib.probe import baseline, cards, findings, samples, schedule, sharing, steps, suspects
+from distrib.probe import baseline, cards, findings, samples, schedule, sharing, slow, steps, suspects
 from distrib.probe.facts import ports_of_job, used_ports
 from distrib.probe.leader import ATTEMPTS
 from distrib.probe.networks import other_networks
@@ -354,6 +354,54 @@ def test_the_narrow_uplinks_of_several_racks_are_found_with_their_hosts(sizes, m
     assert found.what.startswith(f"the uplinks of {', '.join(names[:-1])} and {names[-1]} are oversubscribed")
 
 
+def test_the_ratio_of_an_uplink_is_that_of_what_its_hosts_could_send():
+    """One that is narrower than a single host is so for a pair alone already."""
+    network = Network(8, noise=0.005, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 0.1)
+    (found,) = findings.find(network.records(DEFAULT))
+    assert found.kind == "oversubscribed_uplink" and found.ratio == pytest.approx(40, rel=0.05)
+    assert "4 pairs across at once reach" in found.evidence and "that their hosts could send" in found.evidence
+
+
+@pytest.mark.parametrize(("size", "sides"), [(2, "n[1-2] and n[3-4]"), (3, "n[1-3] and n[4-6]")])
+def test_ways_that_are_narrow_though_most_are_so_are_told_of_once(size, sides):
+    """As through a port between switches that agreed on a tenth of its rate: they are the median of all ways."""
+    racks = [0] * size + [1] * size
+    across = {(a, b): 0.1 for a, one in enumerate(racks) for b, other in enumerate(racks) if one != other}
+    network = Network(2 * size, noise=0.005, one_way=across)
+    (found,) = findings.find(network.records(DEFAULT))
+    assert (found.kind, found.severity, sorted(found.hosts)) == ("slow_link", "error", network.names)
+    assert found.what.startswith(f"between {sides} the way is slow: 10% of")
+    assert found.ratio == pytest.approx(0.1, rel=0.03)
+    bond = Interface(
+        name="eth0", physical=False, up=True, mtu=1500, kind="bond"
+    )  # its streams may have met in one card
+    said = tuple(facts(name, interfaces=(bond,)) for name in network.names)
+    assert [f.severity for f in findings.find(network.records(DEFAULT, said))] == ["note"]
+
+
+def test_narrow_ways_without_sides_are_named_by_pairs():
+    seen = [
+        PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=rate * MB)
+        for a, b, rate in (("a", "b", 100), ("c", "d", 100), ("a", "c", 10), ("b", "d", 100), ("a", "d", 100), ("b", "c", 20))
+    ]  # fmt: skip
+    (found,) = slow.narrow_ways(seen, "tcp", [])
+    assert found.what.startswith("between a and c, b and c the way is slow") and found.hosts == ("a", "c", "b")
+    told = structs.replace(found, kind="slow_host", hosts=("c",))
+    assert slow.narrow_ways(seen, "tcp", [told]) == []  # that explains them
+    assert slow.narrow_ways(seen, "tcp", [structs.replace(found, hosts=("a", "c"))])[0].hosts == ("b", "c")
+
+
+@given(st.lists(st.floats(1e6, 1e11), min_size=2, max_size=10), st.randoms(use_true_random=False))
+def test_nothing_is_said_of_ways_that_reach_what_their_hosts_do(rates, chance):
+    """Whatever the hosts' own rates, and where no pair does less than nine tenths of what its slower one can."""
+    seen = [
+        PairSeen(step="s", source=f"n{a}", target=f"n{b}", way="tcp", load=chance.choice(["alone", "together"]),
+                 bandwidth_bytes_per_second=min(rates[a], rates[b]) * chance.uniform(0.9, 1.0))
+        for a in range(len(rates)) for b in range(len(rates)) if a != b
+    ]  # fmt: skip
+    assert slow.narrow_ways(seen, "tcp", []) == []
+
+
 def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shares():
     racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
     records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()
@@ -510,6 +558,49 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
     assert [(f.kind, f.hosts) for f in findings.find(stalled)] == [("mtu", ("n3",))]
 
 
+def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
+    """What was measured before counts; a pair of which one end did not answer is no sign of a wrong MTU."""
+    records = Network(8).records(DEFAULT)
+
+    def after(peers, why="n3 did not answer"):
+        return [
+            structs.replace(r, failed=why)
+            if isinstance(r, PairSeen) and {r.source, r.target} in [{"n3", peer} for peer in peers]
+            else r
+            for r in records
+        ]
+
+    (found,) = findings.find(after(["n7", "n8"]))
+    assert (found.kind, found.severity, found.hosts) == ("host_lost", "error", ("n3",))
+    assert found.what == "n3 could not be measured with 2 other hosts" and found.evidence.startswith(
+        "4 of 14 directions"
+    )
+    stalled = findings.find(after(["n7", "n8"], "n3 did not answer; n7: the stream stands still"))
+    assert [(f.kind, f.hosts) for f in stalled] == [("host_lost", ("n3",))]
+    assert {f.kind for f in findings.find(after(["n8"]))} == {"not_measured"}  # it may be either
+    assert {f.kind for f in findings.find(after(["n7", "n8"], "n3: no connection in 2 s"))} == {"not_measured"}
+
+
+@pytest.mark.parametrize("primary", ["tcp", "mpi"])
+def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does(primary):
+    start, *seen = Network(4).records(DEFAULT)
+    other = "mpi" if primary == "tcp" else "tcp"
+
+    def told(*ways, where=lambda pair: "n3" in pair):
+        over = [
+            structs.replace(r, way=way, failed="n3: the stream stands still" if way in ways and where((r.source, r.target)) else None)
+            for r in seen if isinstance(r, PairSeen) for way in ("tcp", "mpi")
+        ]  # fmt: skip
+        found = findings.find([structs.replace(start, primary=primary), *over])
+        return [(f.kind, f.severity, f.hosts, f"over {other}" in f.what) for f in found]
+
+    assert told() == []
+    assert told(primary) == told("tcp", "mpi") == [("mtu", "error", ("n3",), False)]
+    assert told(other) == [("mtu", "warning", ("n3",), True)]
+    assert told(other, where=lambda pair: True) == []  # it was given up, and that is said
+    assert told(primary, where=lambda pair: pair == ("n1", "n2")) == [("mtu", "error", ("n1", "n2"), False)]
+
+
 def test_a_further_network_that_passes_nothing_is_no_finding():
     records = Network(4).records(DEFAULT)
     names = [f"n{number}" for number in range(1, 5)]
@@ -561,6 +652,21 @@ def test_what_hosts_say_of_themselves():
     }
 
 
+@pytest.mark.parametrize(("mtus", "told"), [
+    ((1500, 9000), {"n1: MTU 1500, and 9000 elsewhere"}),
+    ((9000, 9000, 1500, 1500), {"n3: MTU 1500, and 9000 elsewhere", "n4: MTU 1500, and 9000 elsewhere"}),
+    ((9000, 1500, 1500), {"n1: MTU 9000, where 1500 is usual here"}),
+])  # fmt: skip
+def test_of_two_equally_common_mtus_none_is_usual(mtus, told):
+    said = tuple(
+        facts(f"n{n + 1}", interfaces=(Interface(name="eth0", physical=True, up=True, mtu=mtu),))
+        for n, mtu in enumerate(mtus)
+    )
+    found = findings.find(Network(len(mtus)).records(facts=said))
+    assert {f.what for f in found} == told
+    assert all(f.advice.startswith("ip link set" if "usual" in f.what else "set the same on all hosts") for f in found)
+
+
 @pytest.mark.parametrize(("gain", "told"), [(1.9, False), (1.2, False), (1.0, True), (0.9, True)])
 def test_gpudirect_that_does_nothing_is_told_of(gain, told):
     def curve(gpudirect, seconds, hosts=2):
@@ -572,7 +678,8 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
 
     few = [curve(True, 1.0), curve(False, 1.0)]  # not what jobs run on
     found = cards.gpudirect_idle([*few, curve(True, 1.0, 4), curve(False, gain, 4)])
-    assert [(f.kind, f.ratio) for f in found] == ([("gpudirect_off", gain)] if told else [])
+    # It may be as good without: host memory keeps up with a single card.
+    assert [(f.kind, f.severity, f.ratio) for f in found] == ([("gpudirect_off", "note", gain)] if told else [])
     assert cards.gpudirect_idle([curve(None, 1.0)]) == cards.gpudirect_idle([]) == []
 
 
@@ -757,6 +864,12 @@ def test_one_card_that_agreed_on_a_lower_rate_is_a_warning():
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("mixed_cards", "warning", ("n3",))]
 
 
+@pytest.mark.parametrize("gbits", [(25, 10), (10, 25)])
+def test_of_two_cards_the_slower_one_is_told_of(gbits):
+    found = cards.mixed_cards({f"n{n + 1}": rate * 125 * MB for n, rate in enumerate(gbits)})
+    assert [f.what for f in found] == [f"n{gbits.index(10) + 1}: its card runs at 10 Gb/s, and 25 Gb/s elsewhere"]
+
+
 def test_a_noisy_link_is_noted():
     records = Network(4).records(DEFAULT)
     shaken = [
@@ -880,6 +993,82 @@ def test_shares_of_a_narrow_uplink_are_not_compared():
     assert all(f.kind == "not_compared" for f in baseline.worse(before, other))
 
 
+def further(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 * MB):
+    """What was measured on a network that the job does not use."""
+    return tuple(
+        PairLink(source=a, target=b, way="tcp", load="alone", network=network, bandwidth_bytes_per_second=rate, variation=0.0,
+                 streams=4)
+        for a in hosts for b in hosts if a != b
+    )  # fmt: skip
+
+
+def test_networks_are_compared_by_themselves():
+    own = measured(Network(4).records(DEFAULT))
+    before, now = (
+        structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", ("n1", "n2"), rate))) for rate in (1e9, 5e8)
+    )
+    found = baseline.worse(before, now)
+    assert [(f.source, f.target) for f in found] == [("n1", "n2"), ("n2", "n1")]
+    assert found[0].what == "n1 to n2: 50% of the bandwidth that it had (tcp on 10.9.0.0/24)"
+    slow = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", rate=4e8), *further("10.8.0.0/24")))
+    fast = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24"), *further("10.8.0.0/24")))
+    (found,) = baseline.worse(fast, slow)  # and nobody of its hosts is to blame
+    assert found.what == "nearly all links on 10.9.0.0/24 have 33% of the bandwidth that they had"
+
+
+def test_where_nearly_all_links_became_worse_that_is_one_finding():
+    before = measured(Network(6).records(DEFAULT))
+    (found,) = baseline.worse(before, measured(Network(6, rate=60 * MB).records(DEFAULT)))
+    assert (found.severity, sorted(found.hosts)) == ("error", sorted(before.hosts))
+    assert found.what == "nearly all links have 50% of the bandwidth that they had"
+    few = measured(Network(3).records(DEFAULT))
+    assert len(baseline.worse(few, measured(Network(3, rate=60 * MB).records(DEFAULT)))) > 1
+
+
+def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
+    ways = {("memory", "memory"): own, ("gpu0", "gpu1"): nvlink, ("memory", "gpu0"): memory}
+    return Measured(
+        when="2026-11-01", software={}, hosts=("n1", "n2"),
+        inside=tuple(
+            InsideLink(host=host, source=a, target=b, path="NVLink" if a != "memory" else "PCIe", variation=0.0,
+                       bandwidth_bytes_per_second=rate if host == "n1" else ways[a, b])
+            for host in ("n1", "n2") for (a, b), rate in ways.items()
+        ),
+        collectives=(
+            Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=4,
+                       curve=(Point(1 << 20, 1e-3), Point(64 << 20, seconds))),
+        ),
+    )  # fmt: skip
+
+
+def test_copies_of_gpus_and_all_reduces_are_compared():
+    before = with_gpus()
+    assert baseline.worse(before, with_gpus(nvlink=250e9, seconds=0.0105, own=1e9)) == ()  # host memory is whoever's
+    said = baseline.unchanged(before, before)
+    assert said.endswith("none of 0 directions, 4 ways inside hosts, 1 all-reduce became worse")
+    (found,) = baseline.worse(before, with_gpus(seconds=0.0125))
+    assert (found.severity, found.hosts) == ("warning", ("n1", "n2"))
+    assert found.what == "all-reduce over 2 hosts, 4 ranks: 80% of the speed that it had"
+    assert found.evidence == "64 MiB took 10 ms on 2026-11-01, 12.5 ms now"
+    found = baseline.worse(before, with_gpus(nvlink=24e9))
+    assert {f.what for f in found} == {
+        f"{host}: gpu0 to gpu1: 9% of the bandwidth that it had (NVLink)" for host in ("n1", "n2")
+    }
+    assert "24 GB/s now (NVLink), 270 GB/s (NVLink) on 2026-11-01" in found[0].evidence
+
+
+def test_a_host_all_of_whose_copies_became_worse_is_told_of_once():
+    def copies(rate):
+        ways = [(f"gpu{a}", f"gpu{b}") for a in range(4) for b in range(4) if a != b]
+        return Measured(when="2026-11-01", software={}, hosts=("n1",), inside=tuple(
+            InsideLink(host="n1", source=a, target=b, path="NVLink", variation=0.0, bandwidth_bytes_per_second=rate) for a, b in ways
+        ))  # fmt: skip
+
+    (found,) = baseline.worse(copies(270e9), copies(20e9))
+    assert found.what == "n1: 12 ways inside it have 7% of the bandwidth that they had"
+    assert found.evidence.startswith("gpu0 to gpu1: 20 GB/s now")
+
+
 # -- records --------------------------------------------------------------------------------------------------------------
 
 
@@ -941,6 +1130,21 @@ def test_the_heat_map_can_be_read_without_colours(hosts, width):
     slow, fast = ("478", "956") if (hosts, width) == (8, 100) else ("5", "9")
     assert cells["n3"] == [fast, slow, "-"] + [fast] * (hosts - 3)
     assert cells["n2"] == [slow, "-"] + [slow] * (hosts - 2)
+
+
+def test_the_heat_map_does_not_take_a_further_network_for_the_links_alone():
+    beside = tuple(structs.replace(pair, network=None, load="together") for pair in further("10.9.0.0/24"))
+    kept = Measured(when="", software={}, hosts=("n1", "n2", "n3", "n4"), pairs=(*beside, *further("10.9.0.0/24")))
+    assert "12 of 12 beside others" in heat_map(kept, "tcp", 100).plain
+
+
+@pytest.mark.parametrize(
+    ("megabits", "shown"), [(999.4, "999"), (999.7, "999.7"), (999.96, "1000"), (95.73, "95.7"), (9.5, "9.5")]
+)
+def test_a_rate_in_the_heat_map_is_no_power_of_ten(megabits, shown):
+    pairs = tuple(structs.replace(pair, network=None) for pair in further("x", ("n1", "n2"), megabits * 1e6 / 8))
+    text = heat_map(Measured(when="", software={}, hosts=("n1", "n2"), pairs=pairs), "tcp", 100).plain
+    assert text.splitlines()[2].split() == ["n1", "-", shown]
 
 
 @pytest.mark.parametrize("ending", ["", ".cluster.local"])

@@ -212,6 +212,28 @@ def test_a_host_that_is_lost_costs_its_own_pairs_only(make_cluster, probe, tmp_p
     assert cluster.left_over(within_seconds=6) == {}
 
 
+def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tmp_path):
+    """It is up, its connections too: only no answer comes from it, nor would its rank ever end."""
+    cluster = make_cluster(4, rate="400mbit")
+    command = [TOPO, "probe", "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--json", "--quick"]
+    process = cluster.popen("n1", command, env=ENV, cwd=tmp_path)
+    wait_for(tmp_path / "run/records.jsonl", "inside")
+    (rank,) = [pid for pid, line in cluster.processes("n3").items() if "-m distrib.probe " in line]
+    os.kill(rank, signal.SIGSTOP)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, (out, err)
+    output = json.loads(out)
+    assert output["whole"] is True
+    # Beside what else runs here a link may look slow; nobody else is to be blamed.
+    assert [each for each in kinds(output) if each[1] == "error"] == [("host_lost", "error", ["n3"])], output[
+        "findings"
+    ]
+    (lost,) = [each for each in output["findings"] if each["kind"] == "host_lost"]
+    assert "n3 did not answer" in lost["evidence"]
+    assert "no answer came from n3 when last asked" in output["notes"]
+    assert cluster.left_over(within_seconds=6) == {}
+
+
 def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     cluster = make_cluster(6, rate="400mbit")
     topology = tmp_path / "topology.yaml"

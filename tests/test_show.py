@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -11,9 +12,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from distrib_launch import topo
 
 from distrib.cluster.measured import InsideLink, Measured, PairLink
 from distrib.cluster.measured_part import write_measured
+from distrib.cluster.topology import parse_topology, read_topology
+from distrib.cluster.ways import uplink_rate
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 EXAMPLES = ROOT / "hostfiles"
@@ -215,6 +219,36 @@ def test_a_link_carries_no_more_than_the_uplink_on_its_way(tmp_path):
     assert re.search(r"among n\[1-2\]: .* 1.14 GB/s usable", said) and re.search(
         r"n\[1-2\] and n3: .* 125 MB/s usable", said
     ), said
+
+
+def test_a_ratio_says_what_an_uplink_carries_to_show_and_to_plan(tmp_path):
+    (tmp_path / "t.yaml").write_text(
+        'nodes:\n  - {hosts: "n[1-4]", nics: [{name: eth0, rate: 10GbE}]}\nswitches:\n  - {name: sw, hosts: "n[1-2]", oversubscription: 4:1}\n'
+    )
+    topology = read_topology(tmp_path / "t.yaml")
+    rate = uplink_rate(topology, topology.switches[0])
+    assert 0.9 * 625e6 < rate < 625e6  # of 2 x 10 Gb/s a quarter, as far as it is usable
+    _, across, _ = as_json("--topology", "t.yaml", cwd=tmp_path)["between"]
+    assert across["name"] == "n[1-2] and n[3-4]"
+    assert across["bandwidth_bytes_per_second"] == pytest.approx(rate)
+    wide = parse_topology((tmp_path / "t.yaml").read_text().replace("4:1", "1:1"), "t")
+    assert uplink_rate(wide, wide.switches[0]) == math.inf
+
+
+def test_names_are_no_formulas(tmp_path, capsys):
+    (tmp_path / "t.yaml").write_text("name: a $100 lab for $5\nnodes:\n  - {hosts: n1, gpus: {count: 1, kind: T4}}\n")
+    assert topo.main(["show", "--topology", str(tmp_path / "t.yaml"), "--plot", str(tmp_path / "t.svg")]) == 0
+    assert "a $100 lab for $5" in (tmp_path / "t.svg").read_text() and "a $100 lab" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["show", "--jsn"], ["check", "--hots", "a"], ["plan"], ["probe", "--way", "pigeon"]])
+def test_mistyped_options_are_told_in_json_too(words, capsys):
+    assert topo.main([*words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["status"], told["exit_code"]) == ("failed", 2) and err == f"distrib-topo: error: {told['error']}\n"
+    assert topo.main(words) == 2
+    assert capsys.readouterr().out == ""
 
 
 def test_a_picture_of_what_fits_no_page(tmp_path):

@@ -119,6 +119,7 @@ BAD = [
     ("{nodes: [{hosts: n[1-4]}]}", 'inside { } a range needs quotes: {hosts: "gpu[01-16]"}'),
     (NODE + "---\n" + NODE, "t.yaml:3: is no YAML: holds more than one document"),
     ("\x07nodes: a", "is no YAML"),
+    ("# " + "\u00e9\n" * 20 + "name: x\x07\n" + NODE, "t.yaml:21: is no YAML: control characters are not allowed"),
     ("? [a]\n: b", "t.yaml:1: a key must be a word"),
     (NODE + "nodes: []", "t.yaml:3: the key `nodes` stands here twice, first on line 1"),
     (NODE + "    hosts: b", "t.yaml:3: the key `hosts` stands here twice, first on line 2"),
@@ -171,6 +172,8 @@ BAD = [
     (NODE + "    gpus: {count: 5}\n    links: {nvlink: NVLink3 x11}", "cannot be shared out evenly to 4 others"),
     (NODE + "    gpus: {count: 2}\n    links: {nvlink: NVLink2 x2, pairs: {0-1: 3}}", "GPU 0 has 3 links here, but NVLink2 x2 says 2"),
     (NODE + "    gpus: {count: 2}\n    links: {nvlink: NVLink2 x2, pairs: {0-0: 1}}", "'0-0' is no pair of GPUs"),
+    (NODE + "    gpus: {count: 2}\n    links:\n      nvlink: NVLink2 x2\n      pairs:\n        0-9: 1",
+     "t.yaml:7: $.nodes[0].links.pairs.0-9: there is no GPU 9 here"),
     (NODE + "    links: {nvswitch: yes}", "t.yaml:3: $.nodes[0].links.nvswitch: say `nvlink` too"),
     # Switches.
     (NODE + "switches:\n  - {name: r, hosts: a, oversubscription: 1:2}", "t.yaml:4: $.switches[0].oversubscription: '1:2' is less than 1:1"),
@@ -251,6 +254,16 @@ def test_a_hostfile_and_a_topology_must_know_the_same_hosts(tmp_path):
     check_hosts(topology, parse_host_list("N1"))
 
 
+@pytest.mark.parametrize("before", ["", "name: lab\n"])
+def test_a_line_behind_the_measured_part_is_counted_with_it(tmp_path, before):
+    path = tmp_path / "t.yaml"
+    part = encode_measured(measured(hosts=("a",)))
+    path.write_text(before + part + NODE)
+    line = (before + part).count("\n") + 1
+    with pytest.raises(TopologyError, match=re.escape(f"t.yaml:{line}: $.nodes: b is in")):
+        check_hosts(read_topology(path), parse_host_list("a,b"))
+
+
 def test_reading_topologies_loads_neither_torch_nor_clustershell_where_there_is_no_range():
     code = (
         "import sys; from distrib.cluster.topology import parse_topology; "
@@ -329,6 +342,7 @@ def test_figures_that_everybody_knows():
     assert parse_bus("PCI Express 4.0 x16") == msgspec.structs.replace(
         parse_bus("PCIe4 x16"), text="PCI Express 4.0 x16"
     )
+    assert parse_bus("PCIe2 x16").rate_bytes_per_second == 2 * parse_bus("PCIe1 x16").rate_bytes_per_second == 8e9
     assert parse_bus("PCIe Gen5 x8").rate_bytes_per_second == pytest.approx(31.5e9, rel=1e-3)
     for name, rate in [
         ("EDR", 12.5e9),
@@ -459,6 +473,23 @@ def test_measured_beats_catalogued():
 
 
 # -- rules of thumb ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "interface", "text", "rate"),
+    [
+        ("tcp", "eno1", "TCP on eno1", None),  # MPI could not use the cards that are described
+        ("tcp", "mlx5_0", "8 x HDR", 200e9),
+        ("tcp", None, "8 x HDR", 200e9),  # a file of an older probe
+        ("mpi", "eno1", "8 x HDR", 200e9),  # MPI goes over the RDMA cards beside it
+    ],
+)
+def test_a_way_is_not_named_after_cards_that_did_not_carry_it(way, interface, text, rate):
+    found = measured(pair("dgx01", "dgx02", 1.1e9, way=way, interface=interface))
+    seen = link_between(eight(encode_measured(found)), "dgx01", "dgx02")
+    assert (seen.text, seen.rate_bytes_per_second, seen.bandwidth_bytes_per_second) == (text, rate, 1.1e9)
+    ethernet = measured(pair("dgx01", "old1", 1.1e9, way="tcp", interface="bond0"), hosts=("dgx01", "old1"))
+    assert link_between(eight(encode_measured(ethernet)), "dgx01", "old1").text == "10 GbE"
 
 
 def test_the_rules_of_thumb():
@@ -654,6 +685,6 @@ def test_hosts_are_named_in_few_words(names, told):
     assert name_hosts(names) == told
 
 
-@pytest.mark.parametrize("kind", ["80GB", "16 GB", "RTX", "PCIe", "Tesla", "NVIDIA SXM4"])
+@pytest.mark.parametrize("kind", ["80GB", "16 GB", "80GB HBM3", "RTX", "GeForce RTX", "PCIe", "Tesla", "NVIDIA SXM4"])
 def test_what_many_gpus_have_in_their_names_names_none(kind):
     assert find_gpu(kind) is None

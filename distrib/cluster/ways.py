@@ -99,12 +99,8 @@ def link_between(topology: Topology, source: str, target: str) -> Way | None:
     if known is None and not measured:
         return None
     text, rate = (known.text, known.rate_bytes_per_second) if known else ("", None)
-    if measured and known and known.kind in ("infiniband", "roce"):
-        others = [
-            pair.interface for pair in measured if pair.way == "tcp" and pair.interface not in (None, *known.nics)
-        ]
-        if len(others) == len(measured):  # not the cards that are described
-            text, rate = f"TCP on {others[0]}", None
+    if measured and known and all(_is_beside(pair, known) for pair in measured):
+        text, rate = f"TCP on {measured[0].interface}", None
     latencies = [pair.latency_seconds for pair in measured if pair.latency_seconds is not None]
     bandwidth = sum(pair.bandwidth_bytes_per_second for pair in measured)
     return Way(
@@ -185,6 +181,12 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
     if switch.uplink is None:
         return 1.0
     return max(1.0, rate_below(topology, switch) / parse_uplink(switch.uplink))
+
+
+def _is_beside(pair: PairLink, known: _Catalogued) -> bool:
+    """Whether a pair was measured by other cards than those that are described: of RDMA cards that MPI could not use."""
+    rdma = known.kind in ("infiniband", "roce")
+    return rdma and pair.way == "tcp" and pair.interface not in (None, *known.nics)
 
 
 def uplink_rate(topology: Topology, switch: Switch) -> float:

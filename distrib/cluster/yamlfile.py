@@ -220,13 +220,19 @@ def _child(node: yaml.Node, part: PathPart) -> tuple[yaml.Node, int] | None:
     return None
 
 
+def _line_at(text: str, position: int) -> int:
+    """The line of a reader's position: libyaml counts bytes, PyYAML's own reader characters."""
+    if hasattr(yaml, "CSafeLoader"):
+        return text.encode()[:position].count(b"\n") + 1
+    return text.count("\n", 0, position) + 1
+
+
 def _no_yaml(error: yaml.YAMLError, text: str, source: str) -> TopologyError:
     mark = getattr(error, "problem_mark", None)
     what = str(getattr(error, "problem", None) or "").strip() or "cannot be read"
     line = mark.line + 1 if mark else 0
     if isinstance(error, yaml.reader.ReaderError):
-        before = text.encode()[: error.position] if isinstance(error.position, int) else b""  # libyaml counts bytes
-        line = before.count(b"\n") + 1
+        line = _line_at(text, error.position) if isinstance(error.position, int) else 0
         what = str(error.reason)
     lines = text.splitlines()
     shown = lines[line - 1] if 0 < line <= len(lines) else ""

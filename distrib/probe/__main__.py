@@ -51,7 +51,8 @@ def main() -> int:
         before = [record for line in lines if (record := decode(line))]
         leader = Leader(comm, worker, spec, hellos, _print, before)
         leader.run()
-        if leader.is_waited_for:  # by MPI's end, and by the launcher; that a rank has failed ends the job
+        if leader.is_waited_for:
+            # MPI's end would wait for that rank, and so would the launcher, but for a rank that fails: that ends the job.
             sys.stdout.flush()
             os._exit(1)
     else:

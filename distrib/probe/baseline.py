@@ -34,7 +34,7 @@ def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
 
 
 def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) -> list[Finding]:
-    """Those of one network, the job's own where it has no name."""
+    """Findings of one network's links; the job's own has no name."""
     lost: dict[tuple[str, str], tuple[float, PairLink, PairLink]] = {}
     both: dict[str, set[str]] = {}
     found = []
@@ -49,7 +49,7 @@ def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) 
         if pair.load == "alone" and old.latency_seconds and pair.latency_seconds:
             more = pair.latency_seconds - old.latency_seconds
             if more > LATENCY_SECONDS and pair.latency_seconds > LATENCY_WORSE * old.latency_seconds:
-                found.append(_latency(old, pair))
+                found.append(_latency(old, pair, on))
     if len(both) > SPARE and len(lost) >= MOST * len({(pair.source, pair.target) for _, pair in links}):
         # Nobody is to blame more than the others.
         return [*found, _all(tuple(both), [ratio for ratio, _, _ in lost.values()], on, when)]
@@ -69,10 +69,9 @@ def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) 
 def unchanged(before: Measured, now: Measured) -> str:
     """What is said where nothing became worse."""
     directions = {(new.source, new.target) for _, new in _compared(before, now)}
-    copies, collectives = (len(list(each(before, now))) for each in (_same_copies, _same_collectives))
-    more = "".join(
-        f", {count} {what}" for count, what in ((copies, "ways inside hosts"), (collectives, "all-reduces")) if count
-    )
+    copies, collectives = len(list(_same_copies(before, now))), len(list(_same_collectives(before, now)))
+    more = f", {copies} way{'s' * (copies != 1)} inside hosts" if copies else ""
+    more += f", {collectives} all-reduce{'s' * (collectives != 1)}" if collectives else ""
     return f"compared with the probe of {before.when}: none of {len(directions)} directions{more} became worse"
 
 
@@ -170,17 +169,33 @@ def _same_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, 
 
 
 def _copies(before: Measured, now: Measured) -> Iterator[Finding]:
+    """A finding for each way that is worse; one for a host that has many."""
+    lost: dict[str, list[tuple[float, InsideLink, InsideLink]]] = {}
     for old, new in _same_copies(before, now):
         ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
         if ratio < WORSE:
-            yield Finding(
-                kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-                what=f"{new.host}: {new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had ({new.path or 'copy'})",
-                evidence=f"{format_rate(new.bandwidth_bytes_per_second, digits=3)} now, "
-                f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {before.when}",
-                advice="nvidia-smi -q: link width and generation, NVLinks that are up", hosts=(new.host,), ratio=ratio,
-                loss=(1 - ratio) / 2,
-            )  # fmt: skip
+            lost.setdefault(new.host, []).append((ratio, old, new))
+    for host, ways in lost.items():
+        ways.sort(key=lambda each: each[0])
+        if len(ways) > SPARE:
+            told, ratio = f"{len(ways)} ways inside it have", statistics.median(ratio for ratio, _, _ in ways)
+            yield _copy(f"{host}: {told} {ratio:.0%} of the bandwidth that they had", ratio, *ways[0][1:], before.when)
+            continue
+        for ratio, old, new in ways:
+            what = (
+                f"{host}: {new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had ({new.path or 'copy'})"
+            )
+            yield _copy(what, ratio, old, new, before.when)
+
+
+def _copy(what: str, ratio: float, old: InsideLink, new: InsideLink, when: str) -> Finding:
+    return Finding(
+        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning", what=what,
+        evidence=f"{new.source} to {new.target}: {format_rate(new.bandwidth_bytes_per_second, digits=3)} now ({new.path or 'copy'}), "
+        f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {when}",
+        advice="nvidia-smi -q: link width and generation, NVLinks that are up", hosts=(new.host,), ratio=ratio,
+        loss=(1 - ratio) / 2,
+    )  # fmt: skip
 
 
 def _same_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collective, float, float, int]]:
@@ -211,12 +226,12 @@ def _collectives(before: Measured, now: Measured) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _latency(old: PairLink, new: PairLink) -> Finding:
+def _latency(old: PairLink, new: PairLink, on: str) -> Finding:
     assert old.latency_seconds and new.latency_seconds
     return Finding(
         kind="worse_than_baseline", severity="note",
         what=f"{new.source} to {new.target}: latency {new.latency_seconds * 1e6:.0f} us, was {old.latency_seconds * 1e6:.0f} us",
-        evidence=f"half a round trip of 8 bytes over {new.way}, alone", advice="look for new hops or power saving",
+        evidence=f"half a round trip of 8 bytes over {new.way}{on}, alone", advice="look for new hops or power saving",
         hosts=(new.source, new.target), source=new.source, target=new.target,
         ratio=old.latency_seconds / new.latency_seconds, loss=0.05,
     )  # fmt: skip

@@ -51,6 +51,7 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
     if not speeds:
         return []
     usual = statistics.mode(sorted(speeds.values(), reverse=True))  # of equally common ones the faster
+    is_usual = 2 * sum(speed == usual for speed in speeds.values()) > len(speeds)
     found = []
     for speed in sorted({speed for speed in speeds.values() if speed < usual}):
         hosts = tuple(host for host, own in speeds.items() if own == speed)
@@ -58,7 +59,7 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
             Finding(
                 kind="mixed_cards", severity="note" if len(hosts) > 1 else "warning",
                 what=f"{shown_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
-                f"{rate_text(speed)}, where {rate_text(usual)} is usual here",
+                f"{rate_text(speed)}, {f'where {rate_text(usual)} is usual here' if is_usual else f'and {rate_text(usual)} elsewhere'}",
                 evidence="the rates that the cards say they have; links are compared with those of their own rate",
                 advice="a job over all hosts goes at the pace of the slowest: use the slower ones in jobs of their own, "
                 "or see whether cable and switch port allow no more (ethtool)",

@@ -61,7 +61,7 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     found += [hashed(finding, facts) for finding in links]
     found += other_cards(seen, start.primary, facts)
     uplinks = oversubscribed(seen, groups, start.primary, start.hosts)
-    found += uplinks or narrow_ways(seen, start.primary, [*slow, *links])
+    found += uplinks or [hashed(finding, facts) for finding in narrow_ways(seen, start.primary, [*slow, *links])]
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
     found += [*noisy(seen, start.primary), *_mtu(facts), *_flapping(facts), *_lossy(seen, start.hosts)]
     collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
@@ -278,11 +278,13 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     for host in hosts:
         mine = {pair: why for pair, why in bad.items() if host in pair}
         peers = {peer for pair in mine for peer in pair if peer != host}
-        silent = all(f"{host} did not answer" in why for why in mine.values())
-        if len(peers) < (2 if silent else max(2, (len(hosts) - 1) * 0.8)):
+        most = len(peers) >= max(2, (len(hosts) - 1) * 0.8)
+        # A host that freezes meanwhile has been measured with some: two that wait in vain for it are enough.
+        silent = len(peers) > 1 and all(f"{host} did not answer" in why for why in mine.values())
+        if not most and not silent:
             continue
         directions = f"{len(mine)} of {2 * (len(hosts) - 1)} directions"
-        if all(map(_stalls, mine.values())):
+        if not silent and all(map(_stalls, mine.values())):
             found.append(
                 Finding(
                     kind="mtu", severity="error",
@@ -296,12 +298,14 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
             )  # fmt: skip
         else:
             nobody = len(peers) == len(hosts) - 1 and len(mine) == 2 * len(peers)
+            whom = "any other host" if nobody else "most other hosts" if most else f"{len(peers)} other hosts"
             found.append(
                 Finding(
                     kind="host_lost", severity="error",
-                    what=f"{host} could not be measured with {'any other host' if nobody else 'most other hosts'}",
+                    what=f"{host} could not be measured with {whom}",
                     evidence=f"{directions}: {next(iter(mine.values()))}",
-                    advice=f"see whether {host} is up and reaches the others", hosts=(host,), ratio=0.0, loss=1.0,
+                    advice=f"see whether {host} is up and reaches the others"
+                    + (", and what keeps its processes from running (ps, dmesg)" if silent else ""), hosts=(host,), ratio=0.0, loss=1.0,
                 )
             )  # fmt: skip
     lost = {host for finding in found for host in finding.hosts}
@@ -323,14 +327,18 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
 
 
 def _failed_by_way(every: Sequence[PairSeen], start: Started) -> list[Finding]:
-    """What failed on the job's network: the way that judges the links, and what of the other one failed besides."""
-    found: dict[tuple[str, ...], Finding] = {}
-    for way in sorted({record.way for record in every}, key=lambda way: way != start.primary):
-        mine = [record for record in every if record.way == way and record.network is None]
-        for finding in _failed(mine, start.hosts) if way == start.primary or not all(r.failed for r in mine) else ():
-            more = {} if way == start.primary else {"severity": "warning", "what": f"{finding.what} (over {way})"}
-            found.setdefault(finding.hosts, msgspec.structs.replace(finding, **more))
-    return list(found.values())
+    """What failed on the job's network: over the way that judges the links, and what else failed over the other one."""
+    seen = [record for record in every if record.network is None]
+    found = _failed([record for record in seen if record.way == start.primary], start.hosts)
+    other = [record for record in seen if record.way != start.primary]
+    if all(record.failed for record in other):  # that it passes nothing is said when it is given up
+        return found
+    told = [{*finding.hosts} for finding in found]
+    return found + [
+        msgspec.structs.replace(finding, severity="warning", what=f"{finding.what} (over {other[0].way})")
+        for finding in _failed(other, start.hosts)
+        if not any(hosts <= {*finding.hosts} for hosts in told)
+    ]
 
 
 def _stalls(why: str) -> bool:
@@ -350,17 +358,15 @@ def _mtu(facts: dict[str, Facts]) -> list[Finding]:
     # Of equally common ones none is usual; the largest is what somebody has set.
     usual = statistics.mode(sorted(mtus.values(), reverse=True))
     have = sum(value == usual for value in mtus.values())
-    alone = 2 * have > len(mtus)
+    is_usual = 2 * have > len(mtus)
     return [
         Finding(
             kind="mtu",
             severity="warning",
-            what=f"{host}: MTU {mtu}, where {usual} is usual here"
-            if alone
-            else f"{host}: MTU {mtu}, and {usual} elsewhere",
+            what=f"{host}: MTU {mtu}, {f'where {usual} is usual here' if is_usual else f'and {usual} elsewhere'}",
             evidence=f"interface {facts[host].interface}; {have} host{'s have' if have > 1 else ' has'} {usual}",
             advice=f"ip link set {facts[host].interface} mtu {usual}, and see that the switch port allows it"
-            if alone
+            if is_usual
             else "set the same on all hosts and their switch ports",
             hosts=(host,),
             loss=0.05,

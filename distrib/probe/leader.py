@@ -108,7 +108,7 @@ class Leader:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a rank has not answered when it was last asked: it will hardly end by itself, either."""
+        """Whether a rank did not answer when it was last asked: it will hardly end by itself, either."""
         return bool(self._silent)
 
     def emit(self, record: Record) -> None:
@@ -140,7 +140,12 @@ class Leader:
             self._step(step, left)
         for rank in range(1, self._size):
             self._send(rank, Leave())
-        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=tuple(self._left_out)))
+        for _ in self._heard():
+            pass  # it is no longer silent
+        said = list(self._left_out)
+        if self._silent:  # perhaps since the last step: then no pair tells of it
+            said.append(f"no answer came from {self._named(self._silent)} when last asked")
+        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=tuple(said)))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -311,31 +316,30 @@ class Leader:
             )
             tasks[self.ranks[source]] = tasks[self.ranks[target]] = transfers[source, target]
         replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
-        found = []
+        made = [self._not_asked(step, pair) for pair in there if pair not in transfers]
         for (source, target), transfer in transfers.items():
-            made = self._records(transfer, source, target, replies)
-            network = self.networks[step.network] if step.network else None
-            found += [
-                msgspec.structs.replace(
-                    record,
-                    phase=number,
-                    network=step.network,
-                    interface=network.cards[record.source][0] if network else None,
-                )
-                for record in made
-            ]
-        found += [self._not_asked(step, pair, number) for pair in there if pair not in pairs]
+            made += self._records(transfer, source, target, replies)
+        network = self.networks[step.network] if step.network else None
+        found = [
+            msgspec.structs.replace(
+                record,
+                phase=number,
+                network=step.network,
+                interface=network.cards[record.source][0] if network else None,
+            )
+            for record in made
+        ]
         for record in found:
             self.emit(record)
         return found
 
-    def _not_asked(self, step: Step, pair: Pair, number: int) -> PairSeen:
-        """What is known of a pair of which one does not answer any more."""
+    def _not_asked(self, step: Step, pair: Pair) -> PairSeen:
+        """What is known of a pair of which one does not answer any more: without it the step would pass for whole."""
         source, target = (self.spec.hosts[host] for host in pair)
         silent = next(self.spec.hosts[host] for host in pair if self._is_sick(host))
         return PairSeen(
-            step=step.key, phase=number, source=source, target=target, way=step.way, load=step.load,
-            both_ways=step.both_ways, network=step.network, failed=f"{silent} did not answer",
+            step=step.key, source=source, target=target, way=step.way, load=step.load, both_ways=step.both_ways,
+            failed=f"{silent} did not answer",
         )  # fmt: skip
 
     def _address(self, host: int, network: str | None) -> str:

@@ -7,7 +7,7 @@ or host that stays clearly below it, measured twice, is told of.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from distrib.cluster.groups import groups_of
@@ -16,9 +16,13 @@ from distrib.probe.finding import Finding, rate_text
 from distrib.probe.records import PairSeen, best
 from distrib.probe.settings import Way
 from distrib.probe.suspects import SLOW, Baseline, class_of_pair, classes_of, one_way
+from distrib.probe.uplinks import ACROSS, PAIRS_SHOWN
 
 BAD = 0.75
 """Below this part of what is usual a link is an error, above it a warning."""
+
+SIDES = 4
+"""So many groups of hosts with slow ways between them are named, else pairs."""
 
 DEVIATIONS = 6.0
 """How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
@@ -113,9 +117,9 @@ def slow_links(
 
 
 def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> list[Finding]:
-    """Pairs of which nothing was `told` that get far less, alone, than both hosts do with others.
+    """Pairs that get far less, alone, than both hosts do with others, and of which nothing was `told`: one finding.
 
-    Where most ways are narrow, they are what is usual among links; but not for hosts that do more with a neighbour. One finding: they
+    Where most ways are narrow they are what is usual among links, but not for hosts that do more with a neighbour; and they
     have more in common than a cable.
     """
     slow = {host for finding in told if finding.kind == "slow_host" for host in finding.hosts}
@@ -127,32 +131,33 @@ def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> 
         if not slow & {r.source, r.target} and frozenset((r.source, r.target)) not in known
     }
     parts = {pair: rate / baseline.of_hosts(*pair) for pair, rate in rates.items()}
-    narrow = {frozenset(pair) for pair, part in parts.items() if max(part, parts.get(pair[::-1], part)) < BAD}
+    narrow = [pair for pair, part in parts.items() if max(part, parts.get(pair[::-1], part)) < BAD]
     if not narrow:
         return []
-    hosts = tuple(dict.fromkeys(host for pair in rates for host in pair))
-    pairs = [pair for pair in rates if frozenset(pair) in narrow]
-    ratio = statistics.median(parts[pair] for pair in pairs)
-    rate = statistics.median(rates[pair] for pair in pairs)
-    groups = groups_of(hosts, narrow)
-    across = [
-        pair for pair in rates if next(g for g in groups if pair[0] in g) is not next(g for g in groups if pair[1] in g)
-    ]
-    apart = 1 < len(groups) <= 4 and len(pairs) >= 0.8 * len(across)
-    where = (
-        " and ".join(map(shown_hosts, groups))
-        if apart
-        else ", ".join(list(dict.fromkeys(" and ".join(sorted(pair)) for pair in pairs))[:6])
-    )
+    hosts = tuple(dict.fromkeys(host for pair in narrow for host in pair))
+    ratio = statistics.median(parts[pair] for pair in narrow)
+    rate = statistics.median(rates[pair] for pair in narrow)
     return [
         Finding(
             kind="slow_link", severity="error",
-            what=f"between {where} the way is slow: {ratio:.0%} of what their hosts reach with others",
-            evidence=f"{len(pairs)} directions, each alone, have {rate_text(rate)} (median) of {rate_text(rate / ratio)}",
+            what=f"between {_sides(rates, narrow)} the way is slow: {ratio:.0%} of what their hosts reach with others",
+            evidence=f"{len(narrow)} directions, each alone, have {rate_text(rate)} (median) of {rate_text(rate / ratio)}",
             advice="look at what these ways have in common: an uplink or a port between switches that runs at a lower rate",
-            hosts=tuple(host for host in hosts if any(host in pair for pair in pairs)), ratio=ratio, loss=1 - ratio,
+            hosts=hosts, ratio=ratio, loss=1 - ratio,
         )
     ]  # fmt: skip
+
+
+def _sides(every: Collection[tuple[str, str]], narrow: Collection[tuple[str, str]]) -> str:
+    """The groups of hosts between which hardly any way is not narrow; where there are none such, the first pairs."""
+    groups = groups_of(list(dict.fromkeys(host for pair in every for host in pair)), set(map(frozenset, narrow)))
+    side = {host: number for number, group in enumerate(groups) for host in group}
+    across = [pair for pair in every if side[pair[0]] != side[pair[1]]]
+    if 1 < len(groups) <= SIDES and len(narrow) >= ACROSS * len(across):
+        return " and ".join(map(shown_hosts, groups))
+    pairs = sorted({(min(pair), max(pair)) for pair in narrow})
+    more = f" (and {len(pairs) - PAIRS_SHOWN} more pairs)" if len(pairs) > PAIRS_SHOWN else ""
+    return ", ".join(f"{one} and {other}" for one, other in pairs[:PAIRS_SHOWN]) + more
 
 
 def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[str, str]]) -> list[Finding]:

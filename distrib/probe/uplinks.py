@@ -94,7 +94,8 @@ def _finding(what: str, crossing: Sequence[PairSeen], baseline: Baseline, hosts:
         kind="oversubscribed_uplink",
         severity="warning",
         what=f"{what} oversubscribed {ratio:.1f}:1",
-        evidence=f"{len(crossing)} pairs across at once reach {rate_text(had)} together, of {rate_text(wanted)} that their hosts could send",
+        evidence=f"{len(crossing)} pairs across at once reach {rate_text(had)} together, of {rate_text(wanted)} that their hosts "
+        "could send",
         advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
         "neighbouring ranks on the same side; or widen the uplink",
         hosts=hosts,
