@@ -205,19 +205,19 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
     assert of(Ended, records)[0].notes[-1] == "no answer came from n3 when last asked"
 
 
-def test_rank_0_waits_for_no_rank_that_is_silent_at_the_end():
-    def waited_for(answer, **late):
+def test_rank_0_knows_who_is_silent_at_the_end():
+    def silent_after(answer):
         cluster = Cluster(3, answer=answer)
         spec = Spec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
         found = []
         (led := Leader(cluster, cluster, spec, cluster.hellos, found.append)).run()
-        return led.is_waited_for, of(Ended, found)[0].notes
+        return led.silent, of(Ended, found)[0].notes
 
-    assert waited_for(usual) == (False, ())
+    assert silent_after(usual) == ("", ())
     silent = lambda rank, task: None if rank == 2 else usual(rank, task)  # noqa: E731
-    assert waited_for(silent) == (True, ("no answer came from n3 when last asked",))
+    assert silent_after(silent) == ("n3", ("no answer came from n3 when last asked",))
     once = lambda rank, task: None if rank == 2 and isinstance(task, Inside) else usual(rank, task)  # noqa: E731
-    assert waited_for(once) == (False, ())
+    assert silent_after(once) == ("", ())
 
 
 def test_ways_inside_a_host_are_kept_when_others_fail():
@@ -488,6 +488,21 @@ def test_a_probe_that_cannot_be_gone_on_with_leaves_nothing(jobs, capsys, tmp_pa
     assert probe("-H", "n1,n2", "--resume", *words) == 2
     assert "no probe of these hosts in this mode to go on with" in capsys.readouterr().err
     assert jobs.specs == [] and [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_a_probe_found_is_shown_though_a_rank_had_to_end_it(jobs, monkeypatch, capsys):
+    """Rank 0 fails where another one is frozen; then that is what people must hear of."""
+    start, *seen = Network(2).records()
+    failed = [msgspec.structs.replace(r, failed="n2 did not answer") for r in seen if isinstance(r, PairSeen)]
+    jobs.records = lambda spec: [start, *failed, Ended(seconds=1.0, notes=("no answer came from n2 when last asked",))]
+    launch = job.launch
+    monkeypatch.setattr(
+        job, "launch", lambda *plan, **to: msgspec.structs.replace(launch(*plan, **to), status="failed")
+    )
+    assert probe("-H", "n1,n2") == 0
+    out = capsys.readouterr().out
+    assert "n2 did not answer" in out and "note: no answer came from n2 when last asked" in out
+    assert len(jobs.specs) == 1
 
 
 def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):

@@ -51,9 +51,10 @@ def main() -> int:
         before = [record for line in lines if (record := decode(line))]
         leader = Leader(comm, worker, spec, hellos, _print, before)
         leader.run()
-        if leader.is_waited_for:
+        if leader.silent:
             # MPI's end would wait for that rank, and so would the launcher, but for a rank that fails: that ends the job.
             sys.stdout.flush()
+            print(f"{leader.silent} does not answer any more; the probe ends without it", file=sys.stderr, flush=True)
             os._exit(1)
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)

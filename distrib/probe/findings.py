@@ -312,6 +312,11 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     for (source, target), why in bad.items():
         if not lost & {source, target}:
             stalls = _stalls(why)
+            otherwise = (
+                "whether both are up, and what keeps their processes from running"
+                if "did not answer" in why
+                else "whether a firewall is between them"
+            )
             found.append(
                 Finding(
                     kind="mtu" if stalls else "not_measured", severity="error",
@@ -319,7 +324,7 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
                     evidence=why,
                     advice="distrib-topo check tells whether it is the MTU: then set the same on both hosts and every switch between; else look at rate, duplex and errors "
                     "on the way (ethtool, ethtool -S)" if stalls
-                    else "see whether a firewall is between them", hosts=(source, target), source=source, target=target,
+                    else f"see {otherwise}", hosts=(source, target), source=source, target=target,
                     ratio=0.0, loss=0.5,
                 )
             )  # fmt: skip

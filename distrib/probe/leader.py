@@ -107,9 +107,9 @@ class Leader:
         self._begun = time.monotonic()
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether a rank did not answer when it was last asked: it will hardly end by itself, either."""
-        return bool(self._silent)
+    def silent(self) -> str:
+        """The hosts of ranks that did not answer when they were last asked: these will hardly end by themselves, either."""
+        return self._named(self._silent) if self._silent else ""
 
     def emit(self, record: Record) -> None:
         if isinstance(record, PairSeen):
@@ -143,8 +143,8 @@ class Leader:
         for _ in self._heard():
             pass  # it is no longer silent
         said = list(self._left_out)
-        if self._silent:  # perhaps since the last step: then no pair tells of it
-            said.append(f"no answer came from {self._named(self._silent)} when last asked")
+        if self.silent:  # perhaps since the last step: then no pair tells of it
+            said.append(f"no answer came from {self.silent} when last asked")
         self.emit(Ended(seconds=time.monotonic() - self._begun, notes=tuple(said)))
 
     # -- steps --------------------------------------------------------------------------------------------------------

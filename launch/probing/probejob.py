@@ -107,7 +107,7 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
         why, outcome.stopped = _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
         if why:
             outcome.notes.append(f"all-reduce without GPUDirect RDMA was not measured to its end: {why}")
-    if last and last.status == "failed" and not any(_is_pair(record) for record in journal.read()):
+    if last and last.status == "failed" and not any(_is_pair(r) or isinstance(r, Ended) for r in journal.read()):
         failure = last.first_failure
         raise LaunchError(
             f"the probe failed: {failure.message if failure else last.status}", hint=f"see {folder}/ranks"
