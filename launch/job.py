@@ -176,8 +176,11 @@ def _notes(
 ) -> list[str]:
     """What the command line and the script, beside the plan itself, are to be told."""
     from distrib_launch import alone
+    from distrib_launch.engines import mpirun
 
     notes = []
+    if mpirun.keeps_modules_here(plan, os.environ):
+        notes.append("PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on")
     if topology and hosts and (note := _not_described(topology, hosts)):
         notes.append(note)
     late = [word for word in options.arguments if word in ("-np", "-H")]

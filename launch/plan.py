@@ -180,7 +180,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|APIKEY|(^|_)(KEYS?|PASS|SSHPASS|PWD|PAT|AUTH)(_|$)", re.IGNORECASE
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?(_|$)|(?<!COM)(?<!BY)PASS(_|$)"
+    r"|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION)(_|$)",
+    re.IGNORECASE,
 )
 
 

@@ -17,8 +17,9 @@ from distrib_launch import cli
 from distrib_launch.engines import mpirun
 from distrib_launch.job import read_hosts
 from distrib_launch.plan import LaunchPlan, is_secret
-from distrib_launch.results import choose_run_dir
+from distrib_launch.results import choose_run_dir, make_run_dir
 
+from distrib.errors import ConfigError
 from tests.conftest import LAUNCH, SCRIPTS, our_processes
 
 JOB = SCRIPTS / "job.py"
@@ -74,7 +75,9 @@ def test_the_environment_is_the_one_that_torchrun_sets(launch):
             for name in ("HF_TOKEN", "WANDB_API_KEY", "COMET_APIKEY", "PGPASSWORD", "MYSQL_PWD", "API_KEYS")
         ),
         *((name, True) for name in ("GITHUB_PAT", "SSHPASS", "AWS_SECRET_ACCESS_KEY", "my_passwd")),
+        *((name, True) for name in ("MYACCESSKEY", "SSHKEY", "PRIVATEKEY", "DBPASS", "HTTP_AUTHORIZATION", "OAUTH")),
         *((name, False) for name in ("TOKENIZERS_PARALLELISM", "PWD", "OLDPATH", "KEYBOARD", "NCCL_DEBUG", "AUTHOR")),
+        *((name, False) for name in ("PATH", "COMPASS_X", "GHPAT", "PASSES", "MONKEY")),
     ],
 )
 def test_secrets_are_known_by_their_names(name, secret):
@@ -295,6 +298,24 @@ def test_a_run_directory_can_be_used_again(launch, tmp_path):
     assert result["first_failure"]["message"] == "killed by SIGKILL"
 
 
+@pytest.mark.parametrize("mark", ["plan.json", "result.json", "preflight.json", "engine.log"])
+def test_a_folder_that_no_run_has_made_keeps_its_files(tmp_path, mark):
+    """Until a run has been there: what it left then goes, be it one that was killed."""
+    own = ["metrics.jsonl", "ranks/0.out", "attempt0/result.json"]
+    for name in own:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"accuracy": 0.9}')
+    if mark in ("plan.json", "result.json"):
+        (tmp_path / mark).write_text('{"accuracy": 0.9}')
+    with pytest.raises(ConfigError, match=r"holds \S+, which is of no run; name another folder with --run-dir"):
+        make_run_dir(tmp_path)
+    assert all((tmp_path / name).read_text() for name in own)
+    (tmp_path / mark).write_text('{"job": "4f", "world_size": 1}')
+    assert make_run_dir(tmp_path) is True
+    assert not any((tmp_path / name).exists() for name in own)
+    assert make_run_dir(tmp_path) is False
+
+
 def test_launches_of_the_same_second_have_run_directories_of_their_own(tmp_path):
     command = [str(LAUNCH), "-q", "--json", str(JOB)]
     running = [
@@ -436,6 +457,14 @@ def test_dry_run_shows_every_rank_and_starts_nothing(tmp_path):
     assert plan["command"][0].endswith("/mpirun")
     assert Path(plan["script"][0]).parent == LAUNCH.parent
     assert plan["script"][0] in plan["command"]
+
+
+def test_modules_that_other_hosts_do_not_find_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    note = "PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on"
+    assert note in dry_run(tmp_path, "-H", "a:2,b:3")["notes"]
+    assert note not in dry_run(tmp_path, "-H", "a:2,b:3", "-x", "PYTHONPATH")["notes"]
+    assert note not in dry_run(tmp_path, "-H", "localhost:2")["notes"]
 
 
 def test_fewer_ranks_than_slots_fill_the_hosts_in_order(tmp_path):

@@ -92,7 +92,8 @@ def run(options: argparse.Namespace) -> int:
     listed, hosts = probejob.hosts_of(options)
     earlier, baseline = _check_files(options, listed, hosts)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
-    results.make_run_dir(run_dir)
+    with results.held(run_dir):  # not while a job is running there
+        results.make_run_dir(run_dir)
     journal = Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume, options.way)
     began = time.monotonic()
     try:

@@ -95,13 +95,13 @@ def why_not(earlier: Measured | None, now: Measured, *, whole: bool, lost: Colle
 def description(run_dir: Path, hosts: Sequence[str]) -> str:
     """What the hosts said of themselves before the probe, as a topology file; empty where not all were asked."""
     from distrib_launch.draft import as_yaml, describe
-    from distrib_launch.preflight.admission import REPORT
     from distrib_launch.preflight.survey import Report
+    from distrib_launch.results import PREFLIGHT
 
     from distrib.cluster.topology import parse_topology
 
     try:
-        told = msgspec.json.decode((run_dir / REPORT).read_bytes(), type=Report).inventories
+        told = msgspec.json.decode((run_dir / PREFLIGHT).read_bytes(), type=Report).inventories
     except (OSError, msgspec.DecodeError):
         return ""
     if not set(hosts) <= set(told):
