@@ -6,6 +6,9 @@ pathlib's own questions raise there, on most versions of Python.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+from distrib.errors import ConfigError
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
@@ -21,3 +24,21 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 def is_dir(path: str | os.PathLike[str]) -> bool:
     """Whether there is a folder."""
     return os.path.isdir(path)
+
+
+def why_not_written(path: str | os.PathLike[str]) -> str:
+    """Why no file can be written there; empty where it can."""
+    folder = Path(path).parent
+    if is_dir(path):
+        return "this is a directory"
+    if not is_dir(folder):
+        return f"there is no folder {folder}"
+    return "" if os.access(path if exists(path) else folder, os.W_OK) else "cannot write it: no permission"
+
+
+def working_directory() -> Path:
+    """Where commands run, and what relative paths begin at. Raises ConfigError where somebody has removed it."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory is gone", hint="cd to one that is there") from None

@@ -13,6 +13,7 @@ from typing import Any
 from distrib_launch import cli, job, results
 from distrib_launch.supervision import failures
 
+from distrib import paths
 from distrib.errors import ConfigError, JobFailed
 
 FUNCTION_LIMIT_BYTES = 1 << 30
@@ -44,6 +45,7 @@ def run(
     `DistribError`s where the job could not be started. Output is written to `sys.stdout` and `sys.stderr`. It may be
     called from any thread; signals are handled when it is the main one.
     """
+    paths.working_directory()  # which all that is named begins at
     words = _words({"hosts": _hosts(hosts), "np": np, **options})
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)

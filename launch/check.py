@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distrib_launch import choose
 from distrib_launch.options import add_hosts, add_ways
 
+from distrib import paths
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
@@ -85,7 +86,7 @@ def asked(
                 script=str(script or "-"),
                 arguments=(),
                 interpreter=sys.executable,
-                directory=str(Path.cwd()),
+                directory=str(paths.working_directory()),
                 run_dir=folder,
                 engine=engine,
                 mpirun=mpirun,
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.preflight import network, survey
 
     script = Path(options.script).absolute() if options.script else None
-    if script and not script.is_file():
+    if script and not paths.is_file(script):
         raise ConfigError(f"{options.script}: no such script", hint="a path from here; hosts are named with -H")
     if script and options.hosts is None and FILE_NAME.search(script.name):
         raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")

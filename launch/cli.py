@@ -18,6 +18,7 @@ from distrib_launch.console import bear_closed, complain, perhaps_unread
 from distrib_launch.options import GRACE_SECONDS, Parser, add_hosts, add_ways
 from distrib_launch.rank.placement import HOW
 
+from distrib import paths
 from distrib._version import __version__
 from distrib.errors import ConfigError, DistribError, LaunchError
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 ALIKE_MOST = 3
 """So many hosts with the same ranks have a line each in the plan that is shown."""
+
+MOST_DIGITS = 9
 
 EPILOG = """\
 examples:
@@ -142,8 +145,9 @@ def _times(text: str) -> int:
 
 
 def _number(text: str, what: str, *, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}; give {least} or more")
+    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) < least:
+        most = f", of at most {MOST_DIGITS} digits" if len(text) > MOST_DIGITS else ""
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}; give {least} or more{most}")
     return int(text)
 
 
@@ -181,6 +185,7 @@ def _interrupted(number: int, _: object) -> NoReturn:
 
 
 def _run(options: argparse.Namespace) -> int:
+    paths.working_directory()  # which all that is named begins at
     if options.dry_run:
         plan = job.make_plan(options)
         with perhaps_unread():

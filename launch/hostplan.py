@@ -154,6 +154,8 @@ def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus |
 def _plan_this_machine(wanted: int | None, gpus: int) -> Placed:
     notes: list[str] = []
     ranks = wanted or gpus or 1
+    if ranks > MAX_SLOTS:
+        raise ConfigError(f"-np {ranks}: more than the {MAX_SLOTS} ranks that a host may have", hint="ask for fewer")
     if wanted is None:
         notes.append(
             f"no hosts given: this machine, {gpus} rank(s), one per GPU"

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from distrib import paths
 from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
@@ -37,22 +38,17 @@ def read_hosts(given: str | None) -> HostList | None:
 
         srun.refuse_several_launchers(os.environ)
         return hostfile.slurm_hosts(srun.allocation())
-    if _is_there(given) or FILE_NAME.search(given):
+    if paths.exists(given) or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
     return hostfile.parse_host_list(given)
-
-
-def _is_there(given: str) -> bool:
-    """Whether it names a file; a Path of a list that is too long for a name would raise."""
-    return os.path.exists(given)  # noqa: PTH110
 
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
     path = Path(given) if given else None
-    if path is None and hosts and _is_there(hosts):
+    if path is None and hosts and paths.exists(hosts):
         candidates = (Path(hosts).with_suffix(suffix) for suffix in (".yaml", ".yml"))
-        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        path = next((candidate for candidate in candidates if paths.is_file(candidate)), None)
     if path is None:
         return None
     from distrib.cluster.topology import read_topology
@@ -103,9 +99,12 @@ def make_plan(
     from distrib_launch.engines import kubernetes
     from distrib_launch.preflight import network
 
-    _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
+    directory = str(paths.working_directory())
+    _refuse_broken_text([options.script, *options.arguments, *options.env, directory, options.run_dir or ""])
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     in_image = engine == "kubernetes"
+    if not in_image:
+        kubernetes.refuse_words_on_pods(options)
     if not in_image and not options.module:
         _check_script(options.script)
     if options.interface:
@@ -150,7 +149,7 @@ def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], 
         module=options.module,
         arguments=tuple(options.arguments),
         interpreter=sys.executable,
-        directory=str(Path.cwd()),
+        directory=str(paths.working_directory()),
         run_dir=str(run_dir),
         ranks=1 if options.profile else options.ranks,
         strategy=training.strategy_of(options),
@@ -176,9 +175,11 @@ def _notes(
 ) -> list[str]:
     """What the command line and the script, beside the plan itself, are to be told."""
     from distrib_launch import alone
-    from distrib_launch.engines import mpirun
+    from distrib_launch.engines import kubernetes, mpirun
 
     notes = []
+    if plan.engine == "kubernetes" and (unheeded := kubernetes.unheeded(options)):
+        notes.append(f"left out, as pods have an image and a network of their own: {', '.join(unheeded)}")
     if mpirun.keeps_modules_here(plan, os.environ):
         notes.append("PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on")
     if topology and hosts and (note := _not_described(topology, hosts)):
@@ -196,12 +197,12 @@ def _notes(
 def _check_script(given: str) -> None:
     """Raises ConfigError where it is no Python script."""
     script = Path(given)
-    if script.is_file():
+    if paths.is_file(script):
         _refuse_other_languages(script)
         return
     hint = "options of distrib-launch stand before the script, the script's own after it"
     raise ConfigError(
-        f"{given}: {'is a directory' if script.is_dir() else 'no such script'}",
+        f"{given}: {'is a directory' if paths.is_dir(script) else 'no such script'}",
         hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
     )
 
@@ -363,4 +364,4 @@ def _launch(
 def _in_container() -> bool:
     """Where being root is the common way, of no more power than the container has."""
     marks = Path("/.dockerenv"), Path("/run/.containerenv")
-    return "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(map(paths.exists, marks))

@@ -28,6 +28,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"see {self.prog} --help")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        """As argparse does it; an option without a value, as of a variable that is not set, is never taken for one left out."""
+        options, unknown = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.option_strings and getattr(options, action.dest, None) == "" != action.default:
+                name = next(flag for flag in action.option_strings if flag.startswith("--"))
+                raise ConfigError(f"{name}: it is empty", hint="is a variable not set?")
+        return options, unknown
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse does it, but for the words on what it does not know."""
         options: argparse.Namespace

@@ -28,6 +28,9 @@ FIRST_ENGINE_LOG = "engine.first.log"
 """Of an engine that was started a second time."""
 
 RESULT = "result.json"
+LONGEST_STEM = 100
+"""So many letters of a script's name are in that of its run directory: a file's name has 255 at most."""
+
 PREFLIGHT = "preflight.json"
 ATTEMPT = "attempt"
 """Begins the name of the folder of a start that failed and was followed by another."""
@@ -114,7 +117,7 @@ def choose_run_dir(wanted: str | None, script: str) -> Path:
     """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
     if wanted:
         return Path(wanted).absolute()
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name) or "script"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name)[:LONGEST_STEM] or "script"
     base = Path("distrib-runs").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
     return next(path for n in range(10_000) if not paths.exists(path := Path(f"{base}-{n}" if n else base)))
 

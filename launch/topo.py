@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from distrib_launch.console import bear_closed, perhaps_unread
 from distrib_launch.options import Parser
 
+from distrib import paths
 from distrib.errors import DistribError
 
 
@@ -52,6 +53,7 @@ def _run(argv: Sequence[str] | None) -> int:
         options, unknown = parser.parse_known_args(argv)
         if unknown:
             verbs.choices[options.verb].refuse(unknown)
+        paths.working_directory()  # which all that is named begins at
         code: int = options.run(options)
     except DistribError as error:
         if "--json" in (

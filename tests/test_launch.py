@@ -20,7 +20,7 @@ from distrib_launch.plan import LaunchPlan, is_secret
 from distrib_launch.results import choose_run_dir, make_run_dir
 
 from distrib.errors import ConfigError
-from tests.conftest import LAUNCH, SCRIPTS, our_processes
+from tests.conftest import LAUNCH, SCRIPTS, TOPO, our_processes
 
 JOB = SCRIPTS / "job.py"
 
@@ -421,6 +421,10 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--ssh-command", "nowhere/ssh -v", "JOB"], "--ssh-command nowhere/ssh: there is no such command"),
         (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: no network"),
         (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
+        (["x" * 300], "no such script"),
+        (["--sync", "", "JOB"], "--sync: it is empty; is a variable not set?"),
+        (["--image", "i", "JOB"], "--image is for pods; add --engine kubernetes, or leave out --image"),
+        (["--pod-resource", "rdma/hca=1", "JOB"], "--pod-resource is for pods"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
@@ -437,6 +441,47 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     assert words in last
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "distrib-runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["-np", "99999999999999", "JOB"],
+            "'99999999999999' is no number of ranks; give 1 or more, of at most 9 digits",
+        ),
+        (["-np", "9" * 5000, "JOB"], "is no number of ranks"),
+        (["-np", "100001", "JOB"], "-np 100001: more than the 100000 ranks that a host may have"),
+        *(
+            ([option, "", "JOB"], f"{option}: it is empty; is a variable not set?")
+            for option in ("--profile", "--run-dir", "--topology", "--interface", "--mpirun", "--hosts")
+        ),
+        (["--manifest", "", "JOB"], "--manifest: it is empty"),
+        (["--manifest", "m.yaml", "JOB"], "--manifest is for pods"),
+        (["--runtime-class", "nvidia", "JOB"], "--runtime-class is for pods"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, capsys, arguments, words):
+    """As the command says it, without a process for each."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([str(JOB) if word == "JOB" else word for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not os.listdir(tmp_path)
+
+
+def test_a_working_directory_that_was_removed_is_told_of(tmp_path):
+    for command in (f"{LAUNCH} {JOB}", f"{TOPO} show"):
+        script = f"mkdir -p gone && cd gone && rmdir ../gone && {command}"
+        done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2, done
+        assert "error: the working directory is gone; cd to one that is there" in done.stderr
+
+
+def test_a_profile_that_could_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # for root, who may write anywhere
+    assert cli.main(["--profile", str(tmp_path / "p.json"), str(JOB)]) == 2
+    assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err
 
 
 def dry_run(tmp_path: Path, *arguments: str) -> dict:

@@ -321,11 +321,11 @@ def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
-def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1):
+def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1, visible=None):
     found = judge(
         Evidence(
             inventories=hosts,
-            wants={host: Want(ranks=ranks, devices=devices * ranks) for host in hosts},
+            wants={host: Want(ranks=ranks, devices=devices * ranks, visible_gpus=visible) for host in hosts},
             interpreters=dict.fromkeys(hosts, "/opt/venv/bin/python"),
             here=here or inventory("launcher"),
             clock_offsets=offsets or {},
@@ -493,6 +493,12 @@ def test_gpu_hosts(facts, check, status, reason):
     assert found["n4", check].status == status
     assert reason in found["n4", check].reason
     assert found["n4", check].fix
+
+
+def test_a_variable_that_names_gpus_where_there_are_none_is_told_of():
+    found = judged({"n1": inventory("n1")}, devices=("cuda:0",), visible="0")["n1", "gpus"]
+    assert "no GPU there, but the plan has one for each rank, as CUDA_VISIBLE_DEVICES is 0" in found.reason
+    assert found.fix.startswith("unset CUDA_VISIBLE_DEVICES there, ")
 
 
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch():

@@ -196,7 +196,7 @@ def test_a_png_and_bad_pictures(lab):
     assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
     for name, what in [
         ("cluster.bmp", "no kind of picture; name a file that ends in .svg, .png, .pdf"),
-        ("none/cluster.svg", "there is no folder none; make it, or name another"),
+        ("none/cluster.svg", "there is no folder none; name another file"),
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)
         assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"

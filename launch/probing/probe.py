@@ -21,6 +21,7 @@ from distrib_launch.options import add_hosts, add_ways
 from distrib_launch.probing import probefile, probejob
 from distrib_launch.probing.journal import Journal
 
+from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
 
@@ -87,8 +88,6 @@ def run(options: argparse.Namespace) -> int:
     """Probe the hosts and tell; 0, with `--strict` 1 where a finding is an error, 130 when interrupted."""
     from distrib_launch import results
 
-    if options.output == "":
-        raise ConfigError("-o: no file is named")
     listed, hosts = probejob.hosts_of(options)
     earlier, baseline = _check_files(options, listed, hosts)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
@@ -228,7 +227,7 @@ def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
     from distrib.cluster.topology import read_topology
 
     topology = read_topology_for(options.topology, options.hosts)
-    if topology is None and options.output and Path(options.output).exists() and Path(options.output).stat().st_size:
+    if topology is None and options.output and paths.exists(options.output) and Path(options.output).stat().st_size:
         topology = read_topology(options.output)
     return {host: topology.nics_of(host) for host in topology.hosts} if topology else {}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, DistribError
@@ -29,7 +30,7 @@ def look(path: str, listed: HostList, hosts: Collection[str], mode: Mode) -> Mea
     check_writable(path)
     earlier = None
     notes: tuple[str, ...] = ()
-    if Path(path).exists() and Path(path).stat().st_size:
+    if paths.exists(path) and Path(path).stat().st_size:
         # What is measured of hosts that the file does not know could not be written into it afterwards.
         topology = read_topology(path)
         chosen = tuple(host for host in listed.hosts if host.name in hosts)
