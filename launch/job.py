@@ -318,7 +318,7 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import report, results
+    from distrib_launch import report, results, signals
     from distrib_launch.supervision.attempts import Attempts
 
     replaced = results.make_run_dir(run_dir)
@@ -339,6 +339,11 @@ def _launch(
     except DistribError as error:  # whoever waits for the result is to find it
         with contextlib.suppress(OSError):
             results.write_json(run_dir / results.RESULT, results.not_started(plan, error, time.time() - began))
+        raise
+    except KeyboardInterrupt as interrupt:  # while hosts are asked; a job that runs hears of it in another way
+        result = results.interrupted(plan, signals.exit_code(interrupt), time.time() - began)
+        with contextlib.suppress(OSError):
+            results.write_json(run_dir / results.RESULT, result)
         raise
     plan, result = ended.plan, ended.result
     try:

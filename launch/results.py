@@ -113,6 +113,14 @@ def not_started(plan: LaunchPlan, error: DistribError, seconds: float) -> Result
     )  # fmt: skip
 
 
+def interrupted(plan: LaunchPlan, exit_code: int, seconds: float) -> Result:
+    """The result of a job that somebody stopped before its ranks were started."""
+    return Result(
+        status="stopped", exit_code=exit_code, world_size=plan.world_size, hosts=tuple(host.name for host in plan.hosts),
+        seconds=seconds, restarts=0, ranks=(), first_failure=None, warnings=(),
+    )  # fmt: skip
+
+
 def choose_run_dir(wanted: str | None, script: str) -> Path:
     """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
     if wanted:

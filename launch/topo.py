@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from distrib_launch import signals
 from distrib_launch.console import bear_closed, perhaps_unread
 from distrib_launch.options import Parser
 
@@ -15,15 +16,16 @@ from distrib.errors import DistribError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    signals.interrupt()  # as long as no job runs, which hears them itself
     bear_closed()
     try:
         return _run(argv)
     except DistribError as error:
         print(f"distrib-topo: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("distrib-topo: error: interrupted", file=sys.stderr)
-        return 130
+        return signals.exit_code(interrupt)
 
 
 def _run(argv: Sequence[str] | None) -> int:

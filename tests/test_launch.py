@@ -745,6 +745,37 @@ def test_json_tells_of_a_launch_that_never_began(tmp_path):
     assert "missing.txt: no such hostfile" in told["error"]
 
 
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [([LAUNCH, "--json", "--run-dir", "run"], signal.SIGINT), ([TOPO, "check"], signal.SIGTERM), ([TOPO, "check"], signal.SIGHUP)],
+)  # fmt: skip
+def test_who_stops_a_command_while_hosts_are_asked_finds_all_in_order(tmp_path, command, number):
+    ssh, temporary = tmp_path / "ssh", tmp_path / "tmp"
+    ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 60\n")
+    ssh.chmod(0o755)
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*command, "-H", "nowhere", "--ssh-command", ssh, JOB], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 128 + number and "error: interrupted" in err, err
+    assert not os.listdir(temporary)
+    if "--json" in command:
+        told = json.loads((tmp_path / "run/result.json").read_text())
+        assert (told["status"], told["exit_code"], told["hosts"]) == ("stopped", 130, ["nowhere"])
+        assert json.loads(out) == {"status": "stopped", "exit_code": 130, "error": "interrupted"}
+
+
+def test_json_tells_of_options_that_cannot_be_read(capsys):
+    assert cli.main(["--json", "--timout", "3", str(JOB)]) == 2
+    assert "did you mean --timeout?" in json.loads(capsys.readouterr().out)["error"]
+
+
 def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):
     script = tmp_path / "exits.py"
     script.write_text("raise SystemExit(7)\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import choose
+from distrib_launch import choose, signals
 from distrib_launch.console import perhaps_unread
 from distrib_launch.options import add_hosts, add_ways
 from distrib_launch.probing import probefile, probejob
@@ -97,8 +97,8 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         outcome = probejob.measure(options, hosts, journal, run_dir)
-    except KeyboardInterrupt:
-        return _interrupted(options, journal, 130)
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(options, journal, signals.exit_code(interrupt))
     except DistribError:
         if not journal.read():
             journal.done()
