@@ -37,7 +37,7 @@ def run(
     """Run a script, or a function with `args`, on every rank, and wait for the end.
 
     `hosts` is a hostfile, a list such as `"a:2,b:2"`, its items, or slots by host; `np` the number of ranks. `options` are those of
-    `distrib-launch` with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
+    `distrib-launch`, but for dry_run, json, module and version, with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
     anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
     them). What it returns on each rank is in `return_values`.
 
@@ -92,7 +92,8 @@ def _words(options: Mapping[str, Any]) -> list[str]:
         action = known.get(name)
         if action is None or name in NOT_HERE:
             raise ConfigError(
-                f"distrib_launch.run has no option {name!r}", hint="its options are those of distrib-launch --help"
+                f"distrib_launch.run has no option {name!r}",
+                hint="its options are those of distrib-launch --help, but for dry_run, json, module and version",
             )
         flag = "--" + name.replace("_", "-")
         if isinstance(action, argparse.BooleanOptionalAction):

@@ -13,6 +13,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from distrib_launch.options import FILE_NAME
+
 from distrib import paths
 from distrib.errors import ConfigError, DistribError, LaunchError
 
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from distrib.cluster.topology import Topology
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
-
-FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
 
 
 def read_hosts(given: str | None) -> HostList | None:
@@ -106,6 +106,7 @@ def make_plan(
     if not in_image:
         kubernetes.refuse_words_on_pods(options)
     if not in_image and not options.module:
+        refuse_hostfile(options.script, options.hosts)
         _check_script(options.script)
     if options.interface:
         network.named(options.interface)  # refused before anything is planned where it cannot be
@@ -194,6 +195,12 @@ def _notes(
     return notes
 
 
+def refuse_hostfile(script: str, hosts: str | None) -> None:
+    """Raises ConfigError where what was named as the script is a hostfile by its name, and no hosts were named."""
+    if hosts is None and FILE_NAME.search(Path(script).name):
+        raise ConfigError(f"{script} is no script", hint=f"hosts are named with -H {script}")
+
+
 def _check_script(given: str) -> None:
     """Raises ConfigError where it is no Python script."""
     script = Path(given)
@@ -211,6 +218,8 @@ def _refuse_other_languages(script: Path) -> None:
     try:
         with script.open("rb") as file:
             first = file.readline(200)
+    except PermissionError as error:
+        raise ConfigError(f"{script}: cannot read it: {error.strerror}", hint=f"chmod a+r {script}") from None
     except OSError:
         return  # which the hosts are asked about
     if first.startswith(b"\x7fELF"):

@@ -11,6 +11,7 @@ from distrib_launch.console import bear_closed, perhaps_unread
 from distrib_launch.options import Parser
 
 from distrib import paths
+from distrib._version import __version__
 from distrib.errors import DistribError
 
 
@@ -36,6 +37,7 @@ def _run(argv: Sequence[str] | None) -> int:
         prog="distrib-topo",
         description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
     )
+    parser.add_argument("--version", action="version", version=f"distrib {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
     show_verb = verbs.add_parser(
         "show", help="hosts, GPUs, NICs, links and switches, as the files tell, or the hosts themselves"

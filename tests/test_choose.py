@@ -148,7 +148,7 @@ def test_this_machine_is_chosen_from_too(tmp_path):
         (["--include", "a", "--exclude", "b"], "--include and --exclude exclude each other"),
         (["--include", "a", "-np", "3"], "3 ranks asked for with -np, but -H has 2 slot(s) on 1 host(s) after your choice"),
         (["--exclude", "c:0"], "nobody has said how many slots c has"),
-        (["--pool", "A100"], "--pool A100: no host has such a GPU; the topology says nothing"),
+        (["--pool", "A100"], "--pool A100: no host has such a GPU; nobody has said which GPUs the hosts have"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(tmp_path, arguments, words):

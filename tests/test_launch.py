@@ -451,6 +451,21 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
             "'99999999999999' is no number of ranks; give 1 or more, of at most 9 digits",
         ),
         (["-np", "9" * 5000, "JOB"], "is no number of ranks"),
+        (["--nodelist", "n1", "JOB"], "--nodelist; -H FILE names the hosts"),
+        (["-hostfile", "h.txt", "JOB"], "-hostfile; -H FILE names the hosts"),
+        (["-machinefile", "h.txt", "JOB"], "-machinefile; -H FILE names the hosts"),
+        (["-hosts", "a,b", "JOB"], "-hosts; -H HOST:N,HOST:N names the hosts"),
+        (["-f", "h.txt", "JOB"], "; -H FILE names the hosts"),
+        (["-N", "2", "JOB"], "; -np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host"),
+        (["--num_gpus=8", "JOB"], "; -np N starts N ranks on this machine"),
+        (["--num_nodes", "2", "JOB"], "; -H FILE or -H HOST,HOST names the hosts"),
+        (["--rdzv_backend=c10d", "JOB"], "; leave it out: the launcher sees to it"),
+        (["--standalone", "JOB"], "; leave it out: the launcher sees to it"),
+        (["--oversubscribe", "JOB"], "; -np N on this machine, or slots=N in a hostfile"),
+        (["-map-by", "core", "JOB"], "-map-by; --bind says which processors a rank may use"),
+        (["-mca", "pml", "ob1", "JOB"], "-mca; --interface chooses the network"),
+        (["hosts.txt", "JOB"], "hosts.txt is no script; hosts are named with -H hosts.txt"),
+        (["-np", "2", "--include", "localhost", "JOB"], "; -H localhost:N gives this machine N slots"),
         (["-np", "100001", "JOB"], "-np 100001: more than the 100000 ranks that a host may have"),
         *(
             ([option, "", "JOB"], f"{option}: it is empty; is a variable not set?")
@@ -468,6 +483,15 @@ def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, c
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
     assert not os.listdir(tmp_path)
+
+
+def test_a_script_that_may_not_be_read_here_is_told_of(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:  # root may read all
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert cli.main(["--run-dir", str(tmp_path / "run"), str(JOB)]) == 2
+    assert f"{JOB}: cannot read it: Permission denied; chmod a+r {JOB}" in capsys.readouterr().err
 
 
 def test_a_working_directory_that_was_removed_is_told_of(tmp_path):
@@ -580,7 +604,7 @@ def test_ranks_beyond_the_slots_up_to_max_slots(tmp_path, launch):
     assert count("-np", "7") == ["a"] * 4 + ["b"] + ["c"] * 2
     assert count("-np", "13") == ["a"] * 4 + ["b"] + ["c"] * 8
     run = launch("-H", tmp_path / "lab.txt", "-np", "14", "--dry-run", JOB)
-    assert run.code == 2 and "has 4 slot(s) on 3 host(s)" in run.err, run
+    assert run.code == 2 and "has 4 slot(s) on 3 host(s), 13 with max_slots;" in run.err, run
 
 
 @pytest.mark.parametrize(

@@ -547,7 +547,7 @@ def test_the_commonest_version_is_right(versions, own):
 @pytest.mark.parametrize(
     ("words", "reason", "fix"),
     [
-        ("ssh: Could not resolve hostname n2: Name or service not known", "does not resolve", "/etc/hosts"),
+        ("ssh: Could not resolve hostname n2: Name or service not known", "does not resolve", "/etc/hosts here (if n2 is a file: give its path)"),
         ("ssh: connect to host n2 port 22: Connection refused", "nothing listens on ssh's port 22", "systemctl start ssh"),
         ("ssh: connect to host n2 port 22: No route to host", "No route to host", "firewall"),
         ("ssh: connect to host n2 port 22: Connection timed out", "timed out", "is n2 up"),
@@ -854,7 +854,14 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     ("words", "told"),
     [
         (["distrib-topo", "probe", "--quikc"], "--quikc; did you mean --quick?; see distrib-topo probe --help"),
-        (["distrib-topo", "show", "up.yaml"], "up.yaml; see distrib-topo show --help"),
+        (
+            ["distrib-topo", "show", "up.yaml"],
+            "up.yaml; a topology is named with --topology up.yaml; see distrib-topo show",
+        ),
+        (
+            ["distrib-topo", "show", "hosts.txt"],
+            "hosts.txt; hosts are named with -H hosts.txt; see distrib-topo show --help",
+        ),
         (["distrib-launch", "--timout=3", "x.py"], "did you mean --timeout?; see distrib-launch --help"),
     ],
 )

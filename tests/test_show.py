@@ -11,7 +11,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from distrib_launch import topo
 
+import distrib
 from distrib.cluster.measured import InsideLink, Measured, PairLink
 from distrib.cluster.measured_part import write_measured
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
@@ -200,6 +202,12 @@ def test_a_png_and_bad_pictures(lab):
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)
         assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"
+
+
+def test_the_version_is_that_of_the_other_command(capsys):
+    with pytest.raises(SystemExit):
+        topo.main(["--version"])
+    assert capsys.readouterr().out == f"distrib {distrib.__version__}\n"
 
 
 def test_a_mistyped_gpu_is_answered_with_the_one_that_may_be_meant(tmp_path):

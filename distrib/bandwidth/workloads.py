@@ -281,7 +281,7 @@ def _named(name: str, source: str = "--workload") -> str:
     near = difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)
     raise ConfigError(
         f"{source} {name}: no such file, and not in the catalogue",
-        hint=(f"did you mean {known[near[0]]}? " if near else "") + f"It has {', '.join(names())}",
+        hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(names())}",
     )
 
 
