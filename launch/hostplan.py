@@ -174,6 +174,6 @@ def _plan_this_machine(wanted: int | None, gpus: int) -> Placed:
     elif gpus and ranks > gpus:
         raise ConfigError(
             f"{ranks} ranks asked for with -np, but this machine shows {gpus} GPU(s)",
-            hint="one rank per GPU; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
+            hint="one rank per GPU, of those in CUDA_VISIBLE_DEVICES where it is set; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
         )
     return Placed(hosts=(HostPlan(name="localhost", ranks=ranks),), gpus={"localhost": gpus}, notes=tuple(notes))

@@ -180,8 +180,8 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|(API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?(_|$)|(?<!COM)(?<!BY)PASS(_|$)"
-    r"|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION)(_|$)",
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|((API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?"
+    r"|(?<!COM)(?<!BY)PASS|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION))\d*(_|$)",
     re.IGNORECASE,
 )
 

@@ -75,7 +75,10 @@ def test_the_environment_is_the_one_that_torchrun_sets(launch):
             for name in ("HF_TOKEN", "WANDB_API_KEY", "COMET_APIKEY", "PGPASSWORD", "MYSQL_PWD", "API_KEYS")
         ),
         *((name, True) for name in ("GITHUB_PAT", "SSHPASS", "AWS_SECRET_ACCESS_KEY", "my_passwd")),
-        *((name, True) for name in ("MYACCESSKEY", "SSHKEY", "PRIVATEKEY", "DBPASS", "HTTP_AUTHORIZATION", "OAUTH")),
+        *(
+            (name, True)
+            for name in ("MYACCESSKEY", "SSHKEY", "PRIVATEKEY", "DBPASS", "HTTP_AUTHORIZATION", "OAUTH2", "APIKEY2")
+        ),
         *((name, False) for name in ("TOKENIZERS_PARALLELISM", "PWD", "OLDPATH", "KEYBOARD", "NCCL_DEBUG", "AUTHOR")),
         *((name, False) for name in ("PATH", "COMPASS_X", "GHPAT", "PASSES", "MONKEY")),
     ],
