@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
+from distrib import paths
 from distrib.errors import ConfigError
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -17,12 +17,8 @@ def check_name(path: str) -> None:
     target = Path(path)
     if target.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path}: no kind of picture", hint=f"name a file that ends in {', '.join(SUFFIXES)}")
-    folder = target.absolute().parent
-    if target.is_dir() or not folder.is_dir():
-        why = "this is a directory" if target.is_dir() else f"there is no folder {target.parent}"
-        raise ConfigError(f"--plot {path}: {why}", hint="make it, or name another")
-    if not os.access(target if target.exists() else folder, os.W_OK):
-        raise ConfigError(f"--plot {path}: cannot write it: no permission", hint="name another file")
+    if why := paths.why_not_written(path):
+        raise ConfigError(f"--plot {path}: {why}", hint="name another file")
 
 
 def style() -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from distrib_launch import cli, job, results
 from distrib_launch.supervision import failures
 
+from distrib import paths
 from distrib.errors import ConfigError, JobFailed
 
 FUNCTION_LIMIT_BYTES = 1 << 30
@@ -36,7 +37,7 @@ def run(
     """Run a script, or a function with `args`, on every rank, and wait for the end.
 
     `hosts` is a hostfile, a list such as `"a:2,b:2"`, its items, or slots by host; `np` the number of ranks. `options` are those of
-    `distrib-launch` with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
+    `distrib-launch`, but for dry_run, json, module and version, with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
     anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
     them). What it returns on each rank is in `return_values`.
 
@@ -44,6 +45,7 @@ def run(
     `DistribError`s where the job could not be started. Output is written to `sys.stdout` and `sys.stderr`. It may be
     called from any thread; signals are handled when it is the main one.
     """
+    paths.working_directory()  # which all that is named begins at
     words = _words({"hosts": _hosts(hosts), "np": np, **options})
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
@@ -90,7 +92,8 @@ def _words(options: Mapping[str, Any]) -> list[str]:
         action = known.get(name)
         if action is None or name in NOT_HERE:
             raise ConfigError(
-                f"distrib_launch.run has no option {name!r}", hint="its options are those of distrib-launch --help"
+                f"distrib_launch.run has no option {name!r}",
+                hint="its options are those of distrib-launch --help, but for dry_run, json, module and version",
             )
         flag = "--" + name.replace("_", "-")
         if isinstance(action, argparse.BooleanOptionalAction):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from distrib_launch import choose
 from distrib_launch.options import add_hosts, add_ways
 
+from distrib import paths
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 
@@ -85,7 +86,7 @@ def asked(
                 script=str(script or "-"),
                 arguments=(),
                 interpreter=sys.executable,
-                directory=str(Path.cwd()),
+                directory=str(paths.working_directory()),
                 run_dir=folder,
                 engine=engine,
                 mpirun=mpirun,
@@ -114,14 +115,14 @@ def run(options: argparse.Namespace) -> int:
     """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
     import msgspec
     from distrib_launch.console import perhaps_unread
-    from distrib_launch.job import FILE_NAME, read_hosts, read_topology_for
+    from distrib_launch.job import read_hosts, read_topology_for, refuse_hostfile
     from distrib_launch.preflight import network, survey
 
     script = Path(options.script).absolute() if options.script else None
-    if script and not script.is_file():
+    if script and not paths.is_file(script):
         raise ConfigError(f"{options.script}: no such script", hint="a path from here; hosts are named with -H")
-    if script and options.hosts is None and FILE_NAME.search(script.name):
-        raise ConfigError(f"{options.script} is no script", hint=f"hosts are named with -H {options.script}")
+    if options.script:
+        refuse_hostfile(options.script, options.hosts)
     if options.interface:
         network.named(options.interface)
     topology = read_topology_for(options.topology, options.hosts)

@@ -219,7 +219,10 @@ def _pool(hosts: Sequence[Host], gpus: Mapping[str, Gpus | None], wanted: str) -
         known = "; ".join(f"{kind}: {name_hosts(names)}" for kind, names in found.items())
         raise ConfigError(
             f"--pool {wanted}: no host has such a GPU",
-            hint=f"there are {known}" if known else "the topology says nothing of the hosts' GPUs",
+            hint=f"there are {known}"
+            if known
+            else "nobody has said which GPUs the hosts have; distrib-topo show -H FILE --ask -o FILE.yaml asks them, and writes the topology "
+            "in which it is looked up",
         )
     return [host for host in hosts if host.name in members]
 

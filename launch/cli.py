@@ -6,18 +6,17 @@ import argparse
 import contextlib
 import os
 import re
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from distrib_launch import choose, engines, job, outlook, training
+from distrib_launch import choose, engines, job, outlook, signals, training
 from distrib_launch.console import bear_closed, complain, perhaps_unread
 from distrib_launch.options import GRACE_SECONDS, Parser, add_hosts, add_ways
 from distrib_launch.rank.placement import HOW
 
+from distrib import paths
 from distrib._version import __version__
 from distrib.errors import ConfigError, DistribError, LaunchError
 
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 ALIKE_MOST = 3
 """So many hosts with the same ranks have a line each in the plan that is shown."""
 
+MOST_DIGITS = 9
+
 EPILOG = """\
 examples:
   distrib-launch -np 2 train.py --epochs 3        two ranks on this machine
@@ -35,7 +36,8 @@ examples:
   distrib-launch -H cluster.txt --dry-run train.py   show the plan, start nothing
 
 exit code: 0 when every rank succeeded, else that of the rank that failed first (128 + signal),
-2 usage, hostfile or topology, 3 a host is not fit, 124 time limit, 130 interrupted
+2 usage, hostfile or topology, 3 a host is not fit, 124 time limit, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP,
+1 not started, hung, or a rank or the engine lost
 """
 
 
@@ -142,8 +144,9 @@ def _times(text: str) -> int:
 
 
 def _number(text: str, what: str, *, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}; give {least} or more")
+    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) < least:
+        most = f", of at most {MOST_DIGITS} digits" if len(text) > MOST_DIGITS else ""
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}; give {least} or more{most}")
     return int(text)
 
 
@@ -156,31 +159,26 @@ def _seconds(text: str) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):  # before the job runs; nohup's wish is left alone
-            if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _interrupted)
+    signals.interrupt()  # as long as no job runs, which hears them itself
     options = None
     bear_closed()
     try:
         options = parser().parse_args(argv)
         return _run(options)
     except DistribError as error:
-        complain(error)
-        if options and options.json:
-            with contextlib.suppress(DistribError):  # it may be what could not be printed
-                _print_json({"status": "failed", "exit_code": error.exit_code, "error": str(error)})
-        return error.exit_code
+        status, code, told = "failed", error.exit_code, str(error)
     except KeyboardInterrupt as interrupt:
-        complain("interrupted")
-        return 128 + int((interrupt.args or (signal.SIGINT,))[0])
-
-
-def _interrupted(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt(number)
+        status, code, told = "stopped", signals.exit_code(interrupt), "interrupted"
+    complain(told)
+    # Mistyped options are words still; one of the script's own does no harm then.
+    if options.json if options else "--json" in (sys.argv[1:] if argv is None else argv):
+        with contextlib.suppress(DistribError):  # it may be what could not be printed
+            _print_json({"status": status, "exit_code": code, "error": told})
+    return code
 
 
 def _run(options: argparse.Namespace) -> int:
+    paths.working_directory()  # which all that is named begins at
     if options.dry_run:
         plan = job.make_plan(options)
         with perhaps_unread():

@@ -14,6 +14,9 @@ from distrib.cluster.node import name_hosts
 from distrib.cluster.slurm import SOURCE as SLURM
 from distrib.errors import ConfigError
 
+HERE = "this machine"
+"""What stands for the source of hosts where none were named."""
+
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Gpus, Topology
 
@@ -72,7 +75,7 @@ def plan_hosts(
             return _plan_this_machine(wanted, local_gpus)
         from distrib.cluster.topology import Gpus
 
-        host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source="here", dialect="")
+        host_list = HostList(hosts=(Host(name="localhost", slots=local_gpus or None),), source=HERE, dialect="")
         known = {"localhost": Gpus(count=local_gpus)}
     else:
         known = {host.name: topology.gpus_of(host.name) if topology else None for host in host_list.hosts}
@@ -113,10 +116,16 @@ def _ranks(choices: Sequence[choose.Choice], wanted: int | None, wishes: choose.
     if wanted is None or (wishes.fewer and wanted > room):
         return room
     if wanted > room:
+        most = sum(
+            choice.slots if choice.indices else max(choice.slots, choice.host.max_slots or 0) for choice in choices
+        )
+        more = f", {most} with max_slots" if most > room else ""
         chosen = " after your choice" if wishes.include or wishes.exclude or wishes.pool else ""
         raise ConfigError(
-            f"{wanted} ranks asked for with -np, but {source} has {room} slot(s) on {len(choices)} host(s){chosen}",
-            hint="ask for fewer, or give the hosts more slots",
+            f"{wanted} ranks asked for with -np, but {source} has {room} slot(s) on {len(choices)} host(s){more}{chosen}",
+            hint=f"-H {choices[0].host.name}:N gives this machine N slots"
+            if source == HERE
+            else "ask for fewer, or give the hosts more slots",
         )
     return wanted
 
@@ -154,6 +163,8 @@ def _notes_on_slots(choices: Sequence[choose.Choice], known: Mapping[str, Gpus |
 def _plan_this_machine(wanted: int | None, gpus: int) -> Placed:
     notes: list[str] = []
     ranks = wanted or gpus or 1
+    if ranks > MAX_SLOTS:
+        raise ConfigError(f"-np {ranks}: more than the {MAX_SLOTS} ranks that a host may have", hint="ask for fewer")
     if wanted is None:
         notes.append(
             f"no hosts given: this machine, {gpus} rank(s), one per GPU"
@@ -163,6 +174,6 @@ def _plan_this_machine(wanted: int | None, gpus: int) -> Placed:
     elif gpus and ranks > gpus:
         raise ConfigError(
             f"{ranks} ranks asked for with -np, but this machine shows {gpus} GPU(s)",
-            hint="one rank per GPU; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
+            hint="one rank per GPU, of those in CUDA_VISIBLE_DEVICES where it is set; to run on the CPU instead, add -x CUDA_VISIBLE_DEVICES=",
         )
     return Placed(hosts=(HostPlan(name="localhost", ranks=ranks),), gpus={"localhost": gpus}, notes=tuple(notes))

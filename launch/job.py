@@ -13,6 +13,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from distrib_launch.options import FILE_NAME
+
+from distrib import paths
 from distrib.errors import ConfigError, DistribError, LaunchError
 
 if TYPE_CHECKING:
@@ -25,8 +28,6 @@ if TYPE_CHECKING:
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 
-FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
-
 
 def read_hosts(given: str | None) -> HostList | None:
     """The hosts of `-H`: a file, a list, or None for Slurm's allocation, if there is one."""
@@ -37,22 +38,17 @@ def read_hosts(given: str | None) -> HostList | None:
 
         srun.refuse_several_launchers(os.environ)
         return hostfile.slurm_hosts(srun.allocation())
-    if _is_there(given) or FILE_NAME.search(given):
+    if paths.exists(given) or FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
     return hostfile.parse_host_list(given)
-
-
-def _is_there(given: str) -> bool:
-    """Whether it names a file; a Path of a list that is too long for a name would raise."""
-    return os.path.exists(given)  # noqa: PTH110
 
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
     path = Path(given) if given else None
-    if path is None and hosts and _is_there(hosts):
+    if path is None and hosts and paths.exists(hosts):
         candidates = (Path(hosts).with_suffix(suffix) for suffix in (".yaml", ".yml"))
-        path = next((candidate for candidate in candidates if candidate.is_file()), None)
+        path = next((candidate for candidate in candidates if paths.is_file(candidate)), None)
     if path is None:
         return None
     from distrib.cluster.topology import read_topology
@@ -103,10 +99,14 @@ def make_plan(
     from distrib_launch.engines import kubernetes
     from distrib_launch.preflight import network
 
-    _refuse_broken_text([options.script, *options.arguments, *options.env, str(Path.cwd()), options.run_dir or ""])
+    directory = str(paths.working_directory())
+    _refuse_broken_text([options.script, *options.arguments, *options.env, directory, options.run_dir or ""])
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     in_image = engine == "kubernetes"
+    if not in_image:
+        kubernetes.refuse_words_on_pods(options)
     if not in_image and not options.module:
+        refuse_hostfile(options.script, options.hosts)
         _check_script(options.script)
     if options.interface:
         network.named(options.interface)  # refused before anything is planned where it cannot be
@@ -150,7 +150,7 @@ def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], 
         module=options.module,
         arguments=tuple(options.arguments),
         interpreter=sys.executable,
-        directory=str(Path.cwd()),
+        directory=str(paths.working_directory()),
         run_dir=str(run_dir),
         ranks=1 if options.profile else options.ranks,
         strategy=training.strategy_of(options),
@@ -176,8 +176,13 @@ def _notes(
 ) -> list[str]:
     """What the command line and the script, beside the plan itself, are to be told."""
     from distrib_launch import alone
+    from distrib_launch.engines import kubernetes, mpirun
 
     notes = []
+    if plan.engine == "kubernetes" and (unheeded := kubernetes.unheeded(options)):
+        notes.append(f"left out, as pods have an image and a network of their own: {', '.join(unheeded)}")
+    if mpirun.keeps_modules_here(plan, os.environ):
+        notes.append("PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on")
     if topology and hosts and (note := _not_described(topology, hosts)):
         notes.append(note)
     late = [word for word in options.arguments if word in ("-np", "-H")]
@@ -190,15 +195,21 @@ def _notes(
     return notes
 
 
+def refuse_hostfile(script: str, hosts: str | None) -> None:
+    """Raises ConfigError where what was named as the script is a hostfile by its name, and no hosts were named."""
+    if hosts is None and FILE_NAME.search(Path(script).name):
+        raise ConfigError(f"{script} is no script", hint=f"hosts are named with -H {script}")
+
+
 def _check_script(given: str) -> None:
     """Raises ConfigError where it is no Python script."""
     script = Path(given)
-    if script.is_file():
+    if paths.is_file(script):
         _refuse_other_languages(script)
         return
     hint = "options of distrib-launch stand before the script, the script's own after it"
     raise ConfigError(
-        f"{given}: {'is a directory' if script.is_dir() else 'no such script'}",
+        f"{given}: {'is a directory' if paths.is_dir(script) else 'no such script'}",
         hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
     )
 
@@ -207,6 +218,8 @@ def _refuse_other_languages(script: Path) -> None:
     try:
         with script.open("rb") as file:
             first = file.readline(200)
+    except PermissionError as error:
+        raise ConfigError(f"{script}: cannot read it: {error.strerror}", hint=f"chmod a+r {script}") from None
     except OSError:
         return  # which the hosts are asked about
     if first.startswith(b"\x7fELF"):
@@ -314,7 +327,7 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import report, results
+    from distrib_launch import report, results, signals
     from distrib_launch.supervision.attempts import Attempts
 
     replaced = results.make_run_dir(run_dir)
@@ -335,6 +348,11 @@ def _launch(
     except DistribError as error:  # whoever waits for the result is to find it
         with contextlib.suppress(OSError):
             results.write_json(run_dir / results.RESULT, results.not_started(plan, error, time.time() - began))
+        raise
+    except KeyboardInterrupt as interrupt:  # while hosts are asked; a job that runs hears of it in another way
+        result = results.interrupted(plan, signals.exit_code(interrupt), time.time() - began)
+        with contextlib.suppress(OSError):
+            results.write_json(run_dir / results.RESULT, result)
         raise
     plan, result = ended.plan, ended.result
     try:
@@ -360,4 +378,4 @@ def _launch(
 def _in_container() -> bool:
     """Where being root is the common way, of no more power than the container has."""
     marks = Path("/.dockerenv"), Path("/run/.containerenv")
-    return "KUBERNETES_SERVICE_HOST" in os.environ or any(mark.exists() for mark in marks)
+    return "KUBERNETES_SERVICE_HOST" in os.environ or any(map(paths.exists, marks))

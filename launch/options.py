@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -12,11 +13,26 @@ from distrib.errors import ConfigError
 GRACE_SECONDS = 5.0
 """Between SIGTERM and SIGKILL, where no --grace is given."""
 
+FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
+"""Names that are no host's, and no script's, but those of files about hosts."""
+
+_RANKS = "-np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host"
+_HOSTS = "-H FILE or -H HOST,HOST names the hosts, and one launch starts the ranks on all of them"
 OTHERS_WORDS = {
-    "--nproc-per-node": "; -np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host",
-    "--nnodes": "; -H FILE or -H HOST,HOST names the hosts, and one launch starts the ranks on all of them",
-}
-"""What takes the place of torchrun's options."""
+    **dict.fromkeys(("nproc-per-node", "nproc", "num-gpus", "gpus", "ntasks", "ntasks-per-node", "num-processes", "ppn", "N"), _RANKS),
+    **dict.fromkeys(("nnodes", "nodes", "num-nodes", "num-machines"), _HOSTS),
+    **dict.fromkeys(("hostfile", "machinefile", "nodefile", "nodelist", "f"), "-H FILE names the hosts"),
+    **dict.fromkeys(("host", "hosts", "w"), "-H HOST:N,HOST:N names the hosts"),
+    **dict.fromkeys(("master-addr", "master-port", "node-rank", "machine-rank", "standalone"), "leave it out: the launcher sees to it"),
+    **dict.fromkeys(("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"), "leave it out: the launcher sees to it"),
+    "oversubscribe": "-np N on this machine, or slots=N in a hostfile, may be more than there are cores",
+    **dict.fromkeys(("map-by", "bind-to", "cpu-bind"), "--bind says which processors a rank may use"),
+    "mca": "--interface chooses the network; -x OMPI_MCA_NAME=VALUE sets other parameters of Open MPI",
+}  # fmt: skip
+"""What takes the place of options of torchrun, mpirun, srun, DeepSpeed and accelerate, which some write with one dash."""
+
+_IGNORED = re.compile(r"argument -(\w)/\S+: ignored explicit argument '(.+)'")
+"""What argparse says of an option with one dash that begins with a letter of ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +42,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        if match := _IGNORED.fullmatch(message):
+            self.refuse(["-" + match[1] + match[2]])
         raise ConfigError(message, hint=f"see {self.prog} --help")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        """As argparse does it; an option without a value, as of a variable that is not set, is never taken for one left out."""
+        options, unknown = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            if action.option_strings and getattr(options, action.dest, None) == "" != action.default:
+                name = next(flag for flag in action.option_strings if flag.startswith("--"))
+                raise ConfigError(f"{name}: it is empty", hint="is a variable not set?")
+        return options, unknown
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         """As argparse does it, but for the words on what it does not know."""
@@ -41,8 +68,14 @@ class Parser(argparse.ArgumentParser):
         word = unknown[0].partition("=")[0]
         near = difflib.get_close_matches(word, self._option_string_actions, n=1)
         perhaps = f"; did you mean {near[0]}?" if near and word.startswith("-") else ""
-        if "-np" in self._option_string_actions:
-            perhaps = OTHERS_WORDS.get(word.replace("_", "-"), perhaps)
+        if "-np" in self._option_string_actions and word.startswith("-"):
+            others = OTHERS_WORDS.get(word.lstrip("-").replace("_", "-"))
+            perhaps = f"; {others}" if others else perhaps
+        elif "-H" in self._option_string_actions and not word.startswith("-") and FILE_NAME.search(word):
+            option = (
+                "a topology is named with --topology" if word.endswith(("yaml", "yml")) else "hosts are named with -H"
+            )
+            perhaps = f"; {option} {word}"
         self.error(f"unrecognized arguments: {' '.join(unknown)}{perhaps}")
 
 

@@ -180,7 +180,9 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|APIKEY|(^|_)(KEYS?|PASS|SSHPASS|PWD|PAT|AUTH)(_|$)", re.IGNORECASE
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|CREDENTIAL|((API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?"
+    r"|(?<!COM)(?<!BY)PASS|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION))\d*(_|$)",
+    re.IGNORECASE,
 )
 
 
@@ -225,7 +227,8 @@ def make_plan(
     """Decide everything about a launch. Raises `ConfigError` when it cannot be."""
     from distrib_launch.engines import mpirun
 
-    cpu_only = options.environment.get("CUDA_VISIBLE_DEVICES") == ""
+    visible = options.environment.get("CUDA_VISIBLE_DEVICES")
+    cpu_only = visible is not None and not placement.listed_gpus(visible)
     in_step = options.strategy.mode == "sync" and not options.strategy.balance and not cpu_only
     with_servers = options.strategy.mode == "async"
     host_list, apart = roles.split_roles(host_list) if with_servers else (host_list, ())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib import units
+from distrib import paths, units
 from distrib.bandwidth.workload import Workload, write_workload
 from distrib.errors import ConfigError, LaunchError
 
@@ -44,9 +44,7 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(
             "--profile cannot bring its file back from Kubernetes", hint="profile on one of your machines"
         )
-    folder = Path(options.profile).absolute().parent
-    if Path(options.profile).is_dir() or not folder.is_dir():
-        what = f"there is no folder {folder}" if not folder.is_dir() else "is a folder"
+    if what := paths.why_not_written(options.profile):
         raise ConfigError(f"--profile {options.profile}: {what}", hint="name a file to write")
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     return {ENVIRONMENT: msgspec.json.encode({"name": name}).decode()}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from distrib_launch.outlook.record import Measured
 
+from distrib import paths
 from distrib.bandwidth.prediction import Prediction
 from distrib.errors import ConfigError, DistribError
 
@@ -27,6 +28,10 @@ FIRST_ENGINE_LOG = "engine.first.log"
 """Of an engine that was started a second time."""
 
 RESULT = "result.json"
+LONGEST_STEM = 100
+"""So many letters of a script's name are in that of its run directory: a file's name has 255 at most."""
+
+PREFLIGHT = "preflight.json"
 ATTEMPT = "attempt"
 """Begins the name of the folder of a start that failed and was followed by another."""
 
@@ -108,13 +113,21 @@ def not_started(plan: LaunchPlan, error: DistribError, seconds: float) -> Result
     )  # fmt: skip
 
 
+def interrupted(plan: LaunchPlan, exit_code: int, seconds: float) -> Result:
+    """The result of a job that somebody stopped before its ranks were started."""
+    return Result(
+        status="stopped", exit_code=exit_code, world_size=plan.world_size, hosts=tuple(host.name for host in plan.hosts),
+        seconds=seconds, restarts=0, ranks=(), first_failure=None, warnings=(),
+    )  # fmt: skip
+
+
 def choose_run_dir(wanted: str | None, script: str) -> Path:
     """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
     if wanted:
         return Path(wanted).absolute()
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name) or "script"
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name)[:LONGEST_STEM] or "script"
     base = Path("distrib-runs").absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
-    return next(path for n in range(10_000) if not (path := Path(f"{base}-{n}" if n else base)).exists())
+    return next(path for n in range(10_000) if not paths.exists(path := Path(f"{base}-{n}" if n else base)))
 
 
 @contextlib.contextmanager
@@ -171,19 +184,49 @@ def held(path: Path) -> Iterator[None]:
 def make_run_dir(path: Path) -> bool:
     """Create the run directory with its `ranks/`; what an earlier run left there under our names is removed.
 
-    Returns whether there was such a run.
+    Returns whether there was any of it. Raises ConfigError where the folder is of no run: files of these names are somebody's own then.
     """
     try:
-        earlier = (path / RESULT).exists()
+        attempts = [*path.glob(f"{ATTEMPT}[0-9]*/")]
+        names = (path / name for name in (RESULT, "report.html", "metrics.jsonl"))
+        of_attempts = (old for folder in attempts for old in (folder / RESULT, *_of_a_start(folder)))
+        earlier = [old for old in (*names, *_of_a_start(path), *of_attempts) if paths.exists(old)]
+        if earlier and not _is_of_a_run(path):
+            raise ConfigError(
+                f"{path} holds {earlier[0].relative_to(path)}, which is of no run",
+                hint="name another folder with --run-dir",
+            )
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for name in (RESULT, "report.html", "metrics.jsonl"):
-            (path / name).unlink(missing_ok=True)
-        clear(path)
-        for folder in path.glob(f"{ATTEMPT}[0-9]*/"):
+        for old in earlier:
+            old.unlink()
+        for folder in attempts:
             _remove(folder)
     except OSError as error:
         raise _unmade(path, error) from None
-    return earlier
+    return bool(earlier)
+
+
+class _Plan(msgspec.Struct):
+    """What tells a run's `plan.json` from another file of that name."""
+
+    job: str
+
+
+class _Result(msgspec.Struct):
+    """What tells a run's `result.json` from another file of that name."""
+
+    world_size: int
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Whether a run has been in this folder, be it one that was killed."""
+    if any(paths.exists(path / name) for name in (PREFLIGHT, ENGINE_LOG)):
+        return True
+    for name, kind in (("plan.json", _Plan), (RESULT, _Result)):
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            msgspec.json.decode((path / name).read_bytes(), type=kind)
+            return True
+    return False
 
 
 def _of_a_start(path: Path) -> Iterator[Path]:
@@ -240,7 +283,7 @@ def bring_back(path: Path, attempt: Attempt) -> None:
         for new in list(_of_a_start(path)):
             if new.name != ENGINE_LOG:
                 new.unlink(missing_ok=True)
-        if (path / ENGINE_LOG).exists():
+        if paths.exists(path / ENGINE_LOG):
             (folder / ENGINE_LOG).unlink(missing_ok=True)
         _move(folder, path)
         _remove(folder)

@@ -8,7 +8,24 @@ import selectors
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+
+def interrupt() -> None:
+    """From now on SIGTERM and SIGHUP end the command as Ctrl-C does, by a KeyboardInterrupt that has their number; nohup's wish is left alone."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _interrupted)
+
+
+def exit_code(interrupted: KeyboardInterrupt) -> int:
+    """What a command that was interrupted exits with: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    return 128 + int((interrupted.args or (signal.SIGINT,))[0])
+
+
+def _interrupted(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import msgspec
 from distrib_launch.preflight.checks import folded
 from distrib_launch.preflight.routes import is_here
 
+from distrib import paths
 from distrib.errors import ConfigError, PreflightError
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
@@ -50,9 +51,9 @@ class _Refused(Exception):
 def check_folder(given: str) -> Path:
     """The absolute path of a folder that can be brought; `ConfigError` where it is none."""
     folder = Path(given).absolute()
-    if not folder.is_dir():
+    if not paths.is_dir(folder):
         raise ConfigError(
-            f"--sync {given}: {'is no folder' if folder.exists() else 'no such folder'}",
+            f"--sync {given}: {'is no folder' if paths.exists(folder) else 'no such folder'}",
             hint="name the folder of the script, as --sync .",
         )
     if folder == Path(folder.anchor):

@@ -6,23 +6,27 @@ import contextlib
 import sys
 from collections.abc import Sequence
 
+from distrib_launch import signals
 from distrib_launch.console import bear_closed, perhaps_unread
 from distrib_launch.options import Parser
 
+from distrib import paths
+from distrib._version import __version__
 from distrib.errors import DistribError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
+    signals.interrupt()  # as long as no job runs, which hears them itself
     bear_closed()
     try:
         return _run(argv)
     except DistribError as error:
         print(f"distrib-topo: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         print("distrib-topo: error: interrupted", file=sys.stderr)
-        return 130
+        return signals.exit_code(interrupt)
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -33,6 +37,7 @@ def _run(argv: Sequence[str] | None) -> int:
         prog="distrib-topo",
         description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
     )
+    parser.add_argument("--version", action="version", version=f"distrib {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
     show_verb = verbs.add_parser(
         "show", help="hosts, GPUs, NICs, links and switches, as the files tell, or the hosts themselves"
@@ -53,6 +58,7 @@ def _run(argv: Sequence[str] | None) -> int:
         options, unknown = parser.parse_known_args(words)
         if unknown:
             verbs.choices[options.verb].refuse(unknown)
+        paths.working_directory()  # which all that is named begins at
         code: int = options.run(options)
     except DistribError as error:
         if "--json" in words:  # whoever reads it gets what he asked for, whatever became of it, mistyped options too

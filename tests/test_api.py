@@ -146,7 +146,11 @@ def test_two_runs_at_once_from_other_threads():
     ("options", "words"),
     [
         ({"colour": "blue"}, "distrib_launch.run has no option 'colour'"),
-        ({"dry_run": True}, "distrib_launch.run has no option 'dry_run'"),
+        (
+            {"dry_run": True},
+            "no option 'dry_run'; its options are those of distrib-launch --help, but for dry_run, json, module",
+        ),
+        ({"sync": ""}, "--sync: it is empty"),
         ({"np": 0}, "'0' is no number of ranks"),
         ({"hosts": "nowhere.txt"}, "nowhere.txt: no such hostfile"),
         ({"hosts": ["a:2", "b:2"], "np": 5}, "-H has 4 slot(s) on 2 host(s)"),

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth import collectives, curves, pieces, timeline, workloads
-from distrib.bandwidth.advice import advise, best_alike, is_alike, options_of
+from distrib.bandwidth.advice import advise, best_alike, convergence_of, is_alike, options_of
 from distrib.bandwidth.buckets import Wire
 from distrib.bandwidth.fabric import find_fabric
 from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
@@ -803,6 +803,12 @@ def test_advice_is_ranked_and_says_what_it_costs():
     assert plain.options == ()
     for advice in found:
         assert advice.exact == advice.convergence.startswith("the same as synchronous SGD")
+
+
+def test_what_mode_async_does_to_convergence_is_what_was_seen_of_it():
+    """docs/parameter_server.md: a sample teaches as much, unless what makes up for delay is left out."""
+    assert "about as much" in convergence_of(Strategy(mode="async"))
+    assert "worse per step" in convergence_of(Strategy(mode="async", momentum_correction=False))
 
 
 @pytest.mark.parametrize(("device", "flat"), [("cpu", True), ("RTX A6000", False)])

@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from distrib_launch import cli
 from distrib_launch.choose import Choice, Wishes, choose, parse_filter, share_out
 from hypothesis import given
 from hypothesis import strategies as st
@@ -147,7 +148,7 @@ def test_this_machine_is_chosen_from_too(tmp_path):
         (["--include", "a", "--exclude", "b"], "--include and --exclude exclude each other"),
         (["--include", "a", "-np", "3"], "3 ranks asked for with -np, but -H has 2 slot(s) on 1 host(s) after your choice"),
         (["--exclude", "c:0"], "nobody has said how many slots c has"),
-        (["--pool", "A100"], "--pool A100: no host has such a GPU; the topology says nothing"),
+        (["--pool", "A100"], "--pool A100: no host has such a GPU; nobody has said which GPUs the hosts have"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(tmp_path, arguments, words):
@@ -219,6 +220,14 @@ def test_indices_are_those_of_gpus_where_the_topology_knows_them(tmp_path, lab):
 def test_leaving_out_a_broken_gpu_takes_another_where_there_is_one():
     (host,) = choose([Host(name="a", slots=2)], {"a": Gpus(count=4)}, {"a": 2}, Wishes(exclude="a:0"))
     assert (host.slots, host.indices) == (2, (1, 2))
+
+
+@pytest.mark.parametrize("nothing", ["", "-1", " ", "NoDevFiles"])
+def test_a_list_of_no_gpus_is_a_job_on_cpus(tmp_path, lab, monkeypatch, capsys, nothing):
+    monkeypatch.chdir(tmp_path)
+    words = ["--dry-run", "--json", *lab, "--pool", "A100", "-x", f"CUDA_VISIBLE_DEVICES={nothing}", str(JOB)]
+    assert cli.main(words) == 0
+    assert {rank["device"] for rank in json.loads(capsys.readouterr().out)["ranks"]} == {"cpu"}
 
 
 def test_spread_is_even_and_in_order(tmp_path):

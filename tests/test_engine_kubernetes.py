@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from distrib_launch import cli
 from distrib_launch.engines import kubernetes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,6 +167,15 @@ def test_what_pods_need_for_infiniband_is_said(words, says):
     command = [str(LAUNCH), "--engine", "kubernetes", "--image", "i", *HOSTS, *words, SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
     assert says in done.stderr and ("RDMA" in done.stderr) == ("RDMA" in says), done.stderr
+
+
+def test_options_that_mean_nothing_to_pods_are_noted(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    words = ["--engine", "kubernetes", "--image", "i", *HOSTS, "--sync", ".", "--interface", "ib0", str(SCRIPT)]
+    assert cli.main(words) == 0
+    said = capsys.readouterr()
+    assert "note: left out, as pods have an image and a network of their own: --sync, --interface\n" in said.err
+    assert "ib0" not in said.out
 
 
 def test_a_runtime_class_is_for_pods_with_gpus(manifest):

@@ -375,6 +375,8 @@ def test_well_known_ends_are_explained(tmp_path, words, meaning):
     told = failures.describe(ending(1), [ending(1)], log, "/py")
     assert words in told.message and meaning in told.message
     assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
+    apart = failures.describe(ending(1), [ending(1)], log, "/py", apart=True).message
+    assert ("for /py on n1, or hand on what is set here: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
 
 
 def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):

@@ -150,6 +150,7 @@ BAD_FILES: list[tuple[str, int, int, str]] = [
     ("\ufeff", 0, 0, "no hosts"),
     # Slots that are none.
     ("node1 slots=0", 1, 13, "whole number from 1"),
+    ("node1 slots=2,node2 slots=2", 1, 13, "did not expect a comma in '2,node2'; write one host a line"),
     ("node1 slots=-1", 1, 13, "'-1'"),
     ("node1 slots=+4", 1, 13, "'+4'"),
     ("node1 slots=four", 1, 13, "'four'"),

@@ -17,9 +17,10 @@ from distrib_launch import cli
 from distrib_launch.engines import mpirun
 from distrib_launch.job import read_hosts
 from distrib_launch.plan import LaunchPlan, is_secret
-from distrib_launch.results import choose_run_dir
+from distrib_launch.results import choose_run_dir, make_run_dir
 
-from tests.conftest import LAUNCH, SCRIPTS, our_processes
+from distrib.errors import ConfigError
+from tests.conftest import LAUNCH, SCRIPTS, TOPO, our_processes
 
 JOB = SCRIPTS / "job.py"
 
@@ -74,7 +75,12 @@ def test_the_environment_is_the_one_that_torchrun_sets(launch):
             for name in ("HF_TOKEN", "WANDB_API_KEY", "COMET_APIKEY", "PGPASSWORD", "MYSQL_PWD", "API_KEYS")
         ),
         *((name, True) for name in ("GITHUB_PAT", "SSHPASS", "AWS_SECRET_ACCESS_KEY", "my_passwd")),
+        *(
+            (name, True)
+            for name in ("MYACCESSKEY", "SSHKEY", "PRIVATEKEY", "DBPASS", "HTTP_AUTHORIZATION", "OAUTH2", "APIKEY2")
+        ),
         *((name, False) for name in ("TOKENIZERS_PARALLELISM", "PWD", "OLDPATH", "KEYBOARD", "NCCL_DEBUG", "AUTHOR")),
+        *((name, False) for name in ("PATH", "COMPASS_X", "GHPAT", "PASSES", "MONKEY")),
     ],
 )
 def test_secrets_are_known_by_their_names(name, secret):
@@ -295,6 +301,24 @@ def test_a_run_directory_can_be_used_again(launch, tmp_path):
     assert result["first_failure"]["message"] == "killed by SIGKILL"
 
 
+@pytest.mark.parametrize("mark", ["plan.json", "result.json", "preflight.json", "engine.log"])
+def test_a_folder_that_no_run_has_made_keeps_its_files(tmp_path, mark):
+    """Until a run has been there: what it left then goes, be it one that was killed."""
+    own = ["metrics.jsonl", "ranks/0.out", "attempt0/result.json"]
+    for name in own:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"accuracy": 0.9}')
+    if mark in ("plan.json", "result.json"):
+        (tmp_path / mark).write_text('{"accuracy": 0.9}')
+    with pytest.raises(ConfigError, match=r"holds \S+, which is of no run; name another folder with --run-dir"):
+        make_run_dir(tmp_path)
+    assert all((tmp_path / name).read_text() for name in own)
+    (tmp_path / mark).write_text('{"job": "4f", "world_size": 1}')
+    assert make_run_dir(tmp_path) is True
+    assert not any((tmp_path / name).exists() for name in own)
+    assert make_run_dir(tmp_path) is False
+
+
 def test_launches_of_the_same_second_have_run_directories_of_their_own(tmp_path):
     command = [str(LAUNCH), "-q", "--json", str(JOB)]
     running = [
@@ -400,6 +424,10 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--ssh-command", "nowhere/ssh -v", "JOB"], "--ssh-command nowhere/ssh: there is no such command"),
         (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: no network"),
         (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
+        (["x" * 300], "no such script"),
+        (["--sync", "", "JOB"], "--sync: it is empty; is a variable not set?"),
+        (["--image", "i", "JOB"], "--image is for pods; add --engine kubernetes, or leave out --image"),
+        (["--pod-resource", "rdma/hca=1", "JOB"], "--pod-resource is for pods"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, arguments, words):
@@ -416,6 +444,71 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     assert words in last
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "distrib-runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["-np", "99999999999999", "JOB"],
+            "'99999999999999' is no number of ranks; give 1 or more, of at most 9 digits",
+        ),
+        (["-np", "9" * 5000, "JOB"], "is no number of ranks"),
+        (["--nodelist", "n1", "JOB"], "--nodelist; -H FILE names the hosts"),
+        (["-hostfile", "h.txt", "JOB"], "-hostfile; -H FILE names the hosts"),
+        (["-machinefile", "h.txt", "JOB"], "-machinefile; -H FILE names the hosts"),
+        (["-hosts", "a,b", "JOB"], "-hosts; -H HOST:N,HOST:N names the hosts"),
+        (["-f", "h.txt", "JOB"], "; -H FILE names the hosts"),
+        (["-N", "2", "JOB"], "; -np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host"),
+        (["--num_gpus=8", "JOB"], "; -np N starts N ranks on this machine"),
+        (["--num_nodes", "2", "JOB"], "; -H FILE or -H HOST,HOST names the hosts"),
+        (["--rdzv_backend=c10d", "JOB"], "; leave it out: the launcher sees to it"),
+        (["--standalone", "JOB"], "; leave it out: the launcher sees to it"),
+        (["--oversubscribe", "JOB"], "; -np N on this machine, or slots=N in a hostfile"),
+        (["-map-by", "core", "JOB"], "-map-by; --bind says which processors a rank may use"),
+        (["-mca", "pml", "ob1", "JOB"], "-mca; --interface chooses the network"),
+        (["hosts.txt", "JOB"], "hosts.txt is no script; hosts are named with -H hosts.txt"),
+        (["-np", "2", "--include", "localhost", "JOB"], "; -H localhost:N gives this machine N slots"),
+        (["-np", "100001", "JOB"], "-np 100001: more than the 100000 ranks that a host may have"),
+        *(
+            ([option, "", "JOB"], f"{option}: it is empty; is a variable not set?")
+            for option in ("--profile", "--run-dir", "--topology", "--interface", "--mpirun", "--hosts")
+        ),
+        (["--manifest", "", "JOB"], "--manifest: it is empty"),
+        (["--manifest", "m.yaml", "JOB"], "--manifest is for pods"),
+        (["--runtime-class", "nvidia", "JOB"], "--runtime-class is for pods"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, capsys, arguments, words):
+    """As the command says it, without a process for each."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([str(JOB) if word == "JOB" else word for word in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not os.listdir(tmp_path)
+
+
+def test_a_script_that_may_not_be_read_here_is_told_of(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:  # root may read all
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert cli.main(["--run-dir", str(tmp_path / "run"), str(JOB)]) == 2
+    assert f"{JOB}: cannot read it: Permission denied; chmod a+r {JOB}" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_was_removed_is_told_of(tmp_path):
+    for command in (f"{LAUNCH} {JOB}", f"{TOPO} show"):
+        script = f"mkdir -p gone && cd gone && rmdir ../gone && {command}"
+        done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2, done
+        assert "error: the working directory is gone; cd to one that is there" in done.stderr
+
+
+def test_a_profile_that_could_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # for root, who may write anywhere
+    assert cli.main(["--profile", str(tmp_path / "p.json"), str(JOB)]) == 2
+    assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err
 
 
 def dry_run(tmp_path: Path, *arguments: str) -> dict:
@@ -436,6 +529,14 @@ def test_dry_run_shows_every_rank_and_starts_nothing(tmp_path):
     assert plan["command"][0].endswith("/mpirun")
     assert Path(plan["script"][0]).parent == LAUNCH.parent
     assert plan["script"][0] in plan["command"]
+
+
+def test_modules_that_other_hosts_do_not_find_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    note = "PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on"
+    assert note in dry_run(tmp_path, "-H", "a:2,b:3")["notes"]
+    assert note not in dry_run(tmp_path, "-H", "a:2,b:3", "-x", "PYTHONPATH")["notes"]
+    assert note not in dry_run(tmp_path, "-H", "localhost:2")["notes"]
 
 
 def test_fewer_ranks_than_slots_fill_the_hosts_in_order(tmp_path):
@@ -506,7 +607,7 @@ def test_ranks_beyond_the_slots_up_to_max_slots(tmp_path, launch):
     assert count("-np", "7") == ["a"] * 4 + ["b"] + ["c"] * 2
     assert count("-np", "13") == ["a"] * 4 + ["b"] + ["c"] * 8
     run = launch("-H", tmp_path / "lab.txt", "-np", "14", "--dry-run", JOB)
-    assert run.code == 2 and "has 4 slot(s) on 3 host(s)" in run.err, run
+    assert run.code == 2 and "has 4 slot(s) on 3 host(s), 13 with max_slots;" in run.err, run
 
 
 @pytest.mark.parametrize(
@@ -669,6 +770,37 @@ def test_json_tells_of_a_launch_that_never_began(tmp_path):
     told = json.loads(done.stdout)
     assert (done.returncode, told["status"], told["exit_code"]) == (2, "failed", 2)
     assert "missing.txt: no such hostfile" in told["error"]
+
+
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [([LAUNCH, "--json", "--run-dir", "run"], signal.SIGINT), ([TOPO, "check"], signal.SIGTERM), ([TOPO, "check"], signal.SIGHUP)],
+)  # fmt: skip
+def test_who_stops_a_command_while_hosts_are_asked_finds_all_in_order(tmp_path, command, number):
+    ssh, temporary = tmp_path / "ssh", tmp_path / "tmp"
+    ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 60\n")
+    ssh.chmod(0o755)
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [*command, "-H", "nowhere", "--ssh-command", ssh, JOB], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=50)
+    assert process.returncode == 128 + number and "error: interrupted" in err, err
+    assert not os.listdir(temporary)
+    if "--json" in command:
+        told = json.loads((tmp_path / "run/result.json").read_text())
+        assert (told["status"], told["exit_code"], told["hosts"]) == ("stopped", 130, ["nowhere"])
+        assert json.loads(out) == {"status": "stopped", "exit_code": 130, "error": "interrupted"}
+
+
+def test_json_tells_of_options_that_cannot_be_read(capsys):
+    assert cli.main(["--json", "--timout", "3", str(JOB)]) == 2
+    assert "did you mean --timeout?" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):

@@ -321,11 +321,11 @@ def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
 # -- judging ----------------------------------------------------------------------------------------------------------
 
 
-def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1):
+def judged(hosts, *, devices=("auto",), offsets=None, here=None, ranks=1, visible=None):
     found = judge(
         Evidence(
             inventories=hosts,
-            wants={host: Want(ranks=ranks, devices=devices * ranks) for host in hosts},
+            wants={host: Want(ranks=ranks, devices=devices * ranks, visible_gpus=visible) for host in hosts},
             interpreters=dict.fromkeys(hosts, "/opt/venv/bin/python"),
             here=here or inventory("launcher"),
             clock_offsets=offsets or {},
@@ -497,6 +497,12 @@ def test_gpu_hosts(facts, check, status, reason):
     assert found["n4", check].fix
 
 
+def test_a_variable_that_names_gpus_where_there_are_none_is_told_of():
+    found = judged({"n1": inventory("n1")}, devices=("cuda:0",), visible="0")["n1", "gpus"]
+    assert "no GPU there, but the plan has one for each rank, as CUDA_VISIBLE_DEVICES is 0" in found.reason
+    assert found.fix.startswith("unset CUDA_VISIBLE_DEVICES there, ")
+
+
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
     hosts = gpu_hosts()
     for host, facts in hosts.items():
@@ -543,7 +549,7 @@ def test_the_commonest_version_is_right(versions, own):
 @pytest.mark.parametrize(
     ("words", "reason", "fix"),
     [
-        ("ssh: Could not resolve hostname n2: Name or service not known", "does not resolve", "/etc/hosts"),
+        ("ssh: Could not resolve hostname n2: Name or service not known", "does not resolve", "/etc/hosts here (if n2 is a file: give its path)"),
         ("ssh: connect to host n2 port 22: Connection refused", "nothing listens on ssh's port 22", "systemctl start ssh"),
         ("ssh: connect to host n2 port 22: No route to host", "No route to host", "firewall"),
         ("ssh: connect to host n2 port 22: Connection timed out", "timed out", "is n2 up"),
@@ -850,7 +856,14 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     ("words", "told"),
     [
         (["distrib-topo", "probe", "--quikc"], "--quikc; did you mean --quick?; see distrib-topo probe --help"),
-        (["distrib-topo", "show", "up.yaml"], "up.yaml; see distrib-topo show --help"),
+        (
+            ["distrib-topo", "show", "up.yaml"],
+            "up.yaml; a topology is named with --topology up.yaml; see distrib-topo show",
+        ),
+        (
+            ["distrib-topo", "show", "hosts.txt"],
+            "hosts.txt; hosts are named with -H hosts.txt; see distrib-topo show --help",
+        ),
         (["distrib-launch", "--timout=3", "x.py"], "did you mean --timeout?; see distrib-launch --help"),
     ],
 )

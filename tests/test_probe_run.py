@@ -368,6 +368,14 @@ def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
     assert len(read_topology("t.yaml").measured.pairs) == 6
 
 
+def test_the_logs_of_a_job_that_is_running_are_left_alone(jobs, capsys, tmp_path):
+    with results.held(tmp_path / "run"):
+        (tmp_path / "run/plan.json").write_text('{"job": "4f"}')
+        assert probe("-H", "n1,n2", "--run-dir", "run") == 2
+    assert "another job is running in" in capsys.readouterr().err
+    assert (tmp_path / "run/plan.json").exists() and not jobs.specs
+
+
 def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):
     earlier("t.yaml", 4)
     jobs.records = lambda spec: Network(4).records()

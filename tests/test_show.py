@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 from distrib_launch import topo
 
+import distrib
 from distrib.cluster.measured import InsideLink, Measured, PairLink
 from distrib.cluster.measured_part import write_measured
 from distrib.cluster.topology import parse_topology, read_topology
@@ -200,10 +201,16 @@ def test_a_png_and_bad_pictures(lab):
     assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
     for name, what in [
         ("cluster.bmp", "no kind of picture; name a file that ends in .svg, .png, .pdf"),
-        ("none/cluster.svg", "there is no folder none; make it, or name another"),
+        ("none/cluster.svg", "there is no folder none; name another file"),
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)
         assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"
+
+
+def test_the_version_is_that_of_the_other_command(capsys):
+    with pytest.raises(SystemExit):
+        topo.main(["--version"])
+    assert capsys.readouterr().out == f"distrib {distrib.__version__}\n"
 
 
 def test_a_mistyped_gpu_is_answered_with_the_one_that_may_be_meant(tmp_path):

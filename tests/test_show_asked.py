@@ -197,7 +197,7 @@ def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
     ("words", "says"),
     [
         (["--ask", "-H", "localhost", "-o", "there.yaml"], "there.yaml: it is there already; name a new file"),
-        (["--ask", "-o", ""], "-o: no file is named"),
+        (["--ask", "-o", ""], "--output: it is empty; is a variable not set?"),
         (
             ["-H", "localhost", "-o", "new.yaml"],
             "-o new.yaml: nothing is written of what files say; --ask asks the hosts",

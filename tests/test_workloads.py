@@ -116,6 +116,8 @@ def test_memory_of_a_step():
 def test_mistakes_are_told():
     with pytest.raises(ConfigError, match="did you mean ResNet-50"):
         workload("resnet5", "V100")
+    with pytest.raises(ConfigError, match="not in the catalogue; it has ResNet-50, "):
+        workload("zzz", "V100")
     with pytest.raises(ConfigError, match="not in the catalogue"):
         workload("ResNet-50", "V1000000")
     with pytest.raises(ConfigError, match="a batch of 0 samples"):

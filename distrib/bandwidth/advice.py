@@ -192,9 +192,10 @@ def convergence_of(strategy: Strategy) -> str:
     said = []
     if strategy.mode == "async":
         bound = f"at most {strategy.staleness} steps" if strategy.staleness is not None else "without bound"
-        said.append(
-            f"gradients are applied to parameters that others have changed meanwhile ({bound}): worse per step, often for good"
-        )
+        # What docs/parameter_server.md saw, with and without what makes up for the delay.
+        made_up_for = strategy.stale_rate and strategy.momentum_correction
+        effect = "a sample teaches about as much, check yours" if made_up_for else "worse per step, check yours"
+        said.append(f"gradients are applied to parameters that others have changed meanwhile ({bound}): {effect}")
     if strategy.mode == "local":
         said.append(
             f"ranks drift apart for {strategy.inner_steps or 'H'} steps and are averaged: more samples for the same loss, "

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from distrib import units
+from distrib import paths, units
 from distrib.bandwidth import architectures
 from distrib.bandwidth.architectures import Network
 from distrib.bandwidth.workload import Gradient, Workload, checked
@@ -169,7 +169,7 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
 
 def is_file(given: str) -> bool:
     """Whether `--workload` names a file, not a network of the catalogue."""
-    return Path(given).is_file() or "/" in given or given.endswith(".json")
+    return paths.is_file(given) or "/" in given or given.endswith(".json")
 
 
 def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = None) -> Workload:
@@ -281,7 +281,7 @@ def _named(name: str, source: str = "--workload") -> str:
     near = difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)
     raise ConfigError(
         f"{source} {name}: no such file, and not in the catalogue",
-        hint=(f"did you mean {known[near[0]]}? " if near else "") + f"It has {', '.join(names())}",
+        hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(names())}",
     )
 
 

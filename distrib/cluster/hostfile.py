@@ -243,6 +243,8 @@ def _settings(pairs: list[tuple[_Token, _Token]], line: Place, notes: Notes, dia
         setting = _SETTINGS.get(key.text.replace("-", "_"))
         if setting is None:
             raise key.place.error(f"unknown setting {shown(key.text)}", _did_you_mean(key.text))
+        if setting in ("slots", "max_slots", "port") and "," in value.text:
+            raise value.place.error(f"did not expect a comma in {shown(value.text)}", "write one host a line")
         if setting in values:
             raise key.place.error(f"{setting} is given twice for this host", "drop one of them")
         values[setting] = value.text.strip('"') if value.kind == "quoted" else value.text, value.place

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.errors import TopologyError
 
@@ -107,7 +108,7 @@ def _with_measured(target: Path, measured: Measured, source: str, description: s
     from distrib.cluster.yamlfile import read_text
 
     description = description or _minimal(measured.hosts)
-    old = read_text(target) if target.exists() else description
+    old = read_text(target) if paths.exists(target) else description
     before, _, after = split_measured(old)
     if not _has_content(before + after):
         before += ("" if not before or before.endswith("\n") else "\n") + description
@@ -134,16 +135,16 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     """Raises TopologyError where `write_measured` could not write: a folder, a file that may not be changed, no place for one."""
     target, source = Path(os.path.realpath(path)), os.fspath(path)
     why = ""
-    if target.is_dir():
+    if paths.is_dir(target):
         why = "this is a directory"
-    elif target.exists() and not target.is_file():
+    elif paths.exists(target) and not paths.is_file(target):
         why = "this is no file"
-    elif not target.parent.is_dir():
+    elif not paths.is_dir(target.parent):
         why = f"there is no folder {target.parent}"
-    elif not os.access(target if target.exists() else target.parent, os.W_OK) or not os.access(target.parent, os.W_OK):
-        # What makes os.access say no, it does not tell.
-        is_readonly = os.statvfs(target.parent).f_flag & os.ST_RDONLY
-        why = "cannot write it: the file system is read-only" if is_readonly else "cannot write it: no permission"
+    elif not (
+        os.access(target if paths.exists(target) else target.parent, os.W_OK) and os.access(target.parent, os.W_OK)
+    ):
+        why = paths.why_refused(target.parent)
     if why:
         raise TopologyError(why, source=source, hint="name another file with -o")
 

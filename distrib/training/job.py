@@ -543,7 +543,7 @@ class Job:
         file system; so every rank must call it. In a job that may be started again (`--max-restarts`) that rank reads its
         file whose host has the newest. Tensors among the values that were on a GPU come on `device`, and those of the CPU, such as
         the states of random numbers, on the CPU.
-        Raises TrainingError when the file is no checkpoint or does not fit.
+        Raises TrainingError when the file is no checkpoint or does not fit, and OSError where it is there and cannot be read.
         """
         self._check_open()
         return self._checkpoints.restore(path, objects)

@@ -42,6 +42,14 @@ KEEP_SECONDS = 24 * 3600
 NAME_LIMIT = 40
 """Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
 
+ON_PODS = {
+    "image": "--image",
+    "manifest": "--manifest",
+    "pod_resources": "--pod-resource",
+    "runtime_class": "--runtime-class",
+}
+"""The options that mean something with this engine alone."""
+
 DECIDED_HERE = [
     "help",
     "version",
@@ -53,10 +61,7 @@ DECIDED_HERE = [
     "pool",
     "spread",
     "engine",
-    "image",
-    "manifest",
-    "runtime_class",
-    "pod_resources",
+    *ON_PODS,
     "mpirun",
     "ssh_command",
     "interface",
@@ -68,6 +73,19 @@ DECIDED_HERE = [
     "arguments",
 ]
 """Options that the manifest has dealt with, or that mean nothing inside the cluster; the launcher there gets the others."""
+
+
+def refuse_words_on_pods(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what concerns pods alone, where another engine starts the job: it would be left out without a word."""
+    for name, flag in ON_PODS.items():
+        if getattr(options, name):
+            raise ConfigError(f"{flag} is for pods", hint=f"add --engine kubernetes, or leave out {flag}")
+
+
+def unheeded(options: argparse.Namespace) -> list[str]:
+    """The options given that reach hosts from here, where pods have images and networks of their own."""
+    names = ("sync", "interface", "mpirun", "ssh_command")
+    return ["--" + name.replace("_", "-") for name in names if getattr(options, name) is not None]
 
 
 def in_image(options: Options, script: str, run_dir: str | None) -> Options:

@@ -237,6 +237,12 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
     return ()
 
 
+def keeps_modules_here(plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
+    """Whether `environ`, the launcher's, has modules that ranks on other hosts do not find: daemons over ssh have none of it."""
+    handed_on = "PYTHONPATH" in plan.ranks[0].environment
+    return plan.engine == "mpirun" and len(plan.hosts) > 1 and bool(environ.get("PYTHONPATH")) and not handed_on
+
+
 def queued(log: Path) -> str:
     return ""
 

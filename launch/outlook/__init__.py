@@ -9,6 +9,7 @@ from pathlib import Path
 from distrib_launch import choose
 from distrib_launch.options import add_hosts
 
+from distrib import paths
 from distrib.cluster.hosts import MAX_HOSTS
 from distrib.errors import ConfigError
 
@@ -58,7 +59,7 @@ def beside(options: argparse.Namespace) -> Path | None:
     """The profile `NAME.profile.json` that lies beside the script `NAME.py`."""
     script = Path(options.script)
     path = script.parent / f"{script.stem}.profile.json"
-    return path if not options.module and not options.profile and path.is_file() else None
+    return path if not options.module and not options.profile and paths.is_file(path) else None
 
 
 def run(options: argparse.Namespace) -> int:

@@ -15,12 +15,10 @@ from distrib_launch.plan import LaunchPlan
 from distrib_launch.preflight import survey
 from distrib_launch.preflight.checks import folded
 from distrib_launch.preflight.connections import Connections
-from distrib_launch.results import write_json
+from distrib_launch.results import PREFLIGHT, write_json
 
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
-
-REPORT = "preflight.json"
 
 
 def admit(
@@ -79,7 +77,7 @@ class _Admission:
                 interface=self.options.interface,
                 environ={**os.environ, **plan.ranks[0].environment},
             )
-            write_json(Path(plan.run_dir) / REPORT, report)
+            write_json(Path(plan.run_dir) / PREFLIGHT, report)
             if report.fit:
                 break
             bad = {host: next(str(c) for c in report.errors if c.host == host) for host in report.bad_hosts}

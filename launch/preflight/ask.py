@@ -210,7 +210,10 @@ def _explain_ssh(target: Target, err: str) -> Check:
         return error(host, "ssh", reason, fix)
 
     if says("could not resolve hostname"):
-        return because("its name does not resolve", "correct the hostfile, or add the host to DNS or /etc/hosts here")
+        return because(
+            "its name does not resolve",
+            f"correct the hostfile, or add the host to DNS or /etc/hosts here (if {host} is a file: give its path)",
+        )
     if says("remote host identification has changed"):
         return because(
             "its host key is not the one that ssh knows: it was reinstalled, or another machine answers",

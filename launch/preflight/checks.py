@@ -47,6 +47,8 @@ class Want(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     devices: tuple[str, ...] = ()
     gpu_indices: tuple[int, ...] | None = None
+    visible_gpus: str | None = None
+    """What CUDA_VISIBLE_DEVICES is for its ranks."""
 
 
 def error(host: str, check: str, reason: str, fix: str = "") -> Check:

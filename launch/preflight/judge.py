@@ -254,7 +254,11 @@ def gpus(e: Evidence) -> Iterator[Check]:
         if not count and (named or any(counts.values())):
             others = sum(other > 0 for other in counts.values())
             why = "but the plan has one for each rank" if named else f"but {others} other host(s) have some"
-            yield error(host, "gpus", f"no GPU there, {why}", f"look at nvidia-smi there, leave {host} out, or {cpu}")
+            fix = f"look at nvidia-smi there, leave {host} out, or {cpu}"
+            if want.visible_gpus:  # perhaps of a machine that it was copied from
+                why += f", as CUDA_VISIBLE_DEVICES is {want.visible_gpus}"
+                fix = f"unset CUDA_VISIBLE_DEVICES there, {fix}"
+            yield error(host, "gpus", f"no GPU there, {why}", fix)
         elif count and (missing := [n for n in _gpu_indices(e, host) if n >= count]):
             yield error(
                 host, "gpus", f"{want.ranks} rank(s) on {count} GPU(s): there is no GPU {missing[0]}",

@@ -22,6 +22,7 @@ from distrib_launch.preflight.network import ClusterNetwork, NoNetworkError, cho
 from distrib_launch.preflight.reach import Callee, Round, call_all, explain, explain_launcher
 from distrib_launch.preflight.remote import Remote
 from distrib_launch.preflight.routes import address_of, is_here, own_addresses, own_names, sources
+from distrib_launch.rank.placement import listed_gpus
 
 from distrib.cluster.inventory import Gpu, Inventory, Question, own_inventory
 from distrib.errors import PreflightError
@@ -300,8 +301,11 @@ def wants_of(plan: LaunchPlan, answers: Answers, environ: Mapping[str, str]) -> 
             visible = _indices(listed, there.gpus if there else ())
             places = indices if indices is not None else range(host.workers)
             indices = tuple(visible[place] for place in places if place < len(visible))
-        devices = ("cpu",) if listed == "" else tuple(rank.device for rank in ranks) or ("cpu",)
-        found[host.name] = Want(ranks=host.workers or host.servers, devices=devices, gpu_indices=indices)
+        none = listed is not None and not listed_gpus(listed)
+        devices = ("cpu",) if none else tuple(rank.device for rank in ranks) or ("cpu",)
+        found[host.name] = Want(
+            ranks=host.workers or host.servers, devices=devices, gpu_indices=indices, visible_gpus=listed
+        )
     return found
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from distrib_launch import choose
+from distrib_launch import choose, signals
 from distrib_launch.console import perhaps_unread
 from distrib_launch.options import add_hosts, add_ways
 from distrib_launch.probing import probefile, probejob
 from distrib_launch.probing.journal import Journal
 
+from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
 
@@ -88,8 +89,6 @@ def run(options: argparse.Namespace) -> int:
     """Probe the hosts and tell; 0, with `--strict` 1 where a finding is an error, 130 when interrupted."""
     from distrib_launch import results
 
-    if options.output == "":
-        raise ConfigError("-o: no file is named")
     listed, hosts = probejob.hosts_of(options)
     earlier, baseline = _check_files(options, listed, hosts)
     run_dir = results.choose_run_dir(options.run_dir, "probe")
@@ -97,8 +96,8 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     try:
         outcome = probejob.measure(options, hosts, journal, run_dir)
-    except KeyboardInterrupt:
-        return _interrupted(options, journal, 130)
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(options, journal, signals.exit_code(interrupt))
     except DistribError:
         if not journal.read():
             journal.done()
@@ -130,8 +129,9 @@ def _journal(options: argparse.Namespace, hosts: tuple[str, ...], run_dir: Path)
     """The probe's journal, and the run directory; of that nothing is left where there is nothing to go on with."""
     from distrib_launch import results
 
-    is_new = not run_dir.exists()
-    results.make_run_dir(run_dir)
+    is_new = not paths.exists(run_dir)
+    with results.held(run_dir):  # not while a job is running there
+        results.make_run_dir(run_dir)
     try:
         return Journal(_journal_path(options, run_dir), hosts, options.mode, options.resume, options.way)
     except DistribError:
@@ -247,7 +247,7 @@ def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
     from distrib.cluster.topology import read_topology
 
     topology = read_topology_for(options.topology, options.hosts)
-    if topology is None and options.output and Path(options.output).exists() and Path(options.output).stat().st_size:
+    if topology is None and options.output and paths.exists(options.output) and Path(options.output).stat().st_size:
         topology = read_topology(options.output)
     return {host: topology.nics_of(host) for host in topology.hosts} if topology else {}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, DistribError
@@ -29,7 +30,7 @@ def look(path: str, listed: HostList, hosts: Collection[str], mode: Mode) -> Mea
     check_writable(path)
     earlier = None
     notes: tuple[str, ...] = ()
-    if Path(path).exists() and Path(path).stat().st_size:
+    if paths.exists(path) and Path(path).stat().st_size:
         # What is measured of hosts that the file does not know could not be written into it afterwards.
         topology = read_topology(path)
         chosen = tuple(host for host in listed.hosts if host.name in hosts)
@@ -95,13 +96,13 @@ def why_not(earlier: Measured | None, now: Measured, *, whole: bool, lost: Colle
 def description(run_dir: Path, hosts: Sequence[str]) -> str:
     """What the hosts said of themselves before the probe, as a topology file; empty where not all were asked."""
     from distrib_launch.draft import as_yaml, describe
-    from distrib_launch.preflight.admission import REPORT
     from distrib_launch.preflight.survey import Report
+    from distrib_launch.results import PREFLIGHT
 
     from distrib.cluster.topology import parse_topology
 
     try:
-        told = msgspec.json.decode((run_dir / REPORT).read_bytes(), type=Report).inventories
+        told = msgspec.json.decode((run_dir / PREFLIGHT).read_bytes(), type=Report).inventories
     except (OSError, msgspec.DecodeError):
         return ""
     if not set(hosts) <= set(told):

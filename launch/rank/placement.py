@@ -140,7 +140,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     In a job of Slurm's without GPUs the files are there, but its cgroup forbids them, which access(2) heeds.
     """
     if (chosen := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        names = _listed(chosen)
+        names = listed_gpus(chosen)
         # Of the parts of GPUs (MIG) a process sees the first alone, as NVIDIA's user guide of MIG has it.
         return 1 if any(name.startswith("MIG-") for name in names) else len(names)
     with contextlib.suppress(OSError):
@@ -150,7 +150,7 @@ def count_gpus(environ: Mapping[str, str]) -> int:
     return int(Path(WSL_DRIVER).exists())  # Windows' Linux has one device file for all; nearly always that is one GPU
 
 
-def _listed(visible: str) -> list[str]:
+def listed_gpus(visible: str) -> list[str]:
     """The names in `CUDA_VISIBLE_DEVICES`, up to the first that is no GPU's, where CUDA stops, too."""
     names = map(str.strip, visible.split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))
@@ -162,7 +162,7 @@ def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
     if listed is None:
         return list(gpus)
     found = []
-    for name in _listed(listed):
+    for name in listed_gpus(listed):
         if name.isascii() and name.isdigit():
             found.append(gpus[int(name)] if int(name) < len(gpus) else Gpu("", None))
         else:

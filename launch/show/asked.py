@@ -15,6 +15,7 @@ from distrib_launch.preflight.checks import Check
 from distrib_launch.preflight.judge import ailing
 from distrib_launch.ranges import ranges
 
+from distrib import paths
 from distrib.cluster.inventory import Gpu, Inventory
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, parse_topology
@@ -51,13 +52,11 @@ def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | No
 
 
 def check_new(path: str) -> None:
-    """Raises ConfigError where no file is named, TopologyError where a draft may not, or cannot, be written."""
+    """Raises TopologyError where a draft may not, or cannot, be written."""
     from distrib.cluster.measured_part import check_writable
 
-    if not path:
-        raise ConfigError("-o: no file is named")
     check_writable(path)
-    if Path(path).exists():
+    if paths.exists(path):
         raise TopologyError("it is there already", source=path, hint="name a new file, and take from it what you want")
 
 

@@ -95,8 +95,7 @@ class Attempts:
                 try:
                     ended = self._keep(self._start_again(ended))
                 except KeyboardInterrupt as interrupt:
-                    number = int((interrupt.args or (2,))[0])
-                    ended = _instead(ended, status="stopped", exit_code=128 + number)
+                    ended = _instead(ended, status="stopped", exit_code=signals.exit_code(interrupt))
                 except _OutOfTime:
                     ended = _instead(ended, status="stopped", exit_code=124)
                 except (DistribError, OSError) as error:

@@ -112,8 +112,8 @@ def words_of(log: Path) -> str:
     return last_words(traceback) if traceback else ""
 
 
-def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str) -> Failure:
-    """Read the rank's error output for what it died of."""
+def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: str, *, apart: bool = False) -> Failure:
+    """Read the rank's error output for what it died of. `apart`: it was without the launcher's PYTHONPATH."""
     words = tail(log)
     # Python prints a traceback and then exits. One that died of a signal left at most an old, handled one behind, but
     # for SIGABRT: Gloo's threads may abort a Python that is ending (torch 2.13).
@@ -125,7 +125,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     elif not message and traceback:
         message = last_words(traceback) + _child(words, traceback)
         if missing := re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", message):
-            message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {first.host})"
+            message += f" (install {missing[1].partition('.')[0]} for {interpreter} on {first.host}{', or hand on what is set here: -x PYTHONPATH' * apart})"
         if aborted:
             message += " (and SIGABRT while Python was ending)"
     elif not message and first.signal:

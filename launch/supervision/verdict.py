@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
 from distrib_launch import engines
+from distrib_launch.engines import mpirun
 from distrib_launch.plan import LaunchPlan
+from distrib_launch.preflight import routes
 from distrib_launch.results import Failure, Status
 from distrib_launch.supervision import failures
 from distrib_launch.supervision.recovery import Recovery
@@ -57,7 +60,12 @@ class Verdict:
         if not self._failure and first and status == "failed":
             host = next(host for host in self._plan.hosts if host.name == first.host)
             interpreter = self._plan.script_on(host)[0]
-            return status, code, failures.describe(first, self._recovery.first_endings, logs[first.rank], interpreter)
+            apart = mpirun.keeps_modules_here(self._plan, os.environ) and not routes.is_here(first.host)
+            return (
+                status,
+                code,
+                failures.describe(first, self._recovery.first_endings, logs[first.rank], interpreter, apart=apart),
+            )
         return status, code, self._failure
 
     @property
