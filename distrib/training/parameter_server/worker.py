@@ -124,8 +124,10 @@ class Asynchronous(Backend):
         fixed = torch.load(io.BytesIO(told), weights_only=True, map_location=self.device)
         with torch.no_grad():
             for name, value in fixed.items():
-                if name in state:
-                    state[name].copy_(value)
+                own = state.get(name)
+                # What is the same is let be: it may be expanded, and not to be written.
+                if own is not None and not (own.layout is torch.strided and torch.equal(own, value)):
+                    own.copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
             model.register_forward_pre_hook(self._hook(model, self._before_model))
