@@ -96,8 +96,8 @@ def test_gradients_in_16_bits_are_those_of_ddp_but_for_rounding(launch):
 
 
 def test_models_of_all_kinds(launch):
-    run = launch("-np", "3", AVERAGES, "mixed,ends", "0,0,1")
-    assert run.code == 0 and run.out.count("done") == 2, run
+    run = launch("-np", "3", AVERAGES, "mixed,restored,ends", "0,0,1")
+    assert run.code == 0 and run.out.count("done") == 3, run
 
 
 def test_what_compression_keeps_from_step_to_step(launch):

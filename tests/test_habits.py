@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
             "methods distributions frozen_later growing_buffers ragged_normalization looked_at_alone",
         ),
         (2, {}, "gathered_batches two_models_in_turns"),
+        (2, {}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
         (2, {}, "compiled"),
         (2, {}, "second_backward"),
         (2, {}, "unused_zeros"),
@@ -34,7 +36,11 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (1, {}, "own_loader kept_iterator made_anew own_epochs gathered_batches"),
         (2, {"balance": True}, "looked_at_alone other_workers"),
         (2, {"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),
-        (2, {"mode": "local", "inner_steps": 2}, "growing_buffers"),
+        (
+            2,
+            {"mode": "local", "inner_steps": 2},
+            "growing_buffers has_its_turn_again restored_within_a_round weights_alone followers",
+        ),
     ],
 )
 def test_habits(ranks, strategy, lessons):
@@ -43,6 +49,26 @@ def test_habits(ranks, strategy, lessons):
     assert sorted(run.stdout.splitlines()) == sorted(
         f"done: {lesson}" for lesson in lessons.split() for _ in range(ranks)
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "lessons"),
+    [
+        (("-np", "1"), "has_its_turn_again"),
+        (
+            ("-np", "2", "--gradients", "fp16"),
+            "begins_as_main has_its_turn_again compiled_step weights_alone evaluated_by_a_method averages_put_in large_gradients reduced "
+            "main_ends_first",
+        ),
+    ],
+)
+def test_habits_without_a_common_step(launch, options, lessons):
+    run = launch(*options, "--mode", "async", SCRIPTS / "habits.py", *lessons.split())
+    assert run.code == 0, run
+    for rank in range(int(options[1])):  # a job ends well where one of them comes to the end
+        told = (run.run_dir / "ranks" / f"{rank}.out").read_text()
+        assert re.findall("^done: (.+)$", told, re.MULTILINE) == lessons.split(), run
+    assert "the script has changed values by itself" not in run.err, run.err
 
 
 def test_a_script_that_destroys_the_group_itself_is_told_what_that_leaves_out():

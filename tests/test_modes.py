@@ -44,7 +44,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
         pytest.param({}, 3, "exact wrapped several scaled nan mistakes unused", id="sync"),
         pytest.param({}, 3, "itself compiled targets averaged normalized ported unfrozen frozen sparse methods", id="sync, other models"),
         pytest.param({"balance": True}, 3, "exact", id="balance", marks=pytest.mark.alone),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen by_hand", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen by_hand released", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", id="horovod, fp16",
             marks=horovod,

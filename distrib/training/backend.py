@@ -39,6 +39,8 @@ class Backend:
 
     together = False
     """Whether gradients, when a step is taken, are the mean over all ranks."""
+    one_each = False
+    """Whether a parameter can be one optimizer's only, also where no other rank would part from this one."""
     averages_backward = False
     """Whether a model's backward pass averages them, also for an optimizer that was not prepared."""
 
@@ -233,6 +235,10 @@ class Synchronous(Together):
 
     def retire(self, optimizer: Optimizer) -> None:
         self._wishes.pop(optimizer, None)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for hook in filter(None, map(hook_of, self._models)):
+            hook.forget()  # what diverged is to leave nothing behind
 
     def scaled(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
         for model in models:

@@ -45,16 +45,17 @@ class Exchange:
         result = value.detach().clone(memory_format=torch.contiguous_format)
         if value.dtype is torch.bool and op in ("mean", "sum"):
             result = result.to(torch.int64)  # how many are true: the sum of truths is one
-        if self._elastic:
-            return self._elastic.reduce(result, op)
         # The sum that a mean is made of may be more than the type of the values can hold.
         wider = _WIDER.get(value.dtype) if op == "mean" else None
         if wider:
             result = result.to(wider)
-        if self._world.size > 1:
+        if self._elastic:
+            result = self._elastic.reduce(result, op)
+        elif self._world.size > 1:
             dist.all_reduce(result, op=_OPERATIONS[op])
         if op == "mean":
-            result = result / self._world.size
+            if not self._elastic:  # which knows how many are there
+                result = result / self._world.size
             if wider:
                 result = result.to(value.dtype if value.is_floating_point() else torch.get_default_dtype())
             setattr(result, IS_MEAN, True)

@@ -39,6 +39,7 @@ class Horovod(Together):
                 hint="it was built with another MPI: scripts/build-horovod builds it again",
             )
         self._reducers: dict[Optimizer, Reducer] = {}
+        self._made = 0  # reducers, with those that have ended
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
@@ -51,11 +52,17 @@ class Horovod(Together):
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._reducers[optimizer] = Reducer(self._hvd, parameters, len(self._reducers), self.strategy.gradients.format)
-        self._averaged.update(parameters)
+        self._reducers[optimizer] = Reducer(self._hvd, parameters, self._made, self.strategy.gradients.format)
+        self._made += 1
+        self._see_averaged()
+
+    def _see_averaged(self) -> None:
+        self._averaged = {parameter for reducer in self._reducers.values() for parameter in reducer.parameters}
 
     def retire(self, optimizer: Optimizer) -> None:
-        self._reducers[optimizer].exchange(False)
+        self._reducers.pop(optimizer).end()
+        self._pairs.pop(optimizer, None)
+        self._see_averaged()
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._pairs[optimizer] = list(models)
@@ -96,14 +103,20 @@ class Reducer:
 
     def __init__(self, hvd: Any, parameters: Sequence[torch.Tensor], number: int, format: str) -> None:
         self.on = True
+        self.parameters = parameters
         self._waiting = False
         self._hvd = hvd.DistributedOptimizer(
             torch.optim.SGD(parameters, lr=0.0),
             named_parameters=[(f"{number}.{index}", parameter) for index, parameter in enumerate(parameters)],
             compression=hvd.Compression.fp16 if format == "fp16" else hvd.Compression.none,
         )
-        for parameter in parameters:
-            parameter.register_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._handles = [parameter.register_hook(self._arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Averages no more."""
+        self.exchange(False)
+        for handle in self._handles:
+            handle.remove()
 
     def exchange(self, on: bool) -> None:
         """Whether the next backward passes exchange their gradients."""

@@ -283,8 +283,9 @@ class Job:
         scheduled = [thing for thing in things if is_scheduled(thing)]
         known = {id(steps.optimizer) for steps in self._steps}
         prepared = [self._prepare(thing, options) for thing in things]
-        if self.world_size > 1 and not self._elastic:  # there main's goes to the servers
-            states.hand_out([thing for thing in things if id(thing) not in known], self._exchange)
+        if self.world_size > 1:
+            hand_out = states.hand_out_settings if self._elastic else states.hand_out
+            hand_out([thing for thing in things if id(thing) not in known], self._exchange)
         if scheduled and self.world_size > 1:
             for given, made in zip(things, prepared, strict=True):
                 if isinstance(made, ShardedLoader) and made is not given and not made.is_stream:
@@ -353,7 +354,7 @@ class Job:
                 self._add(model)
             return model
         if isinstance(thing, torch.optim.Optimizer):
-            if any(steps.optimizer is thing for steps in self._steps):
+            if any(steps.optimizer is thing and not steps.is_retired for steps in self._steps):
                 return thing  # as where its model is prepared again
             if self.world_size > 1 and not hasattr(thing, "_optimizer_step_pre_hooks"):
                 raise TrainingError(
@@ -490,9 +491,8 @@ class Job:
 
         Call its `step()` after each `optimizer.step()` that was one (`stepped`). With one rank it changes nothing.
         """
-        return torch.optim.lr_scheduler.LinearLR(
-            optimizer, start_factor=1 / self._backend.ranks_in_step, end_factor=1.0, total_iters=steps
-        )
+        start = 1 / self._backend.ranks_in_step if steps else 1.0  # torch's would stay where it begins
+        return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=start, end_factor=1.0, total_iters=steps)
 
     # Between the ranks
 

@@ -48,11 +48,13 @@ class Local(Backend):
         if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
             broadcast([*model.parameters(), *model.buffers()])
             self._models.append(model)
+            self._buffers[model] = Buffers(model)
         return model
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._models: list[nn.Module] = []
+        self._buffers: dict[nn.Module, Buffers] = {}
         self._rounds: dict[Optimizer, Round] = {}
         self._clock = Clock(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
@@ -83,6 +85,7 @@ class Local(Backend):
 
     def release(self, model: nn.Module) -> None:
         self._models = without(self._models, model)
+        self._buffers = {one: self._buffers[one] for one in self._models}
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._rounds[optimizer].pair(models)
@@ -94,6 +97,8 @@ class Local(Backend):
             for parameter in new:
                 if parameter not in known:
                     raise of_no_model(parameter)
+            own = {*_trained(optimizer)}  # some may be of a model that it did not train before
+            round_.pair([model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
         round_.go_on()
@@ -122,13 +127,16 @@ class Local(Backend):
     def settle(self) -> None:
         for round_ in self._rounds.values():
             round_.end()
+        trained = {model for round_ in self._rounds.values() for model in round_.models}
+        _average_buffers([self._buffers[model] for model in self._models if model not in trained], self.world.size)
         self._check_trained()
 
     def state_dict(self) -> dict[str, Any]:
         return {"local": [round_.state() for round_ in self._rounds.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        states = state.get("local", [{}] * len(self._rounds))
+        if (states := state.get("local")) is None:  # it is of another mode, or not wanted
+            return
         if len(states) != len(self._rounds):
             raise TrainingError(
                 f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
@@ -138,20 +146,24 @@ class Local(Backend):
             round_.restore(one)
 
     def _check_trained(self) -> None:
-        """Raises TrainingError where a parameter that no prepared optimizer has is another on each rank. Every rank."""
+        """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
+        a teacher that follows its model, becomes the mean. Every rank."""
         known = {id(p) for optimizer in self._rounds for group in optimizer.param_groups for p in group["params"]}
-        own = {
-            name: str(total(parameter).item())
+        others = {
+            f"{number}.{name}": parameter
             for number, model in enumerate(self._models)
-            for name, parameter in ((f"{number}.{name}", one) for name, one in model.named_parameters())
-            if id(parameter) not in known and parameter.requires_grad
+            for name, parameter in model.named_parameters()
+            if id(parameter) not in known or not parameter.requires_grad
         }
-        for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True):
-            if differs:
+        own = {name: str(total(parameter).item()) for name, parameter in others.items()}
+        apart = [name for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True) if differs]
+        for name in apart:
+            if others[name].requires_grad:
                 raise TrainingError(
                     f"{name.partition('.')[2]} has learnt, but no prepared optimizer has it: in mode local every rank has its own",
-                    hint="let an optimizer make the update, and prepare it too",
+                    hint="let an optimizer make the update, and prepare it too; freeze what only follows a model, such as an average",
                 )
+        _average([others[name] for name in apart], self.world.size)
 
 
 class Round:
@@ -197,7 +209,7 @@ class Round:
         self._taken += 1
         if (self._taken - self._settled) % self._steps == 0:
             self.rounds, self._ended = self.rounds + 1, self._taken
-            self._average_buffers()  # before what travels for long: NCCL takes one after the other
+            _average_buffers(self._buffers, self._ranks)  # before what travels for long: NCCL takes one after the other
         for number, fragment in enumerate(self._fragments):
             if fragment.due is not None and self._taken >= fragment.due:
                 fragment.finish(own_share=MIXED)
@@ -231,7 +243,7 @@ class Round:
             fragment.finish(own_share=0.0)
         if apart:
             self.rounds, self._ended = self.rounds + 1, self._taken
-            self._average_buffers()
+            _average_buffers(self._buffers, self._ranks)
         self._settled = self._taken
 
     def state(self) -> dict[str, Any]:
@@ -288,16 +300,6 @@ class Round:
         self.models = list(models)
         self._buffers = [known.get(model) or Buffers(model) for model in models]
 
-    def _average_buffers(self) -> None:
-        """Running means become the mean of all ranks', what counts that of rank 0."""
-        buffers = [buffer for kept in self._buffers for buffer in kept.present() if buffer.numel()]
-        means = [buffer for buffer in buffers if buffer.is_floating_point() or buffer.is_complex()]
-        if means:
-            flat = flatten(means) / self._ranks  # before they are summed: some are masks of the largest number there is
-            dist.all_reduce(flat)
-            unflatten(flat, means)
-        broadcast([buffer for buffer in buffers if not (buffer.is_floating_point() or buffer.is_complex())])
-
 
 class Fragment:
     """Some parameters, and the outer optimizer's momentum for them."""
@@ -352,6 +354,20 @@ class Fragment:
             self.momentum = way.clone() if self.momentum is None else self.momentum.mul_(self._outer.momentum).add_(way)
             way.add_(self.momentum, alpha=self._outer.momentum)
         return self._common.sub_(way, alpha=self._outer.lr)
+
+
+def _average_buffers(buffers: Sequence[Buffers], ranks: int) -> None:
+    _average([buffer for kept in buffers for buffer in kept.present() if buffer.numel()], ranks)
+
+
+def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
+    """Running means and the like become the mean of all ranks', what counts that of rank 0. Every rank."""
+    means = [one for one in values if one.is_floating_point() or one.is_complex()]
+    if means:
+        flat = flatten(means) / ranks  # before they are summed: some are masks of the largest number there is
+        dist.all_reduce(flat)
+        unflatten(flat, means)
+    broadcast([one for one in values if not (one.is_floating_point() or one.is_complex())])
 
 
 def _size(parameter: torch.Tensor) -> int:

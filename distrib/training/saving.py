@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distrib.training import checkpoint, copies
 from distrib.training.backend import Backend
@@ -62,7 +63,10 @@ class Checkpoints:
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
         if source and self._world.rank == source:
             print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
+        self._backend.settle()  # what is not restored goes on, too, and is to be the same on all ranks
         values, state = checkpoint.read(data, objects, self._device, source=os.fspath(path))
+        if all(isinstance(thing, nn.Module) for thing in objects.values() if checkpoint.has_state(thing)):
+            state = {}  # where weights alone are wanted, perhaps of a job of other optimizers
         self._backend.load_state_dict(moved(state, self._device))
         return values
 

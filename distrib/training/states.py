@@ -33,6 +33,32 @@ def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
             thing.load_state_dict(torch.load(io.BytesIO(told), map_location="cpu", weights_only=False))
 
 
+def hand_out_settings(things: Sequence[Any], exchange: Exchange) -> None:
+    """The same in mode async, where what an optimizer has learnt goes to the servers: its settings do not. Every rank."""
+    stateful = [thing for thing in things if _has_one_state(thing)]
+    if not stateful:
+        return
+    states = [_settings(thing) for thing in stateful]
+    told = exchange.from_main(functools.partial(as_bytes, states))
+    for thing, state, main in zip(
+        stateful, states, torch.load(io.BytesIO(told), map_location="cpu", weights_only=False), strict=True
+    ):
+        if digest_of(_in_short(state)) == digest_of(_in_short(main)):
+            continue
+        if isinstance(thing, Optimizer):
+            for group, settings in zip(thing.param_groups, main, strict=True):
+                group.update(settings)
+        else:
+            thing.load_state_dict(main)
+
+
+def _settings(thing: Any) -> Any:
+    """Of an optimizer's groups all but the parameters; of others the state, without functions, which cannot travel."""
+    if isinstance(thing, Optimizer):
+        return [{name: value for name, value in group.items() if name != "params"} for group in thing.param_groups]
+    return {name: value for name, value in thing.state_dict().items() if not callable(value)}
+
+
 def _has_one_state(thing: Any) -> bool:
     """Whether all ranks are to have the same; not where each has a share of it, as in ZeroRedundancyOptimizer."""
     kinds = Optimizer, LRScheduler, torch.amp.GradScaler

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
@@ -19,6 +21,9 @@ from distrib.training.finite import Finite, OnNan
 from distrib.training.samples import Mean, Samples
 from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import in_join
+
+_STEPS = "_distrib_steps"
+"""Where an optimizer has its Steps."""
 
 
 class Steps:
@@ -58,8 +63,14 @@ class Steps:
         self._counts: list[torch.Tensor] = []  # of all ranks, once the work is done
         self._comparing: dist.Work | None = None
         self._own: Callable[..., Any] = optimizer.step
+        self._passes = False
+        """Whether others take its steps, and call the optimizer's own through this."""
+        if before := vars(optimizer).get(_STEPS):  # which are called by its step still, where it is prepared again
+            before._passes = True
+        setattr(optimizer, _STEPS, self)
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
+        @_disable_dynamo  # where a script compiles what calls it, what ranks tell each other is no part of that
         @functools.wraps(self._own)
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             return self._step(*arguments, **options)
@@ -74,7 +85,9 @@ class Steps:
 
     def give_way(self, other: Optimizer) -> None:
         """`other` is prepared: where only one optimizer may train a parameter that both have, this one takes no more steps. Every rank."""
-        if self.is_retired or not self.counting or _learning(other).isdisjoint(_learning(self.optimizer)):
+        if self.is_retired or not (self.counting or self._backend.one_each):
+            return
+        if _learning(other).isdisjoint(_learning(self.optimizer)):
             return
         self.retire(
             f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
@@ -157,6 +170,8 @@ class Steps:
             self._tell_left_out()
 
     def _step(self, *arguments: Any, **options: Any) -> Any:
+        if self._passes:
+            return self._own(*arguments, **options)
         if self._refusal is not None:
             why, hint = self._refusal
             raise TrainingError(why, hint=hint)
@@ -367,13 +382,12 @@ def follow_scaler(scaler: torch.amp.GradScaler, steps: Sequence[Steps]) -> None:
     `steps` are all of the job's, those of optimizers that are prepared later too.
     """
     own_step, own_update = scaler.step, scaler.update
-    scaled: list[Steps] = []
+    scaled: weakref.WeakSet[Steps] = weakref.WeakSet()
 
     def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
         for one in steps:
-            if one.optimizer is optimizer:
-                if one not in scaled:
-                    scaled.append(one)
+            if one.optimizer is optimizer and not one.is_retired:
+                scaled.add(one)
                 return one.scaled_by(scaler, own_step, arguments, options)
         return own_step(optimizer, *arguments, **options)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import sys
-import threading
-from pathlib import Path
+import tempfile
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,17 @@ class Sharper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
+
+
+class Nothing(nn.Module):
+    """A parameter without a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.none.sum()
 
 
 def fresh() -> nn.Module:
@@ -149,13 +161,39 @@ def begins(job: distrib.Job, hosts: list[str] | None) -> None:
 
 
 def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
-    """With PowerSGD a layer that has had no gradient for long learns once it has one."""
-    wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients("powersgd:2")), hosts)
+    """With PowerSGD a layer that has had no gradient for long learns once it has one; one may have no numbers."""
+    wrapped, _ = ours(nn.Sequential(fresh(), Nothing()), Strategy(gradients=parse_gradients("powersgd:2")), hosts)
     for step in range(EXACT_STEPS + 5):
         wrapped.zero_grad()
         (wrapped(torch.ones(1, 40)).sum() * (0.0 if step < EXACT_STEPS + 2 else 1.0)).backward()
     for parameter in wrapped.parameters():
-        assert parameter.grad is not None and float(parameter.grad.norm()) > 0.01
+        assert parameter.grad is not None and (not parameter.numel() or float(parameter.grad.norm()) > 0.01)
+
+
+def restored(job: distrib.Job, hosts: list[str] | None) -> None:
+    """What a bad batch has put aside goes with it when a checkpoint is restored."""
+    for name in ("topk:0.02", "powersgd:2"):
+        model = fresh()
+        strategy = Strategy(gradients=parse_gradients(name), bucket_bytes=100_000)
+        wrapped, _ = ours(model, strategy, hosts)
+        wrapped, optimizer = job.prepare(wrapped, torch.optim.SGD(wrapped.parameters(), lr=1e-3))
+
+        def learn(steps: int, times: float = 1.0, model: Any = wrapped, optimizer: Any = optimizer) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                (model(torch.randn(8, 40)).square().mean() * times).backward()
+                optimizer.step()
+
+        learn(EXACT_STEPS + 2)
+        with tempfile.TemporaryDirectory() as folder:
+            job.save(f"{folder}/good.pt", model=model, optimizer=optimizer)
+            good = [parameter.detach().clone() for parameter in model.parameters()]
+            learn(1, 1e8)
+            job.restore(f"{folder}/good.pt", model=model, optimizer=optimizer)
+        learn(5)
+        for one, other in zip(model.parameters(), good, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0.1, msg=lambda text, name=name: f"{name}: {text}")
+        job.release(wrapped, optimizer)
 
 
 def arrives(job: distrib.Job, hosts: list[str] | None) -> None:
@@ -236,13 +274,14 @@ def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
 
 def ends(job: distrib.Job, hosts: list[str] | None) -> None:
     """A model that is dropped takes its thread and its sockets along."""
-    before = len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+    held = []
     for _ in range(3):
         wrapped, averaging = ours(fresh(), Strategy(all_reduce="auto"), hosts)
         train(wrapped, job.rank, 5)
         del wrapped, averaging
         gc.collect()
-    assert threading.active_count() == before[1]
+        held.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")])
+    assert held[1] == held[2], held
 
 
 def dies(job: distrib.Job, hosts: list[str] | None) -> None:
@@ -250,8 +289,6 @@ def dies(job: distrib.Job, hosts: list[str] | None) -> None:
     wrapped, _ = ours(fresh(), Strategy(), hosts)
     train(wrapped, job.rank, 5)
     if job.rank == job.world_size - 1:
-        import os
-
         os.kill(os.getpid(), 9)
     train(wrapped, job.rank, 1000)
 

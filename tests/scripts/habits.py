@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import io
 import itertools
 import os
 import re
 import sys
+import tempfile
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -475,6 +480,190 @@ def wide_default(job: distrib.Job) -> None:
         assert_alike(job, model)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def learn(model: Any, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def begins_as_main(job: distrib.Job) -> None:
+    """What rank 0 alone has loaded before `prepare`, and buffers that are not saved."""
+    model = nn.Linear(4, 1)
+    model.register_buffer("drawn", torch.randn(3, generator=torch.Generator().manual_seed(job.rank)), persistent=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    if job.is_main:
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update(32.0)
+        schedule.step()
+    model, optimizer, schedule, scaler = job.prepare(model, optimizer, schedule, scaler)
+    assert (optimizer.param_groups[0]["lr"], schedule.last_epoch, scaler.get_scale()) == (0.05, 1, 32.0)
+    assert torch.equal(job.unwrap(model).drawn, torch.randn(3, generator=torch.Generator().manual_seed(0)))
+    job.barrier()
+    job.release(model, optimizer)
+
+
+def warmed_in_no_step(job: distrib.Job) -> None:
+    model, optimizer = made(job, nn.Linear(4, 1))
+    schedule = job.warmup(optimizer, 0)
+    for _ in range(2):
+        learn(model, optimizer, 1)
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def has_its_turn_again(job: distrib.Job) -> None:
+    """An optimizer that was released, or gave way to another, goes on with what it has learnt."""
+    model = nn.Linear(4, 1)
+    model, first = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+    torch.manual_seed(1 + job.rank)
+    learn(model, first, 3)
+    second = job.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    learn(model, second, 3)
+    first = job.prepare(first)
+    learn(model, first, 3)
+    job.release(first, second)
+    job.settle()  # the model has learnt by nothing that is prepared
+    job.release(model)
+    assert first.state_dict()["state"][0]["momentum_buffer"].any()
+    model, first = job.prepare(job.unwrap(model), first)
+    assert first.state_dict()["state"][0]["momentum_buffer"].any()
+    before = job.unwrap(model).weight.detach().clone()
+    learn(model, first, 3)
+    job.settle()
+    assert_alike(job, model)
+    assert not torch.equal(job.unwrap(model).weight, before)
+    job.release(model, first)
+
+
+def compiled_step(job: distrib.Job) -> None:
+    """A script compiles the function that takes its steps."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    counted = []
+    for _ in range(12):
+        model(torch.randn(8, 4)).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+        counted.append(job.stepped)
+    job.settle()
+    assert all(counted) and job._steps[-1].taken == 12
+    assert_alike(job, model)
+    job.release(model, optimizer)
+
+
+def scaler_lets_go(job: distrib.Job) -> None:
+    """One GradScaler for models that are trained one after the other."""
+    scaler, kept = job.prepare(torch.amp.GradScaler("cpu", init_scale=4.0)), []
+    for _ in range(2):
+        model, optimizer = made(job, nn.Linear(4, 1))
+        scaler.scale(model(torch.randn(8, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        job.release(model, optimizer)
+        kept.append(weakref.ref(optimizer))
+    del model, optimizer
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+def restored_within_a_round(job: distrib.Job) -> None:
+    """Something else than what trains is restored while each rank trains alone."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    average = copy.deepcopy(job.unwrap(model))
+    with tempfile.TemporaryDirectory() as folder:
+        job.save(f"{folder}/average.pt", average=average)
+        learn(model, optimizer, 1)
+        job.restore(f"{folder}/average.pt", average=average)
+    learn(model, optimizer, 3)
+    job.settle()
+    assert_alike(job, model)
+
+
+def weights_alone(job: distrib.Job) -> None:
+    """What was learnt elsewhere, by other optimizers, is where this begins."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    learn(model, optimizer, 2)
+    job.settle()
+    other = job.prepare(nn.Linear(4, 1))
+    with tempfile.TemporaryDirectory() as folder:
+        job.save(f"{folder}/learnt.pt", model=model, optimizer=optimizer)
+        job.release(model, optimizer)
+        job.restore(f"{folder}/learnt.pt", model=other)
+    assert torch.equal(job.unwrap(other).weight, job.unwrap(model).weight)
+    job.release(other)
+
+
+def followers(job: distrib.Job) -> None:
+    """A teacher that follows its model, and a body that learns later; its running means move from the beginning."""
+    model = nn.ModuleDict({"student": nn.Linear(4, 1), "teacher": nn.Linear(4, 1).requires_grad_(False)})
+    body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False)
+    optimizer = torch.optim.SGD(model["student"].parameters(), lr=0.05)
+    model, body, optimizer = job.prepare(model, body, optimizer)
+    torch.manual_seed(1 + job.rank)
+    for later in (False, True):
+        if later:
+            body.requires_grad_(True)
+            optimizer.add_param_group({"params": [*body.parameters()]})
+        for _ in range(3):
+            optimizer.zero_grad()
+            model["student"](body(torch.randn(8, 4) + job.rank)).square().mean().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for slow, fast in zip(model["teacher"].parameters(), model["student"].parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+        job.settle()
+        assert_alike(job, model)
+        assert_alike(job, body)
+        assert job.all_reduce(body[1].running_mean, "max").tolist() == body[1].running_mean.tolist()  # type: ignore[union-attr]
+        assert body[1].running_mean.any()
+
+
+def evaluated_by_a_method(job: distrib.Job) -> None:
+    """Ranks that have taken other numbers of steps evaluate the same values, though nobody calls the model itself."""
+    model, optimizer = made(job, Heads(), find_unused_parameters=True)
+    loader = job.prepare(DataLoader(TensorDataset(torch.ones(8, 4)), 2))
+    learn(model, optimizer, 2 + 3 * job.rank)
+    model.eval()
+    for (inputs,) in loader:
+        model.policy(inputs)
+    assert_alike(job, model)
+
+
+def averages_put_in(job: distrib.Job) -> None:
+    """An average's values are put into the model for an evaluation, and taken out again: mode async says what it does to them."""
+    model, optimizer = made(job, nn.Linear(4, 1))
+    learn(model, optimizer, 7)
+    model.eval()
+    with contextlib.redirect_stderr(io.StringIO()) as told, torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model(torch.ones(1, 4))
+    assert "weight: the script has changed values by itself" in told.getvalue(), told.getvalue()
+
+
+def large_gradients(job: distrib.Job) -> None:
+    """Larger ones than what travels can be."""
+    model = nn.Linear(4, 1)
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-9))
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(torch.ones(1, 4)) * 1e5).sum().backward()
+        optimizer.step()
+    job.settle()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def main_ends_first(job: distrib.Job) -> None:
+    """Rank 0 has come to its end, and the others prepare what main would say something of."""
+    if job.rank:
+        assert len([*job.prepare(DataLoader(TensorDataset(torch.ones(8, 4)), 2))])
+        assert job.is_main
 
 
 def ends_itself(job: distrib.Job) -> None:

@@ -285,7 +285,8 @@ class PowerSgd:
 
 
 class _Rows:
-    """A bucket whose scalars, such as CLIP's temperature, are vectors of one: torch's hook asks each gradient for its rows."""
+    """A bucket whose scalars, such as CLIP's temperature, are vectors of one, without what is empty: torch's hook asks each gradient
+    for its rows."""
 
     def __init__(self, bucket: Any) -> None:
         self._bucket = bucket
@@ -294,7 +295,8 @@ class _Rows:
         return getattr(self._bucket, name)
 
     def gradients(self) -> list[torch.Tensor]:
-        return [gradient if gradient.dim() else gradient.view(1) for gradient in self._bucket.gradients()]
+        filled = (gradient for gradient in self._bucket.gradients() if gradient.numel())
+        return [gradient if gradient.dim() else gradient.view(1) for gradient in filled]
 
 
 class LowRank(Way):
@@ -323,10 +325,16 @@ class LowRank(Way):
         if self._hook is not None:
             self._hook.rescale(factor)
 
+    def forget(self) -> None:
+        if self._hook is not None:
+            self._hook.state.error_dict.clear()
+
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         assert origin is not None
         sent = 0
         for shape in origin.shapes:
+            if not math.prod(shape):
+                continue
             rows = shape[0] if shape else 1
             columns = math.prod(shape) // rows
             rank = min(rows, columns, self.rank)

@@ -68,10 +68,13 @@ class Hierarchy:
         result = self._neighbours.shared(self._result_start, self._result_start + size_bytes, torch.uint8)
         self.own_input = parts[mine.index(rank)]
         lane = None
+        self.groups: list[dist.ProcessGroup] = []
+        """Those of this rank's lane, to be destroyed when nothing is averaged any more."""
         for number, ranks in enumerate(lanes):
             stages = range(way.stages if self.hosts > 1 else 0)
             groups = [dist.new_group(ranks, backend="gloo", timeout=timeout_of_job()) for _ in stages]
             if rank in ranks:
+                self.groups = groups
                 lane = Lane(number=number, count=len(lanes), hosts=self.hosts, groups=groups)
         self.engine = Engine(self._neighbours, parts, result, lane, len(lanes), way)
 

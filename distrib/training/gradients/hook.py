@@ -18,7 +18,7 @@ from distrib.bandwidth.pieces import FIRST_PIECE_BYTES, worth_trying
 from distrib.strategy import Strategy
 from distrib.training.gradients.compression import Exact, Origin, PowerSgd, Units, way_of
 from distrib.training.gradients.contest import Contest, Cut
-from distrib.training.gradients.engine import Piece
+from distrib.training.gradients.engine import Engine, Piece
 from distrib.training.gradients.hierarchy import Hierarchy
 
 SETTLED_STEPS = 3
@@ -41,6 +41,10 @@ class Hook:
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """What DDP calls when a bucket is full, in the order of the buckets."""
         raise NotImplementedError
+
+    def forget(self) -> None:
+        """What was put aside of gradients is of no use any more. Every rank, between steps."""
+        return
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -79,11 +83,14 @@ class Averaging(Hook):
         self._filled = self._sent = self._keys = 0
         self._begun = 0.0
         self._rearranged = False
-        weakref.finalize(self, self._engine.stop)
+        weakref.finalize(self, _end, self._engine, self._hierarchy.groups)
 
     @property
     def is_steady(self) -> bool:
         return self._contest is None and self._steps >= self._way.exact_steps
+
+    def forget(self) -> None:
+        self._rearranged = True  # the thread that averages has what was put aside
 
     @property
     def hierarchical(self) -> bool:
@@ -210,6 +217,13 @@ class Averaging(Hook):
         self._steps += 1
 
 
+def _end(engine: Engine, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Nothing is averaged any more: its thread ends, and its sockets are closed."""
+    engine.stop()
+    for group in groups if dist.is_initialized() else ():
+        dist.destroy_process_group(group)
+
+
 class GpuAveraging(Hook):
     """Averages the gradients of one model on GPUs in a form for which torch has no hook, on a stream of its own."""
 
@@ -227,6 +241,9 @@ class GpuAveraging(Hook):
         """Keys of `_errors` in this step."""
         self._steps = 0
         self.sent_bytes = 0
+
+    def forget(self) -> None:
+        self._errors.clear()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -269,6 +286,9 @@ class GpuLowRank(Hook):
     @property
     def is_steady(self) -> bool:
         return not self._hook.is_exact
+
+    def forget(self) -> None:
+        self._hook.state.error_dict.clear()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0 and (growth := self.units.growth()) is not None:

@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import struct
+import weakref
 from pathlib import Path
 
 import torch
@@ -71,6 +72,7 @@ class Neighbours:
         step = COUNTER_BYTES // 8
         self._counters = [words[i * self.count * step : (i + 1) * self.count * step : step] for i in range(counters)]
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._bell)
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._by_descriptor = {}

@@ -23,6 +23,8 @@ from distrib.training.parameter_server.wire import FINAL, Frame, Kind, unpacked
 
 WATCHED_STEPS = frozenset({1, 2, 10, 100, 1000})
 """After these of its steps a worker looks whether the script changes parameters itself."""
+SMALL = 4096
+"""At most so many elements has the parameter that it looks at after all the others."""
 
 
 class HeldTable:
@@ -49,6 +51,9 @@ class HeldTable:
                     name = names.get(parameter, f"number {len(specs)}")
                     specs.append(Parameter(name, tuple(parameter.shape), index, _kind(name, parameter)))
                     self.parameters.append(parameter)
+        small = [parameter for parameter in self.parameters if 0 < parameter.numel() <= SMALL]
+        self._one = sorted(small, key=torch.numel)[-1:]
+        """The one that is looked at after every step: who puts an average's values in for an evaluation changes them all."""
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
         shared = self._on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
         self.description = Description(
@@ -127,7 +132,7 @@ class HeldTable:
             self.give(self._all, replace=False)
         self.pull()
         self._first = {}
-        self._remember()
+        self._remember(self.parameters)
         if self.client.group:
             self.client.group.add(self.number, GroupTable(self.slots, self._arenas[0], self._sizes, self._to_servers))
         elif self._arenas:
@@ -164,6 +169,7 @@ class HeldTable:
         """Gives the model the servers' present values of these chunks, or of all, exactly."""
         self.wait()
         numbers = self._all if numbers is None else numbers
+        self._tell_of_changes([*self._left])
         self._left.clear()
         answers = [self.client.ask(self.slots[n].shard, Frame(Kind.PULL, table=self.number, chunk=n)) for n in numbers]
         for number, answer in zip(numbers, answers, strict=True):
@@ -247,8 +253,7 @@ class HeldTable:
         self.client.commit((self.slots[number] for number in sorted(sure)), self.step + 1)
         self.step += 1
         self._taken += 1
-        if self._taken in WATCHED_STEPS:
-            self._remember()
+        self._remember(self.parameters if self._taken in WATCHED_STEPS else self._one)
         self._begun = False
         self._pushed.clear()
         self._forget()
@@ -257,9 +262,9 @@ class HeldTable:
         """Values were loaded."""
         self._left.clear()
 
-    def _remember(self) -> None:
+    def _remember(self, parameters: Sequence[torch.Tensor]) -> None:
         if not self._told:
-            self._left = {parameter: _look(parameter.detach()) for parameter in self.parameters}
+            self._left = {parameter: _look(parameter.detach()) for parameter in parameters}
 
     def _tell_of_changes(self, parameters: Iterable[torch.Tensor]) -> None:
         """Say, once, which of these parameters the script has changed since they were seen to: the servers' values come over them."""
@@ -354,7 +359,11 @@ class HeldTable:
                 target.zero_()
             else:
                 _refuse_sparse(gradient)
-                target.copy_(gradient.reshape(-1)[piece.start : piece.stop], non_blocking=True)
+                part = gradient.reshape(-1)[piece.start : piece.stop]
+                if target.dtype is torch.float16 and part.dtype is not torch.float16:
+                    # What is larger would come as infinite, past all who look for such gradients.
+                    part = part.clamp(-torch.finfo(torch.float16).max, torch.finfo(torch.float16).max)
+                target.copy_(part, non_blocking=True)
             offset += size
         ready = _when_copied(self.parameters[chunk.pieces[0].parameter])
         self.client.push(slot, self.step + 1, final=final, weight=0 if empty else 1, ready=ready)
@@ -410,8 +419,8 @@ class HeldTable:
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == chunk.elements:
                         whole = mine.setdefault(name, torch.empty(parameter.numel(), dtype=value.dtype, device="cpu"))
                         whole[piece.start : piece.stop] = value.view(-1)[offset : offset + size]
-                    else:
-                        mine[name] = value
+                    else:  # each has its own, as an optimizer counts up in place
+                        mine[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 offset += size
         for parameter, state in found.items():
             for name, value in state.items():

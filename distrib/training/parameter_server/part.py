@@ -184,7 +184,8 @@ class Part:
     def _choose_main(self) -> None:
         """When main is lost, the first worker is main that is there and has been from the start.
 
-        One that has left stays main: what it had to print and save is done. One that comes back does not become it again.
+        One that has left stays main, as what it had to print and save is done, until somebody waits for what main has to say.
+        One that comes back does not become it again.
         One that only cannot reach another server stays it, too: the others may not reach that server either.
         """
         there = self._there.keys() - self.substitutes - self._left
@@ -248,6 +249,7 @@ class Part:
     def _leave(self, worker: int, frame: Frame, payload: Any) -> None:
         self._left.add(worker)
         self._drop(worker)
+        self._answer_fetches()
         self._reply(worker, frame)
 
     def _tell_statistics(self, worker: int, frame: Frame, payload: Any) -> None:
@@ -390,6 +392,9 @@ class Part:
                 answer = Frame(Kind.DONE, 0, 0, frame.chunk, frame.step, frame.version, len(kept))
                 self._send(worker, answer, kept[frame.chunk])
             else:
+                if self.main[1] in self._left:  # and never says what this worker waits for
+                    self._main_is_lost = True
+                    self._choose_main()
                 self._fetches.append((worker, frame))
 
     def _keep(self, worker: int | None, frame: Frame, payload: Any) -> int:

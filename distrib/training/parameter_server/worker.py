@@ -55,6 +55,8 @@ VIEW = "view"
 class Asynchronous(Backend):
     """Parameters live on servers: a rank pushes gradients and takes what has become of them meanwhile."""
 
+    one_each = True
+
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         addresses, key = servers_from(os.environ)
@@ -64,6 +66,7 @@ class Asynchronous(Backend):
         self.tables: list[HeldTable] = []
         self._made = 0  # tables, with those of optimizers that were replaced
         self._pushing: dict[torch.Tensor, RemovableHandle] = {}
+        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._models: list[nn.Module] = []
         self._own: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
         self._begun: dict[
@@ -115,16 +118,16 @@ class Asynchronous(Backend):
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = super().model(model, find_unused_parameters=find_unused_parameters)
-        state = {
-            name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
-        }
-
+        # Also buffers that are not saved, and whatever a model's own state_dict leaves out.
+        state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         told = self.from_main(lambda: as_bytes({n: v.detach() for n, v in state.items() if not v.requires_grad}))
         fixed = torch.load(io.BytesIO(told), weights_only=True, map_location=self.device)
         with torch.no_grad():
             for name, value in fixed.items():
-                if name in state:
-                    state[name].copy_(value)
+                own = state.get(name)
+                # What is the same is let be: it may be expanded, and not to be written.
+                if own is not None and not (own.layout is torch.strided and torch.equal(own, value)):
+                    own.copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
             model.register_forward_pre_hook(self._hook(model, self._before_model))
@@ -266,18 +269,26 @@ class Asynchronous(Backend):
                 parameter.grad = gradient
             hidden.clear()
 
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
-        optimizer.register_state_dict_post_hook(lambda _, state: self._with_state(table, state))
-        optimizer.register_load_state_dict_post_hook(lambda _: self._give_state(table))
+        self._handles[optimizer] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            optimizer.register_state_dict_post_hook(lambda _, state: self._with_state(table, state)),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._give_state(table)),
+        ]
 
     def retire(self, optimizer: Optimizer) -> None:
         table = next(table for table in self.tables if table.optimizer is optimizer)
         table.wait()
         self._gather(f"the end of table {table.number}")  # when all are here, nobody pushes to it any more
         table.pull()
+        for handle in self._handles.pop(optimizer):
+            handle.remove()
+        optimizer.state.update(table.state())  # it may be saved, or prepared again
         self.tables.remove(table)
         del self._called[table]
+        for model in self._models:
+            if not table.chunks_of.keys().isdisjoint(model.parameters()):
+                self._begun.pop(model, None)  # what the model has learnt so far was no change by hand
         for parameter in table.chunks_of:
             del self._holders[parameter]
             self._pushing.pop(parameter).remove()
@@ -477,6 +488,7 @@ class Asynchronous(Backend):
         for table in self.tables:
             table.wait()
         there = [who for who, _ in self._gather(VIEW)]
+        self._refresh()  # a model's methods and parts fetch nothing
         if self.world.rank not in there:  # it was cut off, and comes too late for this one
             return 0, 1
         return there.index(self.world.rank), len(there)
