@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import msgspec
@@ -21,6 +22,7 @@ from distrib.errors import LaunchError, PreflightError
 from distrib.probe import findings, leader
 from distrib.probe.leader import Leader
 from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Spec, Task, Transfer
+from distrib.probe.plot import draw
 from distrib.probe.records import (
     CollectiveSeen,
     Ended,
@@ -429,6 +431,18 @@ def test_several_pictures_are_drawn(jobs, tmp_path):
     assert probe("-H", "n[1-2]", "--plot", "a.png", "--plot", "b.svg") == 0
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert (tmp_path / "b.svg").stat().st_size > 1000
+
+
+def test_the_axes_of_a_picture_are_no_formulas(tmp_path):
+    """Names may have a $, so that nothing is read as one."""
+    curve = tuple(Point(8 * 4**n, 8e-6 * (n + 1)) for n in range(8))
+    pairs = tuple(
+        PairLink(source=a, target=b, way="mpi", load="alone", bandwidth_bytes_per_second=999.7e6 / 8, variation=0.0, curve=curve)
+        for a, b in (("n1", "n2"), ("n2", "n1"))
+    )  # fmt: skip
+    draw(tmp_path / "a.svg", Measured(when="2026", software={}, hosts=("n1", "n2"), pairs=pairs), "mpi")
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "a.svg").read_text())
+    assert {"10 us", "20 us", "50 us", "999.7"} <= set(words) and not any("$" in word for word in words)
 
 
 @pytest.mark.parametrize("text", ["{nodes: [{hosts: 'n[1-2]'}]}\n", "  nodes:\n    - hosts: n[1-2]\n"])

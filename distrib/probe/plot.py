@@ -8,7 +8,8 @@ from typing import Any
 
 from distrib import pictures
 from distrib.cluster.measured import Measured
-from distrib.probe.report import bus_bandwidth, matrix, ranks_text, usual_most
+from distrib.probe.report import bus_bandwidth, digits, matrix, ranks_text, usual_most
+from distrib.units import format_duration
 
 LABELS_UP_TO = 40
 
@@ -57,11 +58,13 @@ def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
                 if (source, target) in rates:
                     value = cells[row][column]
                     colour = "black" if value > 0.6 * highest else "white"
-                    axes.text(column, row, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=8)
+                    axes.text(column, row, digits(value), ha="center", va="center", color=colour, fontsize=8)
 
 
 def _curves(axes: Any, measured: Measured) -> None:
     """Median of all links over a band from the fastest to the slowest."""
+    from matplotlib.ticker import LogLocator
+
     kinds = (("alone", False, "alone"), ("together", False, "together"), ("together", True, "together, both ways"))
     for load, both, label in kinds:
         by_size: dict[int, list[float]] = {}
@@ -81,8 +84,13 @@ def _curves(axes: Any, measured: Measured) -> None:
             )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(
+        lambda seconds, _: format_duration(seconds, digits=3)
+    )  # matplotlib's own writes formulas
+    axes.minorticks_off()
     _sizes(axes)
-    axes.set_ylabel("seconds")
+    axes.set_ylabel("time")
     axes.set_title("a message over MPI: median link, fastest to slowest")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -88,13 +88,13 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
             elif rate is None:
                 text.append(f"{'?':>{cell}}", style="red")
             else:
-                shown = _digits(rate * 8 / unit) if wide else str(min(9, int(10 * rate / top)))
+                shown = digits(rate * 8 / unit) if wide else str(min(9, int(10 * rate / top)))
                 text.append(f"{shown:>{cell}}", style=_heat(min(1.0, rate / top)))
         text.append("\n")
     return text
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
     """Three digits, or four where three would be a power of ten (1e+03)."""
     return f"{value:.3g}" if value < 999.5 else f"{value:.4g}"
 
