@@ -57,7 +57,7 @@ def test_habits(ranks, strategy, lessons):
         (("-np", "1"), "has_its_turn_again"),
         (
             ("-np", "2", "--gradients", "fp16"),
-            "begins_as_main has_its_turn_again compiled_step weights_alone evaluated_by_a_method averages_put_in large_gradients reduced "
+            "begins_as_main has_its_turn_again weights_alone evaluated_by_a_method averages_put_in large_gradients reduced "
             "main_ends_first",
         ),
     ],

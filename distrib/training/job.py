@@ -306,8 +306,8 @@ class Job:
             job.release(model, optimizer)
 
         Without it a job keeps all that was prepared, as ranks do not forget at the same time: for scripts that train one model after the
-        other, such as in cross validation or a search. Every rank must call it; a released optimizer takes no more steps, and a model
-        can be prepared again. Loaders, schedules and GradScalers are never kept. Raises TrainingError for a model whose optimizer
+        other, such as in cross validation or a search. Every rank must call it; a released optimizer takes no more steps, but it and a
+        model can be prepared again. Loaders, schedules and GradScalers are never kept. Raises TrainingError for a model whose optimizer
         is not released, and between the batches of one step.
         """
         self._check_open()
