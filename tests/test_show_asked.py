@@ -154,7 +154,7 @@ def test_the_gpus_as_they_are():
         console.print(asked.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))}))
     assert re.findall(r"PCIe4 x16 (?:\(now x4\))?", captured.get()) == ["PCIe4 x16 (now x4)", "PCIe4 x16 "]
     assert asked.ailments({"n1": inventory("n1", gpus=(narrow, wide))}) == [
-        "n1: GPU 0: its PCIe link has 4 lanes, PCIe4 x16 is possible; reseat the card, and look at its riser and the slot's "
+        "n1: GPU 0: its PCIe link has 4 lanes, 16 with others of its kind; reseat the card, and look at its riser and the slot's "
         "settings in the BIOS"
     ]
     assert asked.gpu_table({"n1": inventory("n1")}) is None

@@ -14,7 +14,7 @@ from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.preflight.checks import Check, Want, Way, error, warning
 from distrib_launch.ranges import ranges
 
-from distrib.cluster.inventory import Gpu, GpuHealth, GpuHolder, Inventory
+from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
 from distrib.units import format_rate, format_size
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -303,9 +303,9 @@ def gpu_health(e: Evidence) -> Iterator[Check]:
 
 def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
     """Of the GPUs of each host those that are slower or less sound than others of their kind."""
-    kinds: dict[str | None, list[GpuHealth]] = {}
+    kinds: dict[str | None, list[Gpu]] = {}
     for gpu in (gpu for gpus in used.values() for gpu in gpus):
-        kinds.setdefault(gpu.kind, []).append(gpu.health)
+        kinds.setdefault(gpu.kind, []).append(gpu)
     for host, gpus in used.items():
         found: dict[tuple[str, str], list[int]] = {}
         for gpu in gpus:
@@ -316,18 +316,21 @@ def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
             yield warning(host, "gpus", f"{which}: {reason}", fix)
 
 
-def _ailments(gpu: Gpu, alike: Sequence[GpuHealth]) -> Iterator[tuple[str, str]]:
+def _ailments(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
     """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
     health = gpu.health
-    up = _most([one.nvlinks_up for one in alike])
+    up = _most([one.health.nvlinks_up for one in alike])
     if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
         yield (
             f"{health.nvlinks_up} NVLinks are up, {up:g} with the others of its kind",
             "nvidia-smi nvlink -s there; a reset or a new seat of the board brings links back",
         )
-    if gpu.has_narrow_link:
+    lanes = _most([one.pcie_width_now for one in alike])
+    if (
+        gpu.has_narrow_link and lanes is not None and (gpu.pcie_width_now or 0) < lanes
+    ):  # not where idle links are narrowed
         yield (
-            f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {gpu.pcie} is possible",
+            f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {lanes:g} with others of its kind",
             "reseat the card, and look at its riser and the slot's settings in the BIOS",
         )
     if health.slowed_by:
@@ -337,7 +340,7 @@ def _ailments(gpu: Gpu, alike: Sequence[GpuHealth]) -> Iterator[tuple[str, str]]
             f"slowed down by {' and '.join(health.slowed_by)}{hot}",
             "see to fans, air and power supplies; nvidia-smi -q -d PERFORMANCE",
         )
-    watts = _most([one.power_limit_watts for one in alike])
+    watts = _most([one.health.power_limit_watts for one in alike])
     if health.power_limit_watts is not None and watts is not None and health.power_limit_watts < LOW_POWER * watts:
         yield (
             f"limited to {health.power_limit_watts:g} W, {watts:g} W with the others of its kind",
@@ -370,9 +373,7 @@ def _most(values: Iterable[float | None]) -> float | None:
 
 def _holder(holder: GpuHolder) -> str:
     hidden = "" if holder.listed else ", which nvidia-smi does not list"
-    if (
-        holder.user is None
-    ):  # of another container, or the host of this one: NVML names it by a number that means nothing here
+    if holder.user is None:  # of another container or of its host, where its number is another
         return f"a process that cannot be seen from there (NVML calls it {holder.pid})"
     return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
 
