@@ -470,8 +470,6 @@ def gpu_hosts(**odd):
         ({"gpus": ()}, "gpus", "error", "no GPU there, but 3 other host(s) have some"),
         ({"gpus": gpus(2, kind="NVIDIA H200")}, "gpus", "warning", "GPUs of kind NVIDIA H200, 3 others have NVIDIA A100"),
         ({"gpus": gpus(2, nvlinks_up=11, nvlinks=12)}, "gpus", "warning", "GPUs 0-1: 11 NVLinks are up, 12 with the others"),
-        ({"gpus": tuple(msgspec.structs.replace(gpu, pcie="PCIe4 x16", pcie_width_now=1) for gpu in gpus(2))}, "gpus", "warning",
-         "GPUs 0-1: its PCIe link has 1 lane, PCIe4 x16 is possible"),
         ({"gpus": gpus(2, slowed_by=("heat",), temperature_celsius=91)}, "gpus", "warning", "slowed down by heat (91 C)"),
         ({"gpus": gpus(2, power_limit_watts=300.0)}, "gpus", "warning", "limited to 300 W, 400 W with the others"),
         ({"gpus": gpus(2, needs_reset=True)}, "gpus", "warning", "bad rows of its memory wait to be replaced"),
@@ -510,6 +508,17 @@ def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
     found = judged(hosts, ranks=2)
     reason = "driver 520.61.05 is older than the 525 that torch for CUDA 12.8 asks for"
     assert {cell.reason for cell in found.values()} == {reason} and len(found) == len(hosts)
+
+
+def test_a_gpu_with_fewer_lanes_than_the_others_of_its_kind():
+    def linked(lanes):
+        return tuple(msgspec.structs.replace(gpu, pcie="PCIe4 x16", pcie_width_now=lanes) for gpu in gpus(2))
+
+    hosts = {host: msgspec.structs.replace(facts, gpus=linked(16)) for host, facts in gpu_hosts().items()}
+    odd = {**hosts, "n4": msgspec.structs.replace(hosts["n4"], gpus=linked(1))}
+    assert judged(odd, ranks=2)["n4", "gpus"].reason == "GPUs 0-1: its PCIe link has 1 lane, 16 with others of its kind"
+    alike = {host: msgspec.structs.replace(facts, gpus=linked(8)) for host, facts in hosts.items()}
+    assert judged(alike, ranks=2) == {}  # slots that are wired so, or links that idle
 
 
 def test_who_holds_gpu_memory():
