@@ -107,7 +107,7 @@ def make_plan(
         kubernetes.refuse_words_on_pods(options)
     if not in_image and not options.module:
         refuse_hostfile(options.script, options.hosts)
-        _check_script(options.script)
+        _check_script(options.script, alone=options.hosts is None)
     if options.interface:
         network.named(options.interface)  # refused before anything is planned where it cannot be
     hosts = read_hosts(options.hosts)
@@ -201,10 +201,12 @@ def refuse_hostfile(script: str, hosts: str | None) -> None:
         raise ConfigError(f"{script} is no script", hint=f"hosts are named with -H {script}")
 
 
-def _check_script(given: str) -> None:
-    """Raises ConfigError where it is no Python script."""
+def _check_script(given: str, *, alone: bool) -> None:
+    """Raises ConfigError where it is no Python script, or where this machine is `alone` and may not read it."""
     script = Path(given)
     if paths.is_file(script):
+        if alone and not os.access(script, os.R_OK):
+            raise ConfigError(f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}")
         _refuse_other_languages(script)
         return
     hint = "options of distrib-launch stand before the script, the script's own after it"
@@ -218,8 +220,6 @@ def _refuse_other_languages(script: Path) -> None:
     try:
         with script.open("rb") as file:
             first = file.readline(200)
-    except PermissionError as error:
-        raise ConfigError(f"{script}: cannot read it: {error.strerror}", hint=f"chmod a+r {script}") from None
     except OSError:
         return  # which the hosts are asked about
     if first.startswith(b"\x7fELF"):

@@ -71,7 +71,11 @@ class Parser(argparse.ArgumentParser):
         if "-np" in self._option_string_actions and word.startswith("-"):
             others = OTHERS_WORDS.get(word.lstrip("-").replace("_", "-"))
             perhaps = f"; {others}" if others else perhaps
-        elif "-H" in self._option_string_actions and not word.startswith("-") and FILE_NAME.search(word):
+        elif (
+            "-H" in self._option_string_actions
+            and not word.startswith("-")
+            and FILE_NAME.search(word.rpartition("/")[2])
+        ):
             option = (
                 "a topology is named with --topology" if word.endswith(("yaml", "yml")) else "hosts are named with -H"
             )

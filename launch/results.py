@@ -188,16 +188,17 @@ def make_run_dir(path: Path) -> bool:
     """
     try:
         attempts = [*path.glob(f"{ATTEMPT}[0-9]*/")]
-        names = (path / name for name in (RESULT, "report.html", "metrics.jsonl"))
+        names = (path / name for name in (RESULT, "report.html", "metrics.jsonl", PREFLIGHT))
+        files = [old for old in (*names, *_of_a_start(path)) if os.path.lexists(old)]
         of_attempts = (old for folder in attempts for old in (folder / RESULT, *_of_a_start(folder)))
-        earlier = [old for old in (*names, *_of_a_start(path), *of_attempts) if paths.exists(old)]
-        if earlier and not _is_of_a_run(path):
+        earlier = [*files, *filter(os.path.lexists, of_attempts)]
+        if earlier and not any(map(_is_of_a_run, (path, *attempts))):
             raise ConfigError(
                 f"{path} holds {earlier[0].relative_to(path)}, which is of no run",
-                hint="name another folder with --run-dir",
+                hint="remove it, or name another folder with --run-dir",
             )
         (path / "ranks").mkdir(parents=True, exist_ok=True)
-        for old in earlier:
+        for old in files:
             old.unlink()
         for folder in attempts:
             _remove(folder)
@@ -218,11 +219,15 @@ class _Result(msgspec.Struct):
     world_size: int
 
 
+class _Preflight(msgspec.Struct):
+    """What tells a run's `preflight.json` from another file of that name."""
+
+    inventories: dict[str, msgspec.Raw]
+
+
 def _is_of_a_run(path: Path) -> bool:
     """Whether a run has been in this folder, be it one that was killed."""
-    if any(paths.exists(path / name) for name in (PREFLIGHT, ENGINE_LOG)):
-        return True
-    for name, kind in (("plan.json", _Plan), (RESULT, _Result)):
+    for name, kind in (("plan.json", _Plan), (RESULT, _Result), (PREFLIGHT, _Preflight)):
         with contextlib.suppress(OSError, msgspec.DecodeError):
             msgspec.json.decode((path / name).read_bytes(), type=kind)
             return True
@@ -247,9 +252,9 @@ def _remove(folder: Path) -> None:
     """Remove the folder of an earlier start, but for what somebody else has put there. Raises OSError."""
     (folder / RESULT).unlink(missing_ok=True)
     clear(folder)
-    with contextlib.suppress(OSError):
-        (folder / "ranks").rmdir()
-        folder.rmdir()
+    for empty in (folder / "ranks", folder):
+        with contextlib.suppress(OSError):
+            empty.rmdir()
 
 
 def _move(source: Path, target: Path) -> None:

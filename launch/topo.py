@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"distrib-topo: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
-        print("distrib-topo: error: interrupted", file=sys.stderr)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print("distrib-topo: error: interrupted", file=sys.stderr, flush=True)
         return signals.exit_code(interrupt)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _is_for_gpus(config: pytest.Config) -> bool:
-    return "gpu" in str(config.getoption("markexpr")).split()
+    return re.search(r"(?<!not )\bgpu\b", str(config.getoption("markexpr"))) is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -301,19 +301,18 @@ def test_a_run_directory_can_be_used_again(launch, tmp_path):
     assert result["first_failure"]["message"] == "killed by SIGKILL"
 
 
-@pytest.mark.parametrize("mark", ["plan.json", "result.json", "preflight.json", "engine.log"])
+@pytest.mark.parametrize("mark", ["plan.json", "result.json", "preflight.json", "attempt0/plan.json"])
 def test_a_folder_that_no_run_has_made_keeps_its_files(tmp_path, mark):
     """Until a run has been there: what it left then goes, be it one that was killed."""
     own = ["metrics.jsonl", "ranks/0.out", "attempt0/result.json"]
     for name in own:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"accuracy": 0.9}')
-    if mark in ("plan.json", "result.json"):
-        (tmp_path / mark).write_text('{"accuracy": 0.9}')
-    with pytest.raises(ConfigError, match=r"holds \S+, which is of no run; name another folder with --run-dir"):
+    (tmp_path / mark).write_text('{"accuracy": 0.9}')
+    with pytest.raises(ConfigError, match=r"holds \S+, which is of no run; remove it, or name another folder"):
         make_run_dir(tmp_path)
     assert all((tmp_path / name).read_text() for name in own)
-    (tmp_path / mark).write_text('{"job": "4f", "world_size": 1}')
+    (tmp_path / mark).write_text('{"job": "4f", "world_size": 1, "inventories": {}}')
     assert make_run_dir(tmp_path) is True
     assert not any((tmp_path / name).exists() for name in own)
     assert make_run_dir(tmp_path) is False
@@ -489,12 +488,9 @@ def test_what_cannot_be_is_refused_before_anything_else(tmp_path, monkeypatch, c
 
 
 def test_a_script_that_may_not_be_read_here_is_told_of(tmp_path, monkeypatch, capsys):
-    def refuse(*_: object) -> None:  # root may read all
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != str(JOB))  # root may read all
     assert cli.main(["--run-dir", str(tmp_path / "run"), str(JOB)]) == 2
-    assert f"{JOB}: cannot read it: Permission denied; chmod a+r {JOB}" in capsys.readouterr().err
+    assert f"{JOB}: cannot read it: no permission; chmod a+r {JOB}" in capsys.readouterr().err
 
 
 def test_a_working_directory_that_was_removed_is_told_of(tmp_path):

@@ -402,6 +402,34 @@ def test_nothing_is_said_of_ways_that_reach_what_their_hosts_do(rates, chance):
     assert slow.narrow_ways(seen, "tcp", []) == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_said_of_ways_whose_rates_scatter(seed):
+    """Of many pairs some are always far below the luckiest."""
+    chance = random.Random(seed)
+    seen = [
+        PairSeen(step="s", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", bandwidth_bytes_per_second=chance.gauss(100, 10) * MB)
+        for a in range(24) for b in range(24) if a != b
+    ]  # fmt: skip
+    assert slow.narrow_ways(seen, "tcp", []) == []
+
+
+def test_a_host_that_freezes_after_it_was_measured_is_blamed():
+    hosts = ("a", "b", "c", "d")
+    pairs = [(a, b) for a in hosts for b in hosts if a != b]
+    together = [
+        PairSeen(step="together", source=a, target=b, way="tcp", load="together", bandwidth_bytes_per_second=100 * MB)
+        for a, b in pairs
+    ]
+    alone = [
+        PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", failed="d did not answer")
+        if "d" in (a, b)
+        else PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=100 * MB)
+        for a, b in pairs
+    ]
+    (found,) = findings._failed([*together, *alone], hosts)
+    assert (found.kind, found.hosts) == ("host_lost", ("d",))
+
+
 def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shares():
     racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
     records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()

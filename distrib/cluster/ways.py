@@ -185,8 +185,7 @@ def _oversubscription_of(topology: Topology, switch: Switch) -> float:
 
 def _is_beside(pair: PairLink, known: _Catalogued) -> bool:
     """Whether a pair was measured by other cards than those that are described: of RDMA cards that MPI could not use."""
-    rdma = known.kind in ("infiniband", "roce")
-    return rdma and pair.way == "tcp" and pair.interface not in (None, *known.nics)
+    return known.kind == "infiniband" and pair.way == "tcp" and pair.interface not in (None, *known.nics)
 
 
 def uplink_rate(topology: Topology, switch: Switch) -> float:

@@ -21,7 +21,10 @@ LITTLE = 0.5
 """Where a smaller part of the directions can be compared, that is said."""
 
 SPARE, MOST = 3, 0.8
-"""A host with at least so many worse links, and so large a part of them, is told of once; so are all hosts."""
+"""A host with at least so many worse links, and so large a part of them, is told of once."""
+
+NEARLY_ALL = 0.95
+"""Where so large a part of all links is worse, no host is to blame more than the others."""
 
 
 def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
@@ -50,7 +53,7 @@ def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) 
             more = pair.latency_seconds - old.latency_seconds
             if more > LATENCY_SECONDS and pair.latency_seconds > LATENCY_WORSE * old.latency_seconds:
                 found.append(_latency(old, pair, on))
-    if len(both) > SPARE and len(lost) >= MOST * len({(pair.source, pair.target) for _, pair in links}):
+    if len(both) > SPARE and len(lost) >= NEARLY_ALL * len({(pair.source, pair.target) for _, pair in links}):
         # Nobody is to blame more than the others.
         return [*found, _all(tuple(both), [ratio for ratio, _, _ in lost.values()], on, when)]
     while lost:

@@ -269,7 +269,9 @@ def _flapping(facts: Mapping[str, Facts]) -> list[Finding]:
 
 def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     """Pairs that could not be measured; where small messages pass and large ones do not, it is the MTU."""
-    good = {(r.source, r.target) for r in seen if not r.failed}
+    last = {(r.source, r.target): r.failed or "" for r in seen}
+    # That a pair was measured does not say that its hosts are there: one may have fallen silent since.
+    good = {pair for r in seen if not r.failed and "did not answer" not in last[pair := (r.source, r.target)]}
     bad: dict[tuple[str, str], str] = {}
     for record in seen:
         if record.failed and (record.source, record.target) not in good:

@@ -21,6 +21,9 @@ from distrib.probe.uplinks import ACROSS, PAIRS_SHOWN
 BAD = 0.75
 """Below this part of what is usual a link is an error, above it a warning."""
 
+APART = 0.9
+"""So far, at least, are the best of narrow ways below the worst of the others."""
+
 SIDES = 4
 """So many groups of hosts with slow ways between them are named, else pairs."""
 
@@ -131,8 +134,11 @@ def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> 
         if not slow & {r.source, r.target} and frozenset((r.source, r.target)) not in known
     }
     parts = {pair: rate / baseline.of_hosts(*pair) for pair, rate in rates.items()}
-    narrow = [pair for pair, part in parts.items() if max(part, parts.get(pair[::-1], part)) < BAD]
-    if not narrow:
+    better = {pair: max(part, parts.get(pair[::-1], part)) for pair, part in parts.items()}
+    narrow = [pair for pair, part in better.items() if part < BAD]
+    others = [part for part in better.values() if part >= BAD]
+    # Where rates scatter, some are always so far below the luckiest: narrow ways lie apart from all others.
+    if not narrow or (others and max(better[pair] for pair in narrow) >= APART * min(others)):
         return []
     hosts = tuple(dict.fromkeys(host for pair in narrow for host in pair))
     ratio = statistics.median(parts[pair] for pair in narrow)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from distrib_launch.preflight.remote import Remote
+from distrib_launch.preflight.routes import is_here
 from distrib_launch.rank import apart
 
 from distrib.errors import ConfigError
@@ -240,7 +241,8 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
 def keeps_modules_here(plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
     """Whether `environ`, the launcher's, has modules that ranks on other hosts do not find: daemons over ssh have none of it."""
     handed_on = "PYTHONPATH" in plan.ranks[0].environment
-    return plan.engine == "mpirun" and len(plan.hosts) > 1 and bool(environ.get("PYTHONPATH")) and not handed_on
+    wanted = plan.engine == "mpirun" and bool(environ.get("PYTHONPATH")) and not handed_on
+    return wanted and not all(is_here(host.name) for host in plan.hosts)
 
 
 def queued(log: Path) -> str:

@@ -255,7 +255,7 @@ def gpus(e: Evidence) -> Iterator[Check]:
             others = sum(other > 0 for other in counts.values())
             why = "but the plan has one for each rank" if named else f"but {others} other host(s) have some"
             fix = f"look at nvidia-smi there, leave {host} out, or {cpu}"
-            if want.visible_gpus:  # perhaps of a machine that it was copied from
+            if named and want.visible_gpus:  # perhaps of a machine that it was copied from
                 why += f", as CUDA_VISIBLE_DEVICES is {want.visible_gpus}"
                 fix = f"unset CUDA_VISIBLE_DEVICES there, {fix}"
             yield error(host, "gpus", f"no GPU there, {why}", fix)

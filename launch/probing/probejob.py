@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from distrib_launch import signals
 from distrib_launch.probing.journal import Journal
 
 from distrib.errors import DistribError, LaunchError, PreflightError
@@ -134,8 +135,8 @@ def _without_gpudirect(
     """
     try:
         result = _launch(options, hosts, present, journal, folder, gpudirect=False)
-    except KeyboardInterrupt:
-        return "interrupted", 130
+    except KeyboardInterrupt as interrupt:
+        return "interrupted", signals.exit_code(interrupt)
     except DistribError as error:
         return str(error), None
     if result.status == "stopped":

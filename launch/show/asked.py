@@ -19,7 +19,7 @@ from distrib import paths
 from distrib.cluster.inventory import Gpu, Inventory
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, parse_topology
-from distrib.errors import ConfigError, TopologyError
+from distrib.errors import PreflightError, TopologyError
 from distrib.units import format_size
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class Said(NamedTuple):
 
 
 def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | None, engine: str) -> Said:
-    """Ask the hosts, or this machine where there are none. Raises ConfigError where none answers."""
+    """Ask the hosts, or this machine where there are none. Raises PreflightError where none answers."""
     with check.asked(hosts, topology, wishes=Wishes(), ssh_command=ssh_command, engine=engine) as found:
         answers = found.answers.by_host
     inventories = {host: answer.inventory for host, answer in answers.items() if answer.inventory}
     silent = tuple(answer.problem for answer in answers.values() if answer.problem)
     if not inventories:
-        raise ConfigError("no host answers: " + "; ".join(map(str, silent)))
+        raise PreflightError("no host answers: " + "; ".join(map(str, silent)))
     text = as_yaml(describe(inventories))
     return Said(inventories, text, parse_topology(text, SOURCE), silent)
 
