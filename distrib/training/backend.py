@@ -132,6 +132,9 @@ class Backend:
         """Makes the models the same on all ranks, where they have drifted apart: at the end of an epoch of training,
         and before the job is closed. Every rank."""
 
+    def end_rounds(self) -> None:
+        """Makes what optimizers train the same on all ranks, before some of it is restored. Every rank."""
+
     def state_dict(self) -> dict[str, Any]:
         """What must be in a checkpoint beside models and optimizers."""
         return {}

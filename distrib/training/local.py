@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
-from distrib.training.alike import differ, total
+from distrib.training.alike import differ, sum_of_bits
 from distrib.training.backend import Backend, of_no_model
 from distrib.training.buffers import Buffers
 from distrib.training.clock import Clock
@@ -88,7 +88,7 @@ class Local(Backend):
         self._buffers = {one: self._buffers[one] for one in self._models}
 
     def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-        self._rounds[optimizer].pair(models)
+        self._rounds[optimizer].pair(models, [self._buffers[model] for model in models])
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
         round_ = self._rounds[optimizer]
@@ -98,7 +98,7 @@ class Local(Backend):
                 if parameter not in known:
                     raise of_no_model(parameter)
             own = {*_trained(optimizer)}  # some may be of a model that it did not train before
-            round_.pair([model for model in self._models if not own.isdisjoint(model.parameters())])
+            self.pair(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
         round_.go_on()
@@ -124,19 +124,21 @@ class Local(Backend):
         while self._waits and self._clock.has_happened(self._waits[0][1]):
             self._waited += self._clock.seconds(*self._waits.popleft())
 
-    def settle(self) -> None:
+    def end_rounds(self) -> None:
         for round_ in self._rounds.values():
             round_.end()
-        trained = {model for round_ in self._rounds.values() for model in round_.models}
-        _average_buffers([self._buffers[model] for model in self._models if model not in trained], self.world.size)
-        self._check_trained()
+
+    def settle(self) -> None:
+        self.end_rounds()
+        self._check_others()
 
     def state_dict(self) -> dict[str, Any]:
         return {"local": [round_.state() for round_ in self._rounds.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if (states := state.get("local")) is None:  # it is of another mode, or not wanted
-            return
+        states = state.get(
+            "local", [{}] * len(self._rounds)
+        )  # of another mode, or not wanted: outer momenta begin anew
         if len(states) != len(self._rounds):
             raise TrainingError(
                 f"the checkpoint is of {len(states)} optimizer(s) in mode local, the job has {len(self._rounds)}",
@@ -145,17 +147,19 @@ class Local(Backend):
         for round_, one in zip(self._rounds.values(), states, strict=True):
             round_.restore(one)
 
-    def _check_trained(self) -> None:
+    def _check_others(self) -> None:
         """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
-        a teacher that follows its model, becomes the mean. Every rank."""
+        a teacher that follows its model, and buffers of models that nothing trains become the mean. Every rank."""
         known = {id(p) for optimizer in self._rounds for group in optimizer.param_groups for p in group["params"]}
-        others = {
-            f"{number}.{name}": parameter
-            for number, model in enumerate(self._models)
-            for name, parameter in model.named_parameters()
-            if id(parameter) not in known or not parameter.requires_grad
-        }
-        own = {name: str(total(parameter).item()) for name, parameter in others.items()}
+        trained = {model for round_ in self._rounds.values() for model in round_.models}
+        others: dict[str, torch.Tensor] = {}
+        for number, model in enumerate(self._models):
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in known or not parameter.requires_grad:
+                    others[f"{number}.{name}"] = parameter
+            buffers = self._buffers[model].present() if model not in trained else []
+            others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
+        own = {name: str(sum_of_bits(values)) for name, values in others.items()}
         apart = [name for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True) if differs]
         for name in apart:
             if others[name].requires_grad:
@@ -294,11 +298,9 @@ class Round:
         """At which step of a round fragment `number` is exchanged; the only one, at the last."""
         return number * self._steps // max(len(self._fragments), 1)
 
-    def pair(self, models: Sequence[nn.Module]) -> None:
+    def pair(self, models: Sequence[nn.Module], buffers: Sequence[Buffers]) -> None:
         """Learns which models the optimizer trains; again whenever there is another."""
-        known = dict(zip(self.models, self._buffers, strict=True))
-        self.models = list(models)
-        self._buffers = [known.get(model) or Buffers(model) for model in models]
+        self.models, self._buffers = list(models), list(buffers)
 
 
 class Fragment:
@@ -364,7 +366,7 @@ def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
     """Running means and the like become the mean of all ranks', what counts that of rank 0. Every rank."""
     means = [one for one in values if one.is_floating_point() or one.is_complex()]
     if means:
-        flat = flatten(means) / ranks  # before they are summed: some are masks of the largest number there is
+        flat = flatten(means).div_(ranks)  # before they are summed: some are masks of the largest number there is
         dist.all_reduce(flat)
         unflatten(flat, means)
     broadcast([one for one in values if not (one.is_floating_point() or one.is_complex())])

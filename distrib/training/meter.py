@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distrib.training import wires
 from distrib.training.clock import Clock, usual
@@ -58,6 +59,7 @@ class Meter:
         self._begin: Any = None
         self._ready: Any = None
         self._called: Any = None
+        self._step_hooks: list[RemovableHandle] = []
         self._opened = 0.0
         self._sent: dict[str, wires.Sent] = {}
         self._steps = 0
@@ -69,15 +71,17 @@ class Meter:
             self._models = [*without(self._models, thing), thing]
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
-            thing.register_step_pre_hook(lambda *_: self._optimizer_begins())
-            thing.register_step_post_hook(lambda *_: self._step_ends())
+            self._step_hooks = [
+                thing.register_step_pre_hook(lambda *_: self._optimizer_begins()),
+                thing.register_step_post_hook(lambda *_: self._step_ends()),
+            ]
 
     def release(self, thing: Any) -> None:
         """It is trained no more. The next optimizer that is shown is measured then."""
         if isinstance(thing, nn.Module):
             self._models = without(self._models, thing)
         elif thing is self._optimizer:
-            for hook in self._hooks:
+            for hook in (*self._hooks, *self._step_hooks):
                 hook.remove()
             self._hooks.clear()
             self._marks.clear()

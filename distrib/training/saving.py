@@ -63,11 +63,13 @@ class Checkpoints:
             return {name: thing for name, thing in objects.items() if not checkpoint.has_state(thing)}
         if source and self._world.rank == source:
             print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
-        self._backend.settle()  # what is not restored goes on, too, and is to be the same on all ranks
+        self._backend.end_rounds()  # what is not restored goes on, too
         values, state = checkpoint.read(data, objects, self._device, source=os.fspath(path))
-        if all(isinstance(thing, nn.Module) for thing in objects.values() if checkpoint.has_state(thing)):
+        restored = [thing for thing in objects.values() if checkpoint.has_state(thing)]
+        if all(isinstance(thing, nn.Module) for thing in restored):
             state = {}  # where weights alone are wanted, perhaps of a job of other optimizers
-        self._backend.load_state_dict(moved(state, self._device))
+        if restored:
+            self._backend.load_state_dict(moved(state, self._device))
         return values
 
     def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,10 +40,11 @@ def hand_out_settings(things: Sequence[Any], exchange: Exchange) -> None:
     if not stateful:
         return
     states = [_settings(thing) for thing in stateful]
-    told = exchange.from_main(functools.partial(as_bytes, states))
-    for thing, state, main in zip(
-        stateful, states, torch.load(io.BytesIO(told), map_location="cpu", weights_only=False), strict=True
-    ):
+    told = exchange.from_main(lambda: as_bytes([_travelling(state) for state in states]))
+    for thing, state, of_main in zip(stateful, states, torch.load(io.BytesIO(told), weights_only=True), strict=True):
+        if of_main is None:
+            continue
+        main = torch.load(io.BytesIO(of_main), map_location="cpu", weights_only=False)
         if digest_of(_in_short(state)) == digest_of(_in_short(main)):
             continue
         if isinstance(thing, Optimizer):
@@ -50,6 +52,14 @@ def hand_out_settings(things: Sequence[Any], exchange: Exchange) -> None:
                 group.update(settings)
         else:
             thing.load_state_dict(main)
+
+
+def _travelling(state: Any) -> bytes | None:
+    """None for what cannot travel, such as functions within lists: each rank keeps its own."""
+    try:
+        return as_bytes(state)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
 
 
 def _settings(thing: Any) -> Any:

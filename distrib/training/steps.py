@@ -65,18 +65,21 @@ class Steps:
         self._own: Callable[..., Any] = optimizer.step
         self._passes = False
         """Whether others take its steps, and call the optimizer's own through this."""
-        if before := vars(optimizer).get(_STEPS):  # which are called by its step still, where it is prepared again
+        before = vars(optimizer).get(_STEPS)
+        if before and before.optimizer is optimizer:  # its step calls these still, where it is prepared again
             before._passes = True
         setattr(optimizer, _STEPS, self)
         self._fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-        @_disable_dynamo  # where a script compiles what calls it, what ranks tell each other is no part of that
         @functools.wraps(self._own)
         def step(optimizer: Optimizer, *arguments: Any, **options: Any) -> Any:
             return self._step(*arguments, **options)
 
+        for mark in [name for name in vars(step) if name.startswith("_torchdynamo")]:
+            delattr(step, mark)  # of one that is compiled: torch would look through ours
         # A scheduler may have put its own function in place of `step`, or do so later; it wants to find a bound method.
-        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
+        # Where a script compiles what calls it, what ranks tell each other is no part of that.
+        optimizer.step = MethodType(_disable_dynamo(step), optimizer)  # type: ignore[method-assign]
 
     @property
     def is_retired(self) -> bool:

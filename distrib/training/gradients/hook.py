@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distrib.bandwidth.buckets import evenly
 from distrib.bandwidth.pieces import FIRST_PIECE_BYTES, worth_trying
 from distrib.strategy import Strategy
+from distrib.training import leaving
 from distrib.training.gradients.compression import Exact, Origin, PowerSgd, Units, way_of
 from distrib.training.gradients.contest import Contest, Cut
 from distrib.training.gradients.engine import Engine, Piece
@@ -83,7 +85,9 @@ class Averaging(Hook):
         self._filled = self._sent = self._keys = 0
         self._begun = 0.0
         self._rearranged = False
-        weakref.finalize(self, _end, self._engine, self._hierarchy.groups)
+        weakref.finalize(self, self._engine.stop)
+        # Not at exit, where groups may have work that never ends.
+        weakref.finalize(self, _let_go, self._engine, self._hierarchy.groups, os.getpid()).atexit = False
 
     @property
     def is_steady(self) -> bool:
@@ -217,11 +221,15 @@ class Averaging(Hook):
         self._steps += 1
 
 
-def _end(engine: Engine, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Nothing is averaged any more: its thread ends, and its sockets are closed."""
+def _let_go(engine: Engine, groups: Sequence[dist.ProcessGroup], process: int) -> None:
+    """Nothing is averaged any more: threads end and sockets are closed, if this is not a process that was forked."""
+    if os.getpid() != process:
+        return
     engine.stop()
-    for group in groups if dist.is_initialized() else ():
-        dist.destroy_process_group(group)
+    if groups and dist.is_initialized():
+        leaving.let_go_of_tensors()
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 class GpuAveraging(Hook):

@@ -72,7 +72,7 @@ class Neighbours:
         step = COUNTER_BYTES // 8
         self._counters = [words[i * self.count * step : (i + 1) * self.count * step : step] for i in range(counters)]
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._bell)
+        weakref.finalize(self, os.close, self._bell).atexit = False
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
         self._by_descriptor = {}

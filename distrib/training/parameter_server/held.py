@@ -362,7 +362,8 @@ class HeldTable:
                 part = gradient.reshape(-1)[piece.start : piece.stop]
                 if target.dtype is torch.float16 and part.dtype is not torch.float16:
                     # What is larger would come as infinite, past all who look for such gradients.
-                    part = part.clamp(-torch.finfo(torch.float16).max, torch.finfo(torch.float16).max)
+                    largest = torch.finfo(torch.float16).max
+                    part = part.to(torch.float16).clamp_(-largest, largest)
                 target.copy_(part, non_blocking=True)
             offset += size
         ready = _when_copied(self.parameters[chunk.pieces[0].parameter])

@@ -125,8 +125,10 @@ class Asynchronous(Backend):
         with torch.no_grad():
             for name, value in fixed.items():
                 own = state.get(name)
+                if own is None or own.shape != value.shape:  # a buffer that has grown here
+                    continue
                 # What is the same is let be: it may be expanded, and not to be written.
-                if own is not None and not (own.layout is torch.strided and torch.equal(own, value)):
+                if own.layout is not torch.strided or not torch.equal(own, value):
                     own.copy_(value)
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._models.append(model)
@@ -283,7 +285,8 @@ class Asynchronous(Backend):
         table.pull()
         for handle in self._handles.pop(optimizer):
             handle.remove()
-        optimizer.state.update(table.state())  # it may be saved, or prepared again
+        if self.is_main:
+            optimizer.state.update(table.state())  # it may be saved, or prepared again
         self.tables.remove(table)
         del self._called[table]
         for model in self._models:
