@@ -530,7 +530,8 @@ def has_its_turn_again(job: distrib.Job) -> None:
     job.release(first, second)
     job.settle()  # the model has learnt by nothing that is prepared
     job.release(model)
-    assert first.state_dict()["state"][0]["momentum_buffer"].any()
+    if job.is_main:  # in mode async it alone takes it back from the servers
+        assert first.state_dict()["state"][0]["momentum_buffer"].any()
     model, first = job.prepare(job.unwrap(model), first)
     assert first.state_dict()["state"][0]["momentum_buffer"].any()
     before = job.unwrap(model).weight.detach().clone()
