@@ -124,7 +124,7 @@ def _ranks(choices: Sequence[choose.Choice], wanted: int | None, wishes: choose.
         raise ConfigError(
             f"{wanted} ranks asked for with -np, but {source} has {room} slot(s) on {len(choices)} host(s){more}{chosen}",
             hint=f"-H {choices[0].host.name}:N gives this machine N slots"
-            if source == HERE and not chosen
+            if source == HERE and choices[0].indices is None
             else "ask for fewer, or give the hosts more slots",
         )
     return wanted

@@ -502,7 +502,7 @@ def test_a_working_directory_that_was_removed_is_told_of(tmp_path):
 
 
 def test_a_profile_that_could_not_be_written_is_refused_at_the_start(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # for root, who may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # for root, who may write anywhere
     assert cli.main(["--profile", str(tmp_path / "p.json"), str(JOB)]) == 2
     assert "p.json: cannot write it: no permission; name a file to write" in capsys.readouterr().err
 
@@ -780,6 +780,7 @@ def test_who_stops_a_command_while_hosts_are_asked_finds_all_in_order(tmp_path, 
     process = subprocess.Popen(
         [*command, "-H", "nowhere", "--ssh-command", ssh, JOB], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(temporary)},
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # which nohup, or a shell's background, may have set aside
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not (tmp_path / "asked").exists() and time.monotonic() < deadline:
