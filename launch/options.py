@@ -31,8 +31,12 @@ OTHERS_WORDS = {
 }  # fmt: skip
 """What takes the place of options of torchrun, mpirun, srun, DeepSpeed and accelerate, which some write with one dash."""
 
-_IGNORED = re.compile(r"argument -(\w)/\S+: ignored explicit argument '(.+)'")
-"""What argparse says of an option with one dash that begins with a letter of ours."""
+
+class _OfOthers(argparse.Action):
+    """An option of another launcher, with one dash. Argparse would take `-hostfile` for `-h`, and some versions show the help."""
+
+    def __call__(self, parser: Any, namespace: object, values: object, option: str | None = None) -> None:
+        parser.refuse([option])
 
 
 class Parser(argparse.ArgumentParser):
@@ -42,12 +46,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        if match := _IGNORED.fullmatch(message):
-            self.refuse(["-" + match[1] + match[2]])
         raise ConfigError(message, hint=f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         """As argparse does it; an option without a value, as of a variable that is not set, is never taken for one left out."""
+        if "-np" in self._option_string_actions:
+            for flag in {f"-{word}" for word in OTHERS_WORDS if len(word) > 1} - self._option_string_actions.keys():
+                self.add_argument(flag, action=_OfOthers, nargs=0, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
         options, unknown = super().parse_known_args(args, namespace)
         for action in self._actions:
             if action.option_strings and getattr(options, action.dest, None) == "" != action.default:
@@ -66,7 +71,8 @@ class Parser(argparse.ArgumentParser):
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """Raise for words that are no option of this command, naming one that may have been meant."""
         word = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+        known = [flag for flag, action in self._option_string_actions.items() if not isinstance(action, _OfOthers)]
+        near = difflib.get_close_matches(word, known, n=1)
         perhaps = f"; did you mean {near[0]}?" if near and word.startswith("-") else ""
         if "-np" in self._option_string_actions and word.startswith("-"):
             others = OTHERS_WORDS.get(word.lstrip("-").replace("_", "-"))
