@@ -312,7 +312,7 @@ def wants_of(plan: LaunchPlan, answers: Answers, environ: Mapping[str, str]) -> 
 def _indices(listed: str, gpus: Sequence[Gpu]) -> list[int]:
     """The GPUs that CUDA_VISIBLE_DEVICES lists, by index or UUID, up to the first that is none of these, where CUDA stops, too."""
     found: list[int] = []
-    for name in map(str.strip, listed.split(",")):
+    for name in listed_gpus(listed):
         by_uuid = (gpu.index for gpu in gpus if name.startswith("GPU-") and (gpu.uuid or "").startswith(name))
         index = int(name) if name.isascii() and name.isdigit() else next(by_uuid, None)
         if index is None:
