@@ -518,7 +518,7 @@ def test_what_of_the_way_is_narrowest_is_named():
     racks = 'switches: [{name: r1, hosts: "a[1-4]", uplink: 25Gb/s}, {name: r2, hosts: "a[5-8]", uplink: 50Gb/s}]'
     told = foretell(parse_topology(POD + racks, "x"), job(1000, device="V100"), hosts=8, ranks_per_host=8)
     assert told.cap.link == "a4-a5, uplink of r1, 25Gb/s"
-    assert told.cap.bandwidth_bytes_per_second == 25e9 / 8
+    assert told.cap.bandwidth_bytes_per_second == pytest.approx(0.95 * 25e9 / 8)  # as much as is usable of a ratio, too
     assert find_fabric(parse_topology(POD + racks, "x"), job(device="V100"), 4, 8).wire.name == "a1-a2, 4 x EDR"
     staged = foretell(parse_topology(POD.replace("gpudirect: yes", "gpudirect: no").replace("[0-3]", "0"), "x"),
                       job(1000, device="V100"), hosts=2, ranks_per_host=8)  # fmt: skip

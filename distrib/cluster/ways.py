@@ -190,11 +190,12 @@ def _is_beside(pair: PairLink, known: _Catalogued) -> bool:
 
 def uplink_rate(topology: Topology, switch: Switch) -> float:
     """Bytes per second that what leads up from a switch carries; infinite where nobody says, or it is not narrow."""
-    if switch.uplink is not None:
-        return parse_uplink(switch.uplink)
     ratio = switch_oversubscription(topology, switch)
+    usable = UPLINK_USABLE if ratio > 1 else 1.0  # as wide as what is below, it is not what caps it
+    if switch.uplink is not None:
+        return usable * parse_uplink(switch.uplink)
     below = rate_below(topology, switch)
-    return UPLINK_USABLE * below / ratio if ratio > 1 and below else float("inf")
+    return usable * below / ratio if ratio > 1 and below else float("inf")
 
 
 def inside_link(topology: Topology, host: str, source: str, target: str) -> InsideWay | None:

@@ -229,7 +229,7 @@ def _output(
         seconds=seconds,
         whole=any(isinstance(record, Ended) for record in records),
         hosts=hosts,
-        lost_hosts=tuple(outcome.lost),
+        lost_hosts=tuple(host for host in hosts if host in outcome.lost or host in told),
         left_out_hosts=tuple(outcome.left_out),
         repetitions=sum(record.repetitions for record in seen),
         outliers=sum(record.outliers for record in seen),
