@@ -457,6 +457,10 @@ def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
     assert apart["foretold"]["communication_seconds"] == pytest.approx(
         2 * beside["foretold"]["communication_seconds"], rel=0.1
     )
+    # The server stays where it is, however few hosts work; and nobody gave --servers.
+    assert "would be faster" not in apart["warning"] and "--servers" not in apart["warning"]
+    local = foretold("n1:2,n2:2", "--mode", "local")
+    assert "averaging every 500 steps" in local["warning"]
 
 
 def test_the_warning_names_what_costs_most(tmp_path):

@@ -203,6 +203,19 @@ def test_a_rate_is_of_the_time_in_which_there_was_something_to_send():
         "d": wires.Sent(2 << 20, 2.0),
     }
     assert wires.rates(before, after) == {"a": 8 << 20, "d": 1 << 20}
+    assert wires.sizes(before, {**after, "e": wires.Sent()}) == {"a": 4 << 20, "b": 4995, "c": 1 << 30, "d": 2 << 20}
+
+
+@pytest.mark.parametrize(
+    ("device", "cards", "disabled", "counted"),
+    [("cuda", ["mlx5_0"], None, False), ("cuda", ["mlx5_0"], "1", True), ("cuda", [], None, True), ("cpu", ["mlx5_0"], None, True)],
+)  # fmt: skip
+def test_what_may_go_by_rdma_is_not_counted(monkeypatch, device, cards, disabled, counted):
+    monkeypatch.delenv("NCCL_IB_DISABLE", raising=False)
+    if disabled:
+        monkeypatch.setenv("NCCL_IB_DISABLE", disabled)
+    monkeypatch.setattr("os.listdir", lambda path: cards)
+    assert wires.are_all(torch.device(device)) is counted
 
 
 class Page(HTMLParser):

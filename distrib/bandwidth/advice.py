@@ -198,7 +198,7 @@ def convergence_of(strategy: Strategy) -> str:
         said.append(f"gradients are applied to parameters that others have changed meanwhile ({bound}): {effect}")
     if strategy.mode == "local":
         said.append(
-            f"ranks drift apart for {strategy.inner_steps or 'H'} steps and are averaged: more samples for the same loss, "
+            f"ranks drift apart for {strategy.inner_steps or INNER_STEPS} steps and are averaged: more samples for the same loss, "
             "more so with more ranks; tune H"
         )
     if strategy.accumulate > 1:

@@ -53,7 +53,7 @@ def fewer_hosts(
             prediction = foretell(
                 topology, workload, strategy, hosts=names, ranks_per_host=[each[place] for place in places]
             )
-        except ConfigError:  # more servers than hosts, for one
+        except ConfigError:  # nothing is known of a link that these would use, and all together do not
             continue
         found.append(Fewer(hosts=names, prediction=prediction))
     best = max(found, key=lambda few: few.prediction.samples_per_second, default=None)

@@ -31,11 +31,8 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     bandwidth_bytes_per_second: float
     needed_bytes_per_second: float | None = None
     wanted_efficiency: float = 0.9
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the link is one inside a host, whose ends are called such as `n1 gpu0`."""
-        return " " in self.source or self.source == self.target
+    is_inside: bool = False
+    """Whether the link is one inside a host, whose ends are called such as `n1 gpu0`."""
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):

@@ -421,6 +421,7 @@ def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Pi
         bandwidth_bytes_per_second=link.bytes_per_second,
         needed_bytes_per_second=needed,
         wanted_efficiency=WANTED_EFFICIENCY,
+        is_inside=link is not fabric.wire,
     )
 
 

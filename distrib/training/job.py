@@ -174,8 +174,9 @@ class Job:
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
-                device, self._status.measured, lambda: backend.waited_seconds, lambda: backend.is_steady
-            )
+                device, self._status.measured, lambda: backend.waited_seconds, lambda: backend.is_steady,
+                by_tcp=bool(self._elastic),
+            )  # fmt: skip
         others = self.world_size > 1 or self._comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
         self._profiles = Profiles(device, os.environ, alone=world.size == 1)

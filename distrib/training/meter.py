@@ -34,7 +34,8 @@ class Meter:
     """Measures the steps of the first optimizer that it is shown, and tells `report` of each window: seconds, medians.
 
     `waited` tells how long the rank has waited so far, where that is not between backward and optimizer; else None. No window
-    opens before `steady` says that steps go as they will go on.
+    opens before `steady` says that steps go as they will go on. `by_tcp`: gradients go through TCP connections in any case; else
+    what these carry is told only where it is all that is sent.
     """
 
     def __init__(
@@ -43,7 +44,10 @@ class Meter:
         report: Callable[[dict[str, Any]], None],
         waited: Callable[[], float | None] = lambda: None,
         steady: Callable[[], bool] = lambda: True,
+        *,
+        by_tcp: bool = False,
     ) -> None:
+        self._is_counted = by_tcp or wires.are_all(device)
         self._clock = Clock(device)
         self._report = report
         self._waited = waited
@@ -151,6 +155,7 @@ class Meter:
         computes = [a - b for a, b in zip(steps, waits, strict=True)]
         self._marks.clear()
         sent = wires.sent()
+        sizes = wires.sizes(self._sent, sent) if self._is_counted else {}
         self._report(
             {
                 "steps": len(steps),
@@ -158,8 +163,6 @@ class Meter:
                 "exposed_seconds": wait,
                 "compute_seconds": max(0.0, usual(computes, in_bursts=in_bursts)),
                 "sent_bytes_per_second": wires.rates(self._sent, sent),
-                "sent_bytes_per_step": {
-                    address: size / len(steps) for address, size in wires.sizes(self._sent, sent).items()
-                },
+                "sent_bytes_per_step": {address: size / len(steps) for address, size in sizes.items()},
             }
         )

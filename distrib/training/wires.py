@@ -15,6 +15,8 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
+
 _ACKED, _BUSY, _RECEIVER_LIMITED = 120, 168, 176
 """Where tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited stand: 64 bits each, times in microseconds (Linux 4.10)."""
 
@@ -53,8 +55,20 @@ def sent() -> dict[str, Sent]:
 
 
 def sizes(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, int]:
-    """Bytes that went to each host between two looks."""
-    return {address: now.size_bytes - before.get(address, Sent()).size_bytes for address, now in after.items()}
+    """Bytes that went between two looks to each host that any went to: connections there are to all."""
+    gone = {address: now.size_bytes - before.get(address, Sent()).size_bytes for address, now in after.items()}
+    return {address: size for address, size in gone.items() if size > 0}
+
+
+def are_all(device: torch.device) -> bool:
+    """Whether these connections carry what collectives of tensors on `device` send: NCCL may go by RDMA, past the kernel."""
+    return device.type != "cuda" or os.environ.get("NCCL_IB_DISABLE") == "1" or not _has_rdma()
+
+
+def _has_rdma() -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.listdir("/sys/class/infiniband"))
+    return False
 
 
 def rates(before: Mapping[str, Sent], after: Mapping[str, Sent]) -> dict[str, float]:

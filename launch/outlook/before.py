@@ -21,7 +21,7 @@ from distrib.bandwidth.scaling import foretell, note_on_processors, unlimited
 from distrib.bandwidth.workload import Workload
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError, DistribError
-from distrib.strategy import Strategy
+from distrib.strategy import INNER_STEPS, Strategy
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan
@@ -104,7 +104,7 @@ def _foresee(
         strategy, foretold, why = _choose(strategy, foretold, advice)
         notes += (why,)
     few = None
-    if topology:
+    if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
         few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
     limit = None
     if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
@@ -207,7 +207,7 @@ def _warning(
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
     if same and not auto and same.prediction.efficiency >= foretold.efficiency + WORTH:
-        own = () if chosen.mode == "sync" else _only_of(chosen)
+        own = () if chosen.mode == "sync" else _only_of(plan.strategy)
         said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
         said += f" without {' '.join(own)}" if own else ""
     other = mildest(advice, threshold, chosen)
@@ -260,7 +260,7 @@ def _named(advice: Advice) -> str:
     if strategy.accumulate > 1:
         parts.append(f"accumulating {strategy.accumulate} batches")
     if strategy.mode == "local":
-        parts.append(f"averaging every {strategy.inner_steps} steps")
+        parts.append(f"averaging every {strategy.inner_steps or INNER_STEPS} steps")
     if strategy.mode == "async":
         parts.append("asynchronous servers")
     joined = " + ".join(parts) or "the default"

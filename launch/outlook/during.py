@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections import Counter
@@ -53,14 +54,15 @@ class Watch:
         self._workers = sum(rank.role == "worker" for rank in plan.ranks)
         self._pending: dict[int, _Told] = {}
         self._times: Counter[int] = Counter()
-        self._rounds: list[Measured] = []
+        self._rounds: list[Measured] = []  # without their links, of which there are too many to keep for days
+        self._last: Measured | None = None
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()
 
     def hear(self, rank: int, told: Any) -> None:
         """What one rank measured. Raises ValueError for what is no such thing."""
         try:
-            self._pending[rank] = checked(msgspec.convert(told, _Told))
+            self._pending[rank] = _checked(msgspec.convert(told, _Told))
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
         self._times[rank] += 1
@@ -68,22 +70,22 @@ class Watch:
             self._times.clear()
             round_ = self._summary(self._pending)
             self._pending = {}
-            self._rounds.append(round_)
+            self._last = round_
+            self._rounds.append(msgspec.structs.replace(round_, links=()))
             self._judge(round_)
 
     @property
     def measured(self) -> Measured | None:
         """What was measured over the whole run; None where the ranks told nothing."""
-        if not self._rounds:
+        if self._last is None:
             return None
-        last = self._rounds[-1]
 
         def median(field: str) -> float:
             return float(statistics.median(getattr(each, field) for each in self._rounds))
 
         step, compute = median("step_seconds"), median("compute_seconds")
         return msgspec.structs.replace(
-            last,
+            self._last,
             steps=sum(each.steps for each in self._rounds),
             step_seconds=step,
             compute_seconds=compute,
@@ -246,7 +248,7 @@ def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
     return sorted((link for link in links if part(link) < LESS and part(link) <= ALIKE * least), key=part)
 
 
-def checked(told: _Told) -> _Told:
+def _checked(told: _Told) -> _Told:
     """`told` itself. Raises ValueError for times and rates that cannot be."""
     times = (
         told.step_seconds,
@@ -272,6 +274,7 @@ def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
     except ConfigError:  # it has changed since the job began
         return lambda *_: (None, "")
 
+    @functools.cache
     def expect(source: str, target: str) -> tuple[float | None, str]:
         way = link_between(topology, source, target)
         return (way.bandwidth_bytes_per_second, way.text) if way else (None, "")
