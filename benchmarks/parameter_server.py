@@ -56,20 +56,18 @@ def wire(cluster: Cluster, seconds: int = 3) -> float:
     return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
 
-def run(
-    cluster: Cluster, hosts: str, *words: object, timeout: float = 80
-) -> tuple[dict[int, list[dict[str, Any]]], Path, str]:
-    """Launch on n1; the JSON lines of every rank, the run directory and what the launcher said."""
-    folder = Path(tempfile.mkdtemp())
-    listed = folder / "hosts.txt"
-    listed.write_text(hosts)
-    command = [str(LAUNCH), "--no-check", "--run-dir", str(folder / "run"), "-H", str(listed), *map(str, words)]
-    done = cluster.run("n1", command, env=ENVIRONMENT, timeout=timeout)
-    lines = {
-        int(path.stem): [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
-        for path in (folder / "run/ranks").glob("*.out")
-    }
-    return lines, folder, done.stderr
+def run(cluster: Cluster, hosts: str, *words: object) -> tuple[dict[int, list[dict[str, Any]]], str]:
+    """Launch on n1; the JSON lines of every rank, and what the launcher said."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder, "hosts.txt")
+        listed.write_text(hosts)
+        command = [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", "-H", str(listed), *map(str, words)]
+        done = cluster.run("n1", command, env=ENVIRONMENT, timeout=80)
+        lines = {
+            int(path.stem): [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+            for path in Path(folder, "run/ranks").glob("*.out")
+        }
+    return lines, done.stderr
 
 
 def goodput(size: str, servers: list[int], peers: bool, seconds: float, workers: int) -> bool:
@@ -93,7 +91,7 @@ def goodput(size: str, servers: list[int], peers: bool, seconds: float, workers:
                 every = "".join(f"{name} slots=1\n" for name in names[: workers + count])
                 cases += [(way, every, [PEERS, way, workers, count, megabytes, seconds]) for way in ("mpi", "rpc")]
             for name, hosts, words in cases:
-                told, _, said = run(cluster, hosts, *words)
+                told, said = run(cluster, hosts, *words)
                 steps = [told[rank][-1]["step_seconds"] for rank in range(workers) if told.get(rank)]
                 if len(steps) < workers:
                     print(f"{name:24}{count or 'beside':>9}   did not run: {_last_error(said)}")
@@ -188,7 +186,7 @@ def straggler(workers: int, seconds: float) -> bool:
         for slow in (1, 2, 10):
             for bound in ("unbounded", "4") if slow > 1 else ("unbounded",):
                 words = ["--mode", "async", "--staleness", bound, LESSONS, "pace", compute, slow, seconds]
-                told, folder, said = run(cluster, hosts, *words)
+                told, said = run(cluster, hosts, *words)
                 if len(told) < workers or not all(told[rank] for rank in range(workers)):
                     print(_last_error(said))
                     return False
@@ -203,7 +201,6 @@ def straggler(workers: int, seconds: float) -> bool:
                 good &= right
                 print(f"{workers} workers, one {slow:2} x slower, staleness {bound:9}: the others at {kept:6.1%} of their speed, "
                       f"at most {ahead} steps ahead{'' if right else '  NOT as it should be'}", flush=True)  # fmt: skip
-                del folder
     return good
 
 

@@ -958,8 +958,8 @@ def test_of_a_link_with_two_rates_the_one_that_the_ring_sends_over_counts(slow, 
     )  # fmt: skip
     topology = parse_topology('nodes: [{hosts: "n[1-4]"}]', "t.yaml")
     topology = msgspec.structs.replace(topology, measured=Measured(when="2026", software={}, hosts=hosts, pairs=pairs))
-    assert between(topology, hosts, 4, gpus=False).bytes_per_second == gloo
-    assert between(topology, hosts, 4, gpus=True).bytes_per_second == nccl
+    assert between(topology, hosts, gpus=False).bytes_per_second == gloo
+    assert between(topology, hosts, gpus=True).bytes_per_second == nccl
 
 
 def test_ports_that_mpi_leaves_unused_count_all_the_same():
@@ -975,9 +975,9 @@ def test_ports_that_mpi_leaves_unused_count_all_the_same():
         )  # fmt: skip
         measured = Measured(when="2026", software={}, hosts=tuple(hosts), pairs=pairs)
         return between(
-            msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), 4, gpus=True
+            msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), gpus=True
         )
 
-    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), 4, gpus=True).bytes_per_second
+    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), gpus=True).bytes_per_second
     assert wire(96e9).bytes_per_second == pytest.approx(described, rel=0.06)
     assert wire(48e9).bytes_per_second == pytest.approx(192e9)

@@ -89,7 +89,6 @@ def by_rpc(workers: int, servers: int, sizes: list[list[int]], seconds: float) -
         VALUES.extend(torch.zeros(n) for n in sizes[places.index(rank)])
     dist.init_process_group("gloo")
     store = dist.distributed_c10d._get_default_store()
-    address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
     os.environ.setdefault("TP_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
     # All virtual hosts are one machine, which TensorPipe would notice, and leave out the network.
     options = rpc.TensorPipeRpcBackendOptions(
@@ -100,7 +99,6 @@ def by_rpc(workers: int, servers: int, sizes: list[list[int]], seconds: float) -
     rpc.init_rpc(f"r{rank}", rank=rank, world_size=size, rpc_backend_options=options)
     gradients = [[torch.ones(n) for n in part] for part in sizes]
     among = dist.new_group(list(range(workers)))
-    del address
 
     def step() -> None:
         calls = [

@@ -107,7 +107,7 @@ def find_fabric(
     gpus = workload.device != "cpu"
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
-    wire = between(topology, names, count, gpus=gpus) if count > 1 else None
+    wire = between(topology, names, gpus=gpus) if count > 1 else None
     inside = _inside(topology, names, workload, each) if most > 1 else None
     slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += said
@@ -253,7 +253,7 @@ def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each:
 def _over(topology: Topology, collective: Collective, wire: Wire) -> Collective | None:
     """What an all-reduce would take if `wire` were the slowest link of its hosts; None where nothing is known of theirs."""
     try:
-        own = between(topology, collective.hosts, len(collective.hosts), gpus=collective.backend == "nccl")
+        own = between(topology, collective.hosts, gpus=collective.backend == "nccl")
     except ConfigError:
         return None
     factor = own.bytes_per_second / wire.bytes_per_second

@@ -73,7 +73,7 @@ class Wire(msgspec.Struct, frozen=True, kw_only=True):
 # Between hosts
 
 
-def between(topology: Topology | None, names: tuple[str, ...], count: int, *, gpus: bool) -> Wire:
+def between(topology: Topology | None, names: tuple[str, ...], *, gpus: bool) -> Wire:
     """The slowest link of the ring through these hosts, of NCCL with `gpus`, else of Gloo."""
     if topology is None:
         raise ConfigError(
@@ -88,7 +88,7 @@ def between(topology: Topology | None, names: tuple[str, ...], count: int, *, gp
         if slowest is None or wire.bytes_per_second < slowest.bytes_per_second * (1 - EQUAL):
             slowest = wire
     if slowest is None:
-        raise ConfigError(f"no links join {count} hosts", hint="describe their NICs in the topology file")
+        raise ConfigError(f"no links join {len(names)} hosts", hint="describe their NICs in the topology file")
     return slowest
 
 

@@ -96,15 +96,13 @@ def network(name: str) -> Network:
     return _network(_named(name))
 
 
-def workload(
-    name: str, gpu: str, batch: int | None = None, *, precision: Precision | None = None, source: str = "--workload"
-) -> Workload:
+def workload(name: str, gpu: str, batch: int | None = None, *, precision: Precision | None = None) -> Workload:
     """What a step of `batch` samples of a catalogued network takes on one `gpu`.
 
-    `precision` is amp where the GPU has tensor cores, else fp32; `source` names the option in errors. A step's time grows
+    `precision` is amp where the GPU has tensor cores, else fp32. A step's time grows
     with its batch. Raises ConfigError for networks and GPUs that are not in the catalogues.
     """
-    key = _named(name, source)
+    key = _named(name)
     spec = find_gpu(gpu)
     if spec is None:
         raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
@@ -268,7 +266,7 @@ def _file() -> _File:
     return msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _File)
 
 
-def _named(name: str, source: str = "--workload") -> str:
+def _named(name: str) -> str:
     """The catalogue's name of a network, however it is written."""
 
     def plain(text: str) -> str:
@@ -280,7 +278,7 @@ def _named(name: str, source: str = "--workload") -> str:
         return known[plain(name)]
     near = difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)
     raise ConfigError(
-        f"{source} {name}: no such file, and not in the catalogue",
+        f"--workload {name}: no such file, and not in the catalogue",
         hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(names())}",
     )
 

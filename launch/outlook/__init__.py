@@ -11,7 +11,6 @@ from distrib_launch.options import add_hosts
 
 from distrib import paths
 from distrib.cluster.hosts import MAX_HOSTS
-from distrib.errors import ConfigError
 
 
 def add_options(plan: argparse.ArgumentParser) -> None:
@@ -106,10 +105,6 @@ def _count(given: str) -> int:
     return int(given)
 
 
-def _part(given: str) -> float:
-    return percent(given, argparse.ArgumentTypeError)
-
-
 def _efficiency(given: str) -> float:
     value = _part(given)
     if not value:
@@ -117,10 +112,10 @@ def _efficiency(given: str) -> float:
     return value
 
 
-def percent(given: str, error: type[Exception] = ConfigError) -> float:
-    """`80%`, `80` or `0.8` as a part of one. Raises `error` for anything else."""
+def _part(given: str) -> float:
+    """`80%`, `80` or `0.8` as a part of one."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?|\.[0-9]{1,6})(%?)", given.strip())
     value = float(match[1]) / (100 if match and (match[2] or float(match[1]) > 1) else 1) if match else -1.0
     if not 0 <= value <= 1:
-        raise error(f"{given!r} is no part of the whole; write such as 80%")
+        raise argparse.ArgumentTypeError(f"{given!r} is no part of the whole; write such as 80%")
     return value
