@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     result = outcome.result
     if result and result.status == "stopped" and not output.whole:
         return _interrupted(options, journal, result.exit_code)
-    problems = _tell(options, output, records, earlier, journal)
+    problems = _tell(options, output, outcome.lost, records, earlier, journal)
     if not output.whole:
         why = journal.problem or (
             result.first_failure.message if result and result.first_failure else "no host is left to measure with"
@@ -255,11 +255,15 @@ def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
 def _tell(
     options: argparse.Namespace,
     output: Output,
+    lost: Collection[str],
     records: Sequence[Record],
     earlier: Measured | None,
     journal: Journal,
 ) -> list[DistribError]:
-    """Write, draw and show; what is wrong with a file is returned, as it must not keep the findings from being shown."""
+    """Write, draw and show; what is wrong with a file is returned, as it must not keep the findings from being shown.
+
+    Of `lost` hosts the job went on without, so that what it has of the others is whole.
+    """
     from distrib.probe.records import Started
 
     start = next((record for record in records if isinstance(record, Started)), None)
@@ -268,7 +272,7 @@ def _tell(
     if options.output:
         from distrib.cluster.measured_part import write_measured
 
-        if why := probefile.why_not(earlier, output.measured, whole=output.whole, lost=output.lost_hosts):
+        if why := probefile.why_not(earlier, output.measured, whole=output.whole, lost=lost):
             kept = f"what was measured is in {journal.path}"
             problems.append(LaunchError(f"{options.output} stays as it was: {why}", hint=kept))
         else:
