@@ -6,12 +6,15 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import pytest
+import torch
 from distrib_launch import topo
 from distrib_launch.probing.journal import Journal
 from distrib_launch.probing.probeview import View
@@ -21,15 +24,17 @@ from msgspec import structs
 
 from distrib.cluster.measured import Measured
 from distrib.cluster.measured_part import check_writable, write_measured
-from distrib.errors import ConfigError
+from distrib.errors import ConfigError, TrainingError
 from distrib.pictures import check_name
 from distrib.probe import collective, inside, tcp
 from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import own_facts
 from distrib.probe.load import Load
+from distrib.probe.messages import Inside
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
+from distrib.probe.worker import Worker
 
 TOKEN = b"0123456789abcdef"
 
@@ -245,6 +250,23 @@ def test_what_was_measured_in_time_is_kept():
 # -- how much of an all-reduce there is time for ----------------------------------------------------------------------------
 
 
+def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
+    error = torch.cuda.DeferredCudaCallError("CUDA call failed lazily\nmore of it")
+    broken = SimpleNamespace(
+        version=SimpleNamespace(cuda="13"), cuda=SimpleNamespace(init=mock.Mock(side_effect=error))
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, "torch", broken)
+        there.setattr(inside.os.path, "exists", lambda path: True)
+        (link,), problems = inside.measure("here", 0.05)
+    assert link.source == "memory" and problems == ("GPUs: CUDA call failed lazily",)
+    monkeypatch.setattr(inside, "measure", mock.Mock(side_effect=error))
+    task = Inside(number=3, step="inside", seconds=0.1, backwards=True, memory=True, patience_seconds=1.0)
+    reply = Worker(SimpleNamespace(rank=1), "here", {}).perform(task)
+    assert (reply.number, reply.rank, reply.failed) == (3, 1, "CUDA call failed lazily")
+
+
 @given(st.floats(1e-5, 10.0), st.floats(0.0, 100.0), st.integers(0, 18))
 def test_larger_sizes_are_measured_before_smaller_ones_are_repeated(expected, left, larger):
     sizes = [2.0**n for n in range(1, larger + 1)]
@@ -276,6 +298,18 @@ def test_a_rank_without_room_keeps_nobody_waiting(monkeypatch):
             if rank == 1:
                 there.setattr(collective.torch, "zeros", full)
             ranks._memory(1024)
+
+
+def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
+    broken = "n2, rank 1: CUDA driver too old"
+    monkeypatch.setattr(collective.rendezvous, "join", lambda *args: pytest.fail("it would wait for rank 1"))
+    for rank in (0, 1):
+        comm = SimpleNamespace(rank=rank, size=2, allgather=lambda own: ["", own or broken])
+        with monkeypatch.context() as there, pytest.raises(RuntimeError, match=broken):
+            if rank == 1:
+                error = TrainingError("CUDA driver too old", hint="see to it")
+                there.setattr(collective, "find_device", mock.Mock(side_effect=error))
+            collective.Ranks(comm, f"n{rank + 1}", 1.0)
 
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink,
 from distrib.cluster.measured_part import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
+from distrib.probe import __main__ as rank_of_probe
 from distrib.probe import findings, leader
 from distrib.probe.leader import Leader
-from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Spec, Task, Transfer
+from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Setup, Spec, Task, Transfer
 from distrib.probe.plot import draw
 from distrib.probe.records import (
     CollectiveSeen,
@@ -319,6 +320,58 @@ def test_one_machine_has_an_all_reduce_over_its_ranks():
     assert [r.step for r in of(StepDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
 
 
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+class Comm:
+    """MPI of rank 1, to which rank 0 says these, each after a while."""
+
+    def __init__(self, size, *words):
+        self.rank, self.size, self.words, self.looks = 1, size, list(words), 0
+
+    def send(self, words, rank, tag):
+        pass
+
+    def iprobe(self, *, source, tag):
+        self.looks += 1
+        return self.looks % 3 == 0
+
+    def recv(self, *, source, tag):
+        return msgspec.msgpack.encode(self.words.pop(0))
+
+
+@pytest.fixture
+def run_rank(monkeypatch):
+    """What `python -m distrib.probe` comes to where MPI is this one."""
+
+    def run(comm):
+        spec = msgspec.json.encode(Spec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
+        monkeypatch.setattr(rank_of_probe.sys, "argv", ["probe", spec])
+        monkeypatch.setattr(rank_of_probe, "_start_mpi", lambda: comm)
+        monkeypatch.setattr(rank_of_probe, "_leave", lambda: None)  # it ends the process
+        for name, value in {"WORLD_SIZE": 3, "GROUP_RANK": 1, "LOCAL_RANK": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        return rank_of_probe.main()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("variable", "do"), [("SLURM_JOB_ID", "no PMIx: use --engine mpirun"), ("HOME", "another MPI's")]
+)
+def test_ranks_that_mpi_started_each_alone_measure_nothing(run_rank, monkeypatch, capsys, variable, do):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv(variable, "1")
+    assert run_rank(Comm(1)) == 1
+    err = capsys.readouterr().err
+    assert "MPI started 1 of 3 ranks" in err and do in err
+
+
+def test_a_rank_is_more_patient_than_rank_0_which_knows_who_is_missing(run_rank, monkeypatch):
+    monkeypatch.setattr(rank_of_probe, "START_SECONDS", -1.0)
+    assert run_rank(Comm(3, Setup(token=b"", ports={}, streams=1), Leave())) == 0
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -387,6 +440,12 @@ def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):
     assert "t.yaml stays as it was: the probe did not come to its end" in err
     assert "error: the probe did not come to its end: rank 1 died" in err
     assert read_topology("t.yaml").measured.when == "2025-05-05"
+
+
+def test_that_no_link_was_measured_is_not_passed_off_as_none_that_is_slow(jobs, capsys):
+    jobs.records = lambda spec: [Network(2).records()[0], Ended(seconds=1.0)]
+    assert probe("-H", "n1,n2") == 0
+    assert "no findings: no link was measured" in capsys.readouterr().out
 
 
 def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs, capsys, tmp_path):

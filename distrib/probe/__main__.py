@@ -24,6 +24,8 @@ from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
 START_SECONDS = 60.0
+"""Rank 0 waits so long for each word of the others, and so they wait longer for its first one: as for all later ones."""
+
 IDLE_SECONDS = 3600.0
 """A rank that hears nothing for so long ends; the launcher ends it sooner when rank 0 is gone."""
 
@@ -32,6 +34,8 @@ def main() -> int:
     """Take part in the probe to its end."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     comm = _start_mpi()
+    if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
+        return _say_alone(comm.size, planned)
     host = spec.present[int(os.environ["GROUP_RANK"])]
     hello, listeners = Hello(), {}
     if os.environ["LOCAL_RANK"] == "0":
@@ -58,11 +62,22 @@ def main() -> int:
             os._exit(1)
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
-        _await(comm, SETUP, START_SECONDS)
+        _await(comm, SETUP)
         worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP), type=Setup)
         _serve(comm, worker)
     _leave()
     return 0
+
+
+def _say_alone(started: int, planned: int) -> int:
+    """MPI has started each rank as if it were alone; what one measures then would pass for the whole. Returns the exit code."""
+    how = (
+        "this Slurm has no PMIx: use --engine mpirun"
+        if "SLURM_JOB_ID" in os.environ
+        else "was it another MPI's mpirun?"
+    )
+    print(f"MPI started {started} of {planned} ranks; {how}", file=sys.stderr, flush=True)
+    return 1
 
 
 def _start_mpi() -> Any:
@@ -99,15 +114,15 @@ def _serve(comm: Any, worker: Worker) -> None:
     """Do what rank 0 says until it says that this was all."""
     decoder = msgspec.msgpack.Decoder(Task)
     while True:
-        _await(comm, TASK, IDLE_SECONDS)
+        _await(comm, TASK)
         task = decoder.decode(comm.recv(source=0, tag=TASK))
         if isinstance(task, Leave):
             return
         comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY)
 
 
-def _await(comm: Any, tag: int, seconds: float) -> None:
-    wait(lambda: bool(comm.iprobe(source=0, tag=tag)), time.monotonic() + seconds, "rank 0", idle=True)
+def _await(comm: Any, tag: int) -> None:
+    wait(lambda: bool(comm.iprobe(source=0, tag=tag)), time.monotonic() + IDLE_SECONDS, "rank 0", idle=True)
 
 
 def _print(record: Record) -> None:

@@ -17,16 +17,17 @@ import torch.distributed as dist
 from distrib.cluster.measured import Collective, Point
 from distrib.errors import TrainingError
 from distrib.probe import samples
-from distrib.probe.messages import AllReduce
+from distrib.probe.messages import AllReduce, first_line
 from distrib.training import rendezvous
 from distrib.training.world import World, find_device
 
 REPETITIONS = 20
 FEW = 2
 ENOUGH_SECONDS = 0.1
+"""Repetitions of a size may take this long; at least `FEW` are made."""
+
 SHORT_SECONDS, BURST = 1e-3, 10
 WHOLE_SHARE, SHORTEST_SECONDS = 0.8, 0.5
-"""Repetitions of a size may take this long; at least `FEW` are made."""
 
 
 class Ranks:
@@ -38,8 +39,13 @@ class Ranks:
             local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source="mpi", comm=comm,
         )  # fmt: skip
         self._timeout = timedelta(seconds=patience_seconds)
+        problem = ""
         try:
             self.device = find_device(self.world.local_rank)
+        except Exception as error:
+            problem = f"{host}, rank {comm.rank}: {first_line(error)}"
+        _raise_first(comm.allgather(problem))
+        try:
             rendezvous.join(self.world, self.device, self._timeout)
         except TrainingError as error:
             raise RuntimeError(str(error)) from error
@@ -78,11 +84,10 @@ class Ranks:
         try:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device).view(torch.float32)
         except RuntimeError as error:
-            problem = f"{self.hosts[self.world.rank]}, rank {self.world.rank}: {str(error).splitlines()[0]}"
+            problem = f"{self.hosts[self.world.rank]}, rank {self.world.rank}: {first_line(error)}"
         problems: list[str] = [""] * self.world.size
         dist.all_gather_object(problems, problem)
-        if any(problems):
-            raise RuntimeError(next(filter(None, problems)))
+        _raise_first(problems)
         return data
 
     def _points(self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float) -> list[tuple[Point, float]]:
@@ -118,6 +123,12 @@ class Ranks:
             left -= spent
             found.append((Point(size, summary.median, summary.variation), spent))
         return found
+
+
+def _raise_first(problems: Sequence[str]) -> None:
+    """Raises RuntimeError of the first of all ranks' problems, on every rank: the others would wait for that one in vain."""
+    for problem in filter(None, problems):
+        raise RuntimeError(problem)
 
 
 def repetitions_of(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:

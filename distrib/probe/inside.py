@@ -15,6 +15,7 @@ from typing import Any
 from distrib.cluster.measured import InsideLink
 from distrib.cluster.processors import cpu_list
 from distrib.probe import samples
+from distrib.probe.messages import first_line
 
 MEMORY_BYTES = 64 << 20
 GPU_BYTES = 64 << 20
@@ -46,8 +47,8 @@ def measure(
         if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
             try:
                 torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
-            except RuntimeError as error:
-                return tuple(found), (f"GPUs: {_first_line(error)}",)
+            except Exception as error:  # one of its kinds is torch's own, and no RuntimeError
+                return tuple(found), (f"GPUs: {first_line(error)}",)
         if torch.cuda.is_available():
             links, problems = gpu_links(host, torch, seconds, backwards=backwards, deadline=deadline)
             found += links
@@ -84,7 +85,7 @@ def gpu_links(
             here = [torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(2)]
             buffers[name] = here[0], here[1], pinned
         except RuntimeError as error:
-            why.setdefault(_first_line(error), name)
+            why.setdefault(first_line(error), name)
     ways = [way for name in gpus for way in (("memory", name), (name, "memory"), (name, name))]
     ways += [(one, other) for one in gpus for other in gpus if one < other or (backwards and one != other)]
     found: list[InsideLink] = []
@@ -102,7 +103,7 @@ def gpu_links(
             rates = _copies(torch, device, end, begin, seconds)
             found.append(_link(host, source, target, path, rates))
         except RuntimeError as error:
-            why.setdefault(_first_line(error), f"{source} to {target}")
+            why.setdefault(first_line(error), f"{source} to {target}")
     return found, tuple(f"{where}: {what}" for what, where in why.items())
 
 
@@ -140,10 +141,6 @@ def _beside(torch: Any, index: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -> list[float]:

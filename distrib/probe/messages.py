@@ -128,3 +128,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     collectives: tuple[Collective, ...] = ()
     failed: str | None = None
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, in so many words as fit beside others: torch tells stories."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -44,7 +44,7 @@ def show(console: Console, measured: Measured, records: Sequence[Record], findin
         parts.append(collective_table(measured))
     if measured.inside:
         parts.append(inside_table(measured))
-    parts.append(findings_text(findings, len(measured.hosts), console.width))
+    parts.append(findings_text(findings, measured, console.width))
     for part in parts:
         if isinstance(part, Table) and part.title:  # as a title it would be folded to the table's width
             console.print(part.title, style="bold")
@@ -241,8 +241,11 @@ def inside_table(measured: Measured) -> Table:
     return table
 
 
-def findings_text(findings: Sequence[Finding], hosts: int, width: int) -> Text:
+def findings_text(findings: Sequence[Finding], measured: Measured, width: int) -> Text:
     """The findings, each with its evidence and what to do."""
+    hosts = len(measured.hosts)
+    if not findings and hosts > 1 and not measured.pairs:
+        return Text("no findings: no link was measured", style="yellow")
     if not findings:
         compared = {
             1: "one host has no links to others",

@@ -15,14 +15,11 @@ from distrib.probe import inside, mpi, samples, tcp
 from distrib.probe.deadline import ProbeTimeout
 from distrib.probe.facts import gpu_links
 from distrib.probe.load import Load
-from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer
+from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
 from distrib.probe.steps import COLLECTIVE_START_SECONDS
 
 BEGIN_SECONDS = 0.015
 """After an order, when streams beside others begin: all have heard it, are connected, and have pinged a network that is still."""
-
-FAILURES = (ProbeTimeout, OSError, RuntimeError, ValueError)
-"""What costs one measurement and not the probe."""
 
 
 class Worker:
@@ -47,9 +44,8 @@ class Worker:
         deadline = begun + task.patience_seconds
         try:
             reply = self._do(task, deadline)
-        except FAILURES as error:
-            words = str(error).strip().splitlines()
-            reply = Reply(number=task.number, rank=self.rank, failed=words[0] if words else type(error).__name__)
+        except Exception as error:  # torch's are of many kinds; each costs one measurement and not the probe
+            reply = Reply(number=task.number, rank=self.rank, failed=first_line(error))
         busy = max(reply.busy, load.busy())
         return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=busy)
 
@@ -123,7 +119,7 @@ class Worker:
             try:
                 sockets = tcp.connect(own, place, self.setup.token, task.number, task.streams, deadline)
                 sent.append(tcp.send(sockets, self._buffer("out", tcp.CHUNK_BYTES), deadline))
-            except FAILURES as error:
+            except Exception as error:
                 sent.append(error)
 
         thread = threading.Thread(target=send, name="send", daemon=True) if sends and receives else None
