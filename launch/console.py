@@ -26,6 +26,9 @@ BACKLOG_BYTES = 64 << 20
 LINE_LIMIT_BYTES = 1 << 20
 """A longer line is shown in pieces."""
 
+ALONE_LIMIT_BYTES = 16 << 20
+"""So long may a line be where one rank alone is shown: the probe's first one tells of all hosts."""
+
 BAR_SECONDS = 10.0
 """How often a progress bar is shown that is not at its end; ten times as seldom where no terminal is."""
 
@@ -115,6 +118,7 @@ class Console:
         self._hosts = hosts
         self._quiet = quiet
         self._only_rank = only_rank
+        self._line_limit_bytes = LINE_LIMIT_BYTES if only_rank is None else ALONE_LIMIT_BYTES
         self._folders = {1: Folder(), 2: Folder()} if fold and len(hosts) > 1 and only_rank is None else {}
         self._streams = streams
         self._colour = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
@@ -142,7 +146,7 @@ class Console:
         key = (rank, descriptor)
         data = self._partial.pop(key, b"") + data
         whole, newline, rest = data.rpartition(b"\n")
-        if len(rest) > LINE_LIMIT_BYTES:
+        if len(rest) > self._line_limit_bytes:
             whole, newline, rest = data, b"\n", b""
         if rest:
             self._partial[key] = rest

@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from distrib_launch import topo
+from distrib_launch.console import Console
 from distrib_launch.probing.journal import Journal
 from distrib_launch.probing.probeview import View
 from hypothesis import given
@@ -27,6 +28,7 @@ from distrib.cluster.measured_part import check_writable, write_measured
 from distrib.errors import ConfigError, TrainingError
 from distrib.pictures import check_name
 from distrib.probe import collective, inside, tcp
+from distrib.probe import facts as facts_module
 from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import own_facts
@@ -35,6 +37,7 @@ from distrib.probe.messages import Inside
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
+from tests.inventories import interface, inventory
 
 TOKEN = b"0123456789abcdef"
 
@@ -142,6 +145,18 @@ def test_this_host_has_facts_and_a_load():
     assert (facts.host, facts.interface) == ("here", "lo")
     assert facts.cpus >= 1
     assert 0.0 <= Load().busy() <= 1.0
+
+
+def test_the_ends_of_containers_are_no_facts_of_a_host(monkeypatch):
+    told = inventory(
+        interfaces=(
+            interface("v0", "fe80::1/64", kind="veth"),
+            interface("eth0", "10.0.0.1/24", kind="veth"),
+            interface("bond0", kind="bond"),
+        )
+    )
+    monkeypatch.setattr(facts_module, "own_inventory", lambda question: told)
+    assert [each.name for each in own_facts("here", "127.0.0.1").interfaces] == ["eth0", "bond0"]
 
 
 # -- inside a host --------------------------------------------------------------------------------------------------------
@@ -416,6 +431,17 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
     err = capsys.readouterr().err
     assert "50%" in err and "1 s left" in err
     assert "a word" in err and "distrib-topo: note: so" in err
+
+
+def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
+    facts = Facts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
+    line, kept = encode(structs.replace(START, facts=(facts,))), []
+    console = Console(["n1", "n2"], only_rank=0, streams=View(kept.append).streams)
+    data = f"{line}\n".encode()
+    for at in range(0, len(data), 1 << 18):
+        console.rank_output(0, 1, data[at : at + (1 << 18)])
+    console.close()
+    assert kept == [line]
 
 
 @pytest.mark.parametrize(

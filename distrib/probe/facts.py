@@ -51,6 +51,7 @@ def own_facts(host: str, address: str) -> Facts:
             )
             for each in inventory.interfaces
             if each.kind != "loopback"
+            and (each.kind != "veth" or each.parsed())  # a host may have one for each container
         ),
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),
