@@ -208,6 +208,26 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
     assert of(Ended, records)[0].notes[-1] == "no answer came from n3 when last asked"
 
 
+def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
+    given, held = [], []
+
+    def answer(rank, task):
+        if rank == 2:
+            given.append(task)
+            if len(given) <= 2:
+                held.append(usual(rank, task))
+                return None
+        elif rank == 1 and len(given) == 2:  # in a later round
+            cluster.replies += held
+            held.clear()
+        return usual(rank, task)
+
+    cluster = Cluster(8, answer=answer)
+    records = cluster.probe()
+    assert len(given) > 20 and of(CollectiveSeen, records)
+    assert not [finding for finding in findings.find(records) if finding.kind == "host_lost"]
+
+
 def test_rank_0_knows_who_is_silent_at_the_end():
     def silent_after(answer):
         cluster = Cluster(3, answer=answer)

@@ -97,7 +97,9 @@ class Leader:
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
         self.seen: list[PairSeen] = [] if anew else [record for record in before if isinstance(record, PairSeen)]
         self.sick: dict[int, int] = {}
-        """Ranks that did not answer, by how often; after the second time they are asked no more."""
+        """Ranks that did not answer, by how often; after the second time they are asked no more, until they have answered all."""
+        self._asked: dict[int, Task] = {}
+        """The last task of each rank."""
         self._silent: set[int] = set()
         """Those that did not answer when they were last asked, nor since."""
         self._hopeless: set[tuple[str | None, Way]] = set()
@@ -315,8 +317,8 @@ class Leader:
                 patience_seconds=8 * step.seconds + PATIENCE_SECONDS,
             )
             tasks[self.ranks[source]] = tasks[self.ranks[target]] = transfers[source, target]
-        replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
         made = [self._not_asked(step, pair) for pair in there if pair not in transfers]
+        replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
         for (source, target), transfer in transfers.items():
             made += self._records(transfer, source, target, replies)
         network = self.networks[step.network] if step.network else None
@@ -464,6 +466,7 @@ class Leader:
 
     def _together(self, tasks: dict[int, Task], patience_seconds: float) -> dict[int, Reply]:
         """Have each rank do its task, all at once; the answers of those that answered in time."""
+        self._asked |= tasks
         for rank in sorted(tasks):
             if rank:
                 self._send(rank, tasks[rank])
@@ -474,9 +477,12 @@ class Leader:
 
         def all_here() -> bool:
             for reply in self._heard():
-                task = tasks.get(reply.rank)
-                if task is not None and getattr(task, "number", None) == reply.number:
+                if getattr(self._asked.get(reply.rank), "number", None) != reply.number:
+                    continue  # late, and more is waited for
+                if reply.rank in tasks:
                     replies[reply.rank] = reply
+                else:
+                    self.sick.pop(reply.rank, None)
             return len(replies) == len(tasks)
 
         try:
