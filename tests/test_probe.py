@@ -190,7 +190,7 @@ class Network:
             load = tuple((self.names.index(a), self.names.index(b)) for a, b in phase)
 
             def run(key, phase, base=base):
-                made = self.measure(f"sharing/{key}", "bisection", phase)
+                made = self.measure(f"sharing/{key}", "sharing", phase)
                 seen.extend(made)
                 return {
                     pair: r.bandwidth_bytes_per_second / base.of(r.source, r.target)
@@ -551,6 +551,11 @@ def test_half_duplex_shows_when_both_send():
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("half_duplex", "error", ("n1", "n2"))]
     fast = Network(4, rate=1195 * MB).records(DEFAULT, tuple(facts(f"n{n}", interfaces=card(10)) for n in range(1, 5)))
     assert findings.find([*fast, *both_ways(("n1", "n2"), 5.0)]) == ()
+    untold = Network(4, rate=1195 * MB).records(DEFAULT)  # a virtual card tells no rate; it shows what it can
+    both = both_ways(("n1", "n2"), 5.0)
+    assert findings.find([*untold, *both]) == ()
+    seen = [record for record in [*untold, *both] if isinstance(record, PairSeen)]
+    assert suspects.half_duplex(seen, suspects.Baseline(seen, "tcp"), "tcp", 9, ()) == []
 
 
 def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
@@ -1132,6 +1137,17 @@ def test_what_is_measured_is_what_the_topology_keeps():
     assert len({(p.source, p.target) for p in kept.pairs if p.load == "alone"}) == 12
     assert all(isinstance(pair, PairLink) for pair in kept.pairs)
     assert measured([]) is None
+
+
+def test_pairs_that_were_mixed_to_find_a_shared_link_are_none_of_the_bisection():
+    records = Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB).records()
+    kept = {(p.source, p.target): p for p in measured(records).pairs if p.load not in ("alone", "together")}
+    planned = [r for r in records if isinstance(r, PairSeen) and r.step == "bisection"]
+    assert {p: seen.bandwidth_bytes_per_second for p, seen in kept.items()} == {
+        (r.source, r.target): r.bandwidth_bytes_per_second for r in planned
+    }
+    table = drawn(links_table(measured(records), records))
+    assert f"0 of {10 * len(planned)}" in next(line for line in table.splitlines() if "bisection" in line)
 
 
 def test_hosts_that_are_one_machine_are_kept_as_one():

@@ -24,7 +24,16 @@ from distrib.probe.records import (
 )
 from distrib.probe.settings import Way
 from distrib.probe.slow import narrow_ways, slow_hosts, slow_links
-from distrib.probe.suspects import BUSY, HALF_DUPLEX, NOISY, Baseline, between_machines, full_duplex_only, one_way
+from distrib.probe.suspects import (
+    BUSY,
+    HALF_DUPLEX,
+    HALF_DUPLEX_BYTES_PER_SECOND,
+    NOISY,
+    Baseline,
+    between_machines,
+    full_duplex_only,
+    one_way,
+)
 from distrib.probe.uplinks import oversubscribed
 
 LOSSY = 0.02
@@ -150,7 +159,8 @@ def half_duplex(seen: Sequence[PairSeen], way: Way, never: Collection[str]) -> l
     for (source, target), record in both.items():
         back = both.get((target, source))
         own = 0.0 if {source, target} & {*never} else baseline.alone(source, target)
-        if back is None or source > target or not own or max(record.busy, back.busy) >= BUSY:
+        may_be = 0 < own <= HALF_DUPLEX_BYTES_PER_SECOND
+        if back is None or source > target or not may_be or max(record.busy, back.busy) >= BUSY:
             continue
         ratio = (record.bandwidth_bytes_per_second + back.bandwidth_bytes_per_second) / 2 / own
         if ratio < HALF_DUPLEX:

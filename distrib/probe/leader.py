@@ -421,7 +421,7 @@ class Leader:
 
         def run(key: str, phase: Round) -> dict[Pair, float]:
             step = Step(
-                key=f"sharing/{key}", what="who shares", way=self.primary, load="bisection", phases=(phase,),
+                key=f"sharing/{key}", what="who shares", way=self.primary, load="sharing", phases=(phase,),
                 # The last phase gives the ratio: long, so that it matters little that not all begin and end at once.
                 seconds=CROSSING_SECONDS if key == "crossing" else self.settings.stream_seconds,
             )  # fmt: skip
@@ -449,7 +449,7 @@ class Leader:
         except ProbeTimeout as problem:
             return (f"who shares a link could not be found: {problem}",)
         if found is None:
-            busy = max(record.busy for record in self.seen if record.step.startswith("sharing")) > suspects.BUSY
+            busy = max(record.busy for record in self.seen if record.load == "sharing") > suspects.BUSY
             why = "; the processors were busy throughout" if busy else ""
             return (f"pairs slow each other down, but not as hosts on two sides of one link would{why}",)
         names = self.spec.hosts

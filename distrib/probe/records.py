@@ -13,7 +13,8 @@ import msgspec
 from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.probe.settings import Mode, Way
 
-Load = Literal["alone", "together", "bisection"]
+Load = Literal["alone", "together", "bisection", "sharing"]
+"""Beside whom a pair was measured; `sharing`: others that were chosen to find out who shares a link, so that it says little of the pair."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +224,7 @@ def measured(records: Iterable[Record]) -> Measured | None:
     if start is None:
         return None
     facts = {host.host: host for r in kept if isinstance(r, Started) for host in r.facts}
-    pairs = best(r for r in kept if isinstance(r, PairSeen))
+    pairs = best(r for r in kept if isinstance(r, PairSeen) and r.load != "sharing")
     return Measured(
         when=start.when,
         software=next((dict(f.software) for f in facts.values()), {}),
@@ -237,7 +238,7 @@ def measured(records: Iterable[Record]) -> Measured | None:
                 source=seen.source,
                 target=seen.target,
                 way=seen.way,
-                load=seen.load,
+                load=seen.load,  # type: ignore[arg-type]
                 both_ways=seen.both_ways,
                 interface=seen.interface or (facts[seen.source].interface if seen.source in facts else None),
                 network=seen.network,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import get_args
 
 from distrib.cluster.groups import SLOWED
-from distrib.probe.records import Facts, PairSeen
+from distrib.probe.records import Facts, Load, PairSeen
 from distrib.probe.settings import Way
 
 SLOW = 0.95
@@ -22,7 +23,7 @@ HALF_DUPLEX = 0.65
 """Of its own rate; what a link gets each way, when both ends send, below which it may be half duplex."""
 
 HALF_DUPLEX_BYTES_PER_SECOND = 125e6
-"""Cards of more than 1 Gb/s have no half duplex."""
+"""Cards of more than 1 Gb/s have no half duplex; a virtual one shows by what it carries that it is faster."""
 
 NOISY = 0.15
 """Coefficient of variation from which a link is called noisy."""
@@ -37,7 +38,7 @@ class Baseline:
     def __init__(self, seen: Iterable[PairSeen], way: Way) -> None:
         self._pairs: dict[tuple[str, str], float] = {}
         self._hosts: dict[str, float] = {}
-        for load in ("alone", "together", "bisection"):
+        for load in get_args(Load):
             for record in one_way(seen, way, load):
                 rate = record.bandwidth_bytes_per_second
                 pair = record.source, record.target
@@ -222,7 +223,8 @@ def half_duplex(
     for record in seen:
         own = baseline.of(record.source, record.target)
         both = record.way == way and record.both_ways and not record.failed
-        if both and own and not {record.source, record.target} & {*never}:
+        may_be = 0 < own <= HALF_DUPLEX_BYTES_PER_SECOND and not {record.source, record.target} & {*never}
+        if both and may_be:
             part = record.bandwidth_bytes_per_second / own
             if part < HALF_DUPLEX + 0.1:
                 pair = min(record.source, record.target), max(record.source, record.target)
@@ -232,12 +234,7 @@ def half_duplex(
 
 def processors_shared(seen: Iterable[PairSeen], way: Way) -> bool:
     """Whether processors were busy in most of what was measured beside others: then nothing can be told of shared links."""
-    beside = [
-        record
-        for load in ("together", "bisection")
-        for record in one_way(seen, way, load)
-        if not record.step.startswith("sharing")
-    ]
+    beside = [record for load in ("together", "bisection") for record in one_way(seen, way, load)]
     return 2 * sum(record.busy > SHARED_BUSY for record in beside) > len(beside)
 
 
@@ -246,8 +243,7 @@ def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> lis
     phases: dict[tuple[str, int], list[PairSeen]] = {}
     for load in ("together", "bisection"):
         for record in one_way(seen, way, load):
-            if not record.step.startswith("sharing"):
-                phases.setdefault((record.step, record.phase), []).append(record)
+            phases.setdefault((record.step, record.phase), []).append(record)
     found = []
     for records in phases.values():
         slow = []

@@ -44,7 +44,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
     phases: dict[tuple[str, int], list[PairSeen]] = {}
     again: dict[tuple[str, str], float] = {}
     parts: dict[frozenset[str], float] = {}
-    for load in ("together", "bisection"):
+    for load in ("together", "bisection", "sharing"):
         for record in one_way(seen, way, load):
             own = baseline.of(record.source, record.target)
             if not own or record.busy > SHARED_BUSY:
@@ -53,7 +53,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
             if record.step == "sharing/once more":
                 pair = record.source, record.target
                 again[pair] = max(part, again.get(pair, 0.0))
-            elif not record.step.startswith("sharing"):
+            elif load != "sharing":
                 phases.setdefault((record.step, record.phase), []).append(record)
                 both = frozenset((record.source, record.target))
                 parts[both] = min(part, parts.get(both, 1.0))
