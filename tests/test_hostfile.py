@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -540,6 +541,15 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(HostfileError, match="Permission denied"):
         read_hostfile("hosts.txt")
+
+
+def test_hosts_that_come_through_a_pipe_are_known_when_they_are_asked_for_again() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"n1 slots=2\nn2\n")
+    os.close(writer)
+    first, second = (read_hostfile(f"/dev/fd/{reader}") for _ in range(2))
+    os.close(reader)
+    assert [host.name for host in first.hosts] == ["n1", "n2"] and second == first
 
 
 def test_a_topology_in_place_of_a_hostfile_is_told_so():

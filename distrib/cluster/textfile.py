@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+
+_SAID: dict[tuple[int, int] | None, bytes] = {}
+"""What pipes have said, as in `-H <(...)`: they say it once, and a file may be read again, as where a job is started again."""
 
 
 class Unreadable(Exception):
@@ -21,7 +25,11 @@ def read_text(path: str | os.PathLike[str], kind: str, hint: str, most_bytes: in
     """
     try:
         with Path(path).open("rb") as file:
-            data = file.read(most_bytes + 1)  # never all of it: it may be /dev/zero
+            status = os.fstat(file.fileno())
+            pipe = (status.st_dev, status.st_ino) if stat.S_ISFIFO(status.st_mode) else None
+            data = _SAID.get(pipe) or file.read(most_bytes + 1)  # never all of it: it may be /dev/zero
+            if pipe:
+                _SAID[pipe] = data
     except FileNotFoundError:
         raise Unreadable(f"no such {kind}", hint) from None
     except IsADirectoryError:
