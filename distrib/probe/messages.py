@@ -46,8 +46,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     """Measure the way from rank `source` to rank `target`, or both ways at once.
 
-    `longest`: how long the stream may go on for the sake of `variation`. `fixed`: exactly `seconds`, because others
-    are measured at the same time. `addresses` are those of source and target, by which the bytes go. Whoever has waited `patience_seconds` gives up.
+    `longest`: how long the stream may go on for the sake of `variation`. `addresses` are those of source and target, by
+    which the bytes go. Whoever has waited `patience_seconds` gives up.
     """
 
     number: int

@@ -6,15 +6,13 @@ import fcntl
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from distrib.errors import ConfigError
-
-if TYPE_CHECKING:
-    from distrib.probe.records import Record
-    from distrib.probe.settings import Mode, Way
+from distrib.probe.records import Ended, PairSeen, Record, Started, decode, encode
+from distrib.probe.resume import current, done_steps, other_network, starts
+from distrib.probe.settings import Mode, Way
 
 FRESH_SECONDS = 3600.0
 """An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
@@ -29,9 +27,6 @@ class Journal:
     def __init__(
         self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, way: Way | None = None
     ) -> None:
-        from distrib.probe.records import Ended
-        from distrib.probe.resume import current, done_steps, starts
-
         self.path = path
         self.done_steps: tuple[str, ...] = ()
         self._started = False
@@ -70,9 +65,6 @@ class Journal:
 
     def write(self, line: str) -> str | None:
         """Keep the line of a record. Returns what people must be told: that an interrupted probe is gone on with, or why not."""
-        from distrib.probe.records import Started, decode
-        from distrib.probe.resume import other_network, starts
-
         said = None
         if line.startswith('{"type":"started"') and isinstance(now := decode(line), Started):
             before = starts(self.read())
@@ -92,26 +84,18 @@ class Journal:
 
     def read(self) -> list[Record]:
         """All records so far, those of the interrupted probe first."""
-        from distrib.probe.resume import current
-
         return current(_decoded(self.path.read_bytes().splitlines()))
 
     def take_over(self) -> None:
         """Go on from what is written so far."""
-        from distrib.probe.resume import done_steps
-
         self.done_steps = done_steps(self.read())
 
     def done_for(self, present: Sequence[str]) -> tuple[str, ...]:
         """The steps in which all of these hosts took part."""
-        from distrib.probe.resume import done_steps
-
         return done_steps(self.read(), present) if self.done_steps else ()
 
     def seen(self, present: Sequence[str]) -> bytes:
         """What rank 0 must know of what is done: how the probe began, and the links between those hosts, without their curves."""
-        from distrib.probe.records import PairSeen, Started, encode
-
         kept: list[Record] = []
         for record in self.read():
             if isinstance(record, Started):
@@ -127,6 +111,4 @@ class Journal:
 
 
 def _decoded(lines: Sequence[bytes]) -> list[Record]:
-    from distrib.probe.records import decode
-
     return [record for line in lines if (record := decode(line))]

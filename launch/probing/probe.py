@@ -25,12 +25,12 @@ from distrib_launch.probing.journal import Journal
 from distrib import paths
 from distrib.cluster.measured import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
+from distrib.probe.records import Ended, PairSeen, Record, Started, StepDone, measured
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
     from distrib.cluster.node import Nic
     from distrib.probe.finding import Finding
-    from distrib.probe.records import Record, Started
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +209,6 @@ def _output(
     run_dir: Path,
 ) -> Output:
     from distrib.probe import baseline, finding, findings
-    from distrib.probe.records import Ended, PairSeen, StepDone, measured
 
     found = findings.find(records, _described(options))
     told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
@@ -264,8 +263,6 @@ def _tell(
 
     Of `lost` hosts the job went on without, so that what it has of the others is whole.
     """
-    from distrib.probe.records import Started
-
     start = next((record for record in records if isinstance(record, Started)), None)
     problems: list[DistribError] = []
     done = []

@@ -13,13 +13,14 @@ from distrib_launch import signals
 from distrib_launch.probing.journal import Journal
 
 from distrib.errors import DistribError, LaunchError, PreflightError
+from distrib.probe.messages import Spec
+from distrib.probe.records import CollectiveSeen, Ended, PairSeen, Record
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan
     from distrib_launch.results import Result
 
     from distrib.cluster.hosts import HostList
-    from distrib.probe.records import Record
 
 RELAUNCHES = 4
 """So often the probe goes on after a failure; then it gives up."""
@@ -56,8 +57,6 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
 
     A host that vanished, or is found unfit before the probe goes on, is left out; one where a process died gets a second try.
     """
-    from distrib.probe.records import Ended
-
     outcome = Outcome()
     failed: set[str] = set()
     attempt = 0
@@ -153,15 +152,11 @@ def _say_lost(hosts: Mapping[str, str]) -> None:
 
 def _gpudirect_matters(records: Sequence[Record]) -> bool:
     """Whether all-reduce was measured with GPUDirect RDMA, and not yet without."""
-    from distrib.probe.records import CollectiveSeen
-
     seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveSeen)}
     return True in seen and False not in seen
 
 
 def _is_pair(record: Record) -> bool:
-    from distrib.probe.records import PairSeen
-
     return isinstance(record, PairSeen) and not record.failed
 
 
@@ -176,8 +171,6 @@ def _launch(
 ) -> Result:
     from distrib_launch import job
     from distrib_launch.probing.probeview import View
-
-    from distrib.probe.messages import Spec
 
     known = journal.seen(present) if journal.done_steps else b""
     spec = Spec(
