@@ -10,7 +10,7 @@ import msgspec
 from distrib.cluster.node import Nic, name_hosts
 from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.copies import slow_copies
-from distrib.probe.finding import Finding, ranked, rate_text
+from distrib.probe.finding import Finding, Kind, ranked, rate_text
 from distrib.probe.records import (
     CollectiveSeen,
     Facts,
@@ -286,6 +286,13 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
     for record in seen:
         if record.failed and (record.source, record.target) not in good:
             bad.setdefault((record.source, record.target), record.failed)
+    found = _failed_hosts(bad, hosts)
+    lost = {host for finding in found for host in finding.hosts}
+    return found + [_failed_pair(*pair, why) for pair, why in bad.items() if lost.isdisjoint(pair)]
+
+
+def _failed_hosts(bad: Mapping[tuple[str, str], str], hosts: Sequence[str]) -> list[Finding]:
+    """Hosts with which most others failed, or that did not answer several; `bad` says why, by source and target."""
     found = []
     for host in hosts:
         mine = {pair: why for pair, why in bad.items() if host in pair}
@@ -320,27 +327,28 @@ def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
                     + (", and what keeps its processes from running (ps, dmesg)" if silent else ""), hosts=(host,), ratio=0.0, loss=1.0,
                 )
             )  # fmt: skip
-    lost = {host for finding in found for host in finding.hosts}
-    for (source, target), why in bad.items():
-        if not lost & {source, target}:
-            stalls = _stalls(why)
-            otherwise = (
-                "whether both are up, and what keeps their processes from running"
-                if "did not answer" in why
-                else "whether a firewall is between them"
-            )
-            found.append(
-                Finding(
-                    kind="mtu" if stalls else "not_measured", severity="error",
-                    what=f"{source} to {target}: " + ("small messages pass, and next to nothing of large ones: MTU mismatch, or a link that is nearly dead?" if stalls else "could not be measured"),
-                    evidence=why,
-                    advice="distrib-topo check tells whether it is the MTU: then set the same on both hosts and every switch between; else look at rate, duplex and errors "
-                    "on the way (ethtool, ethtool -S)" if stalls
-                    else f"see {otherwise}", hosts=(source, target), source=source, target=target,
-                    ratio=0.0, loss=0.5,
-                )
-            )  # fmt: skip
     return found
+
+
+def _failed_pair(source: str, target: str, why: str) -> Finding:
+    """What is said of a pair that failed by itself."""
+    kind: Kind = "not_measured"
+    what, advice = "could not be measured", "see whether a firewall is between them"
+    if _stalls(why):
+        kind, what = (
+            "mtu",
+            "small messages pass, and next to nothing of large ones: MTU mismatch, or a link that is nearly dead?",
+        )
+        advice = (
+            "distrib-topo check tells whether it is the MTU: then set the same on both hosts and every switch between; "
+            "else look at rate, duplex and errors on the way (ethtool, ethtool -S)"
+        )
+    elif "did not answer" in why:
+        advice = "see whether both are up, and what keeps their processes from running"
+    return Finding(
+        kind=kind, severity="error", what=f"{source} to {target}: {what}", evidence=why, advice=advice,
+        hosts=(source, target), source=source, target=target, ratio=0.0, loss=0.5,
+    )  # fmt: skip
 
 
 def _failed_by_way(every: Sequence[PairSeen], start: Started) -> list[Finding]:
