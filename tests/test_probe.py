@@ -719,7 +719,7 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
 
 def copies(host, rates, path="PCIe"):
     return [
-        InsideSeen(step="inside", link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
+        InsideSeen(link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
                                                   bandwidth_bytes_per_second=rate, variation=0.01))
         for n, rate in enumerate(rates)
     ]  # fmt: skip
@@ -744,7 +744,7 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
 
     def between(host, slow=None):
         return [
-            InsideSeen(step="inside", link=InsideLink(
+            InsideSeen(link=InsideLink(
                 host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink", variation=0.01,
                 bandwidth_bytes_per_second=(48e9 if (a, b) in mesh else 24e9) * (0.5 if (a, b) == slow else 1.0)))
             for a in range(8) for b in range(a + 1, 8)
@@ -784,7 +784,7 @@ def test_gpudirect_is_doubted_only_where_nothing_was_measured():
     assert (found.kind, found.severity, found.hosts) == ("gpudirect_off", "note", ("n1", "n2", "n3"))
     assert found.what.startswith("n[1-3]: GPUDirect RDMA may be off")
     measured = [
-        CollectiveSeen(step="all-reduce", collective=Collective(
+        CollectiveSeen(collective=Collective(
             name="all_reduce", backend="nccl", hosts=("n1", "n2", "n3"), ranks=3, gpudirect=gpudirect,
             curve=(Point(64 << 20, seconds),)))
         for gpudirect, seconds in ((True, 1.0), (False, 1.9))

@@ -277,7 +277,7 @@ def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
         (link,), problems = inside.measure("here", 0.05)
     assert link.source == "memory" and problems == ("GPUs: CUDA call failed lazily",)
     monkeypatch.setattr(inside, "measure", mock.Mock(side_effect=error))
-    task = Inside(number=3, step="inside", seconds=0.1, backwards=True, memory=True, patience_seconds=1.0)
+    task = Inside(number=3, seconds=0.1, backwards=True, memory=True, patience_seconds=1.0)
     reply = Worker(SimpleNamespace(rank=1), "here", {}).perform(task)
     assert (reply.number, reply.rank, reply.failed) == (3, 1, "CUDA call failed lazily")
 

@@ -552,7 +552,7 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
     def records(spec):
         if not spec.gpudirect:
             raise LaunchError("mpirun did not start")
-        return [*Network(2).records(), CollectiveSeen(step="all-reduce", collective=made), Ended(seconds=1.0)]
+        return [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
 
     jobs.records = records
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
@@ -565,7 +565,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
     """Whether this process hears of Ctrl-C, or the job's supervision does."""
     curve = (Point(1 << 20, 1.0),)
     made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
-    whole = [*Network(2).records(), CollectiveSeen(step="all-reduce", collective=made), Ended(seconds=1.0)]
+    whole = [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
     jobs.records = lambda spec: whole
     launch = job.launch
 
@@ -638,7 +638,7 @@ def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):
 def test_this_machine_alone_can_be_probed(jobs, capsys, words):
     start = Started(when="2026-01-01", mode="quick", hosts=("localhost",), primary="tcp", facts=())
     link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
-    jobs.records = lambda spec: [start, InsideSeen(step="inside", link=link), Ended(seconds=1.0)]
+    jobs.records = lambda spec: [start, InsideSeen(link=link), Ended(seconds=1.0)]
     assert probe(*words, "-o", "t.yaml") == 0
     out = capsys.readouterr().out
     assert (

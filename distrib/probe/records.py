@@ -25,7 +25,6 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     up: bool
     mtu: int | None = None
     speed_bytes_per_second: float | None = None
-    duplex: str | None = None
     kind: str = "unknown"
     carrier_changes: int | None = None
     """How often its link came or went since the driver was loaded."""
@@ -123,7 +122,6 @@ class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
 class InsideSeen(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
     """A way inside a host."""
 
-    step: str
     link: InsideLink
 
 
@@ -137,7 +135,6 @@ class GpusSeen(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
 class CollectiveSeen(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
     """A collective over some hosts."""
 
-    step: str
     collective: Collective
 
 

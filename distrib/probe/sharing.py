@@ -19,11 +19,10 @@ Run = Callable[[str, Round], Rates]
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
-    """A shared link: streams from `left` to `right` get, all at once, 1/`ratio` of what they get alone."""
+    """A link that streams from `left` to `right` share."""
 
     left: tuple[int, ...]
     right: tuple[int, ...]
-    ratio: float
 
 
 def slowed(rates: Rates) -> list[Pair]:
@@ -59,5 +58,5 @@ def find_sides(load: Round, run: Run, others: tuple[int, ...] = ()) -> Shared | 
     count = min(len(near), len(far))
     phase = tuple(zip(near[:count], far[:count], strict=True))
     parts = run("crossing", phase)
-    ratio = count / sum(parts.values())
-    return Shared(left=tuple(near), right=tuple(far), ratio=ratio) if ratio > 1 / SLOWED else None
+    # All at once, they must be slowed as each of them was.
+    return Shared(left=tuple(near), right=tuple(far)) if sum(parts.values()) < SLOWED * count else None
