@@ -290,6 +290,7 @@ class Leader:
         tasks: dict[int, Task] = {}
         transfers: dict[Pair, Transfer] = {}
         sizes = step.sizes or ((STREAM_SIZE,) if step.way == "mpi" else ())
+        patience_seconds = 8 * step.seconds + PATIENCE_SECONDS
         alone = step.load == "alone" and not step.both_ways
         for source, target in pairs:
             self._number += 1
@@ -312,11 +313,11 @@ class Leader:
                 streams=self.settings.streams,
                 pings=self.settings.pings,
                 sizes=sizes,
-                patience_seconds=8 * step.seconds + PATIENCE_SECONDS,
+                patience_seconds=patience_seconds,
             )
             tasks[self.ranks[source]] = tasks[self.ranks[target]] = transfers[source, target]
         made = [self._not_asked(step, pair) for pair in there if pair not in transfers]
-        replies = self._together(tasks, 8 * step.seconds + PATIENCE_SECONDS)
+        replies = self._together(tasks, patience_seconds)
         for (source, target), transfer in transfers.items():
             made += self._records(transfer, source, target, replies)
         network = self.networks[step.network] if step.network else None
@@ -376,15 +377,7 @@ class Leader:
                 failed="; ".join(failures) or None,
             )
             if seen and not failures:
-                record = msgspec.structs.replace(
-                    record,
-                    latency_seconds=seen.latency_seconds,
-                    bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
-                    variation=seen.variation,
-                    repetitions=seen.repetitions,
-                    outliers=seen.outliers,
-                    curve=seen.curve,
-                )
+                record = msgspec.structs.replace(record, **msgspec.structs.asdict(seen))
             found.append(record)
         return found
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from distrib import pictures
 from distrib.cluster.measured import Measured
-from distrib.probe.report import bus_bandwidth, digits, matrix, ranks_text, usual_most
-from distrib.units import format_duration
+from distrib.probe.report import bus_bandwidth, digits, matrix, ranks_text, unit_of, usual_most
+from distrib.units import format_duration, format_size
 
 LABELS_UP_TO = 40
 
@@ -37,7 +37,7 @@ def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
     rates = matrix(measured, way)
     hosts = list(measured.hosts)
     top, exceeded = usual_most(rates.values()) if rates else (1.0, False)
-    unit, name = (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
+    unit, name = unit_of(top)
     nothing = float("nan")
     cells = [[rates[a, b] * 8 / unit if (a, b) in rates else nothing for b in hosts] for a in hosts]
     from matplotlib import colormaps
@@ -111,14 +111,6 @@ def _collectives(axes: Any, measured: Measured) -> None:
 
 
 def _sizes(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    def shown(size: float, _: int) -> str:
-        for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-            if size >= factor:
-                return f"{size / factor:g} {unit}"
-        return f"{size:g} B"
-
-    axes.xaxis.set_major_formatter(FuncFormatter(shown))
+    axes.xaxis.set_major_formatter(lambda size, _: format_size(int(size), digits=3, binary=True))
     axes.tick_params(axis="x", labelrotation=45)
     axes.set_xlabel("size")

@@ -59,7 +59,7 @@ def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
     if not rates:
         return Text("no link was measured")
     top, exceeded = usual_most(rates.values())
-    unit, name = _unit(top)
+    unit, name = unit_of(top)
     label = max(map(len, hosts))
     heads = [name[-CELL + 1 :] for name in _short(hosts)]
     told_apart = len(set(heads)) == len(heads)
@@ -109,7 +109,7 @@ def usual_most(rates: Iterable[float]) -> tuple[float, bool]:
     return (usual, True) if ordered[-1] > 1.5 * usual else (ordered[-1], False)
 
 
-def _unit(top: float) -> tuple[float, str]:
+def unit_of(top: float) -> tuple[float, str]:
     """Bits per second of the unit in which a table tells its rates, the highest of which is `top`; and its name."""
     return (1e9, "Gb/s") if top * 8 >= 1e9 else (1e6, "Mb/s")
 
@@ -127,11 +127,15 @@ def _heat(part: float) -> str:
     return f"white on rgb({red},{green},40)"
 
 
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=None, pad_edge=False)
+
+
 def links_table(measured: Measured, records: Sequence[Record]) -> Table:
     """A line for each way, load and direction: what is usual, the slowest, and how sure that is."""
-    unit, name = _unit(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
+    unit, name = unit_of(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
     # Narrow enough for 80 columns: one unit for all, and what is counted of something, beside it.
-    table = Table(title=f"links, {name}", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _table(f"links, {name}")
     for column in ("way", "load", "links", "median", "slowest", "latency", "varies", "outliers"):
         table.add_column(column, justify="left" if column in ("way", "load", "slowest") else "right")
     raw = [record for record in records if isinstance(record, PairSeen) and not record.failed]
@@ -174,7 +178,7 @@ def curve_table(measured: Measured) -> Table | None:
                 by_size.setdefault(point.size_bytes, {}).setdefault(pair.load, []).append(point.seconds)
     if not by_size:
         return None
-    table = Table(title="a message over MPI", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _table("a message over MPI")
     for column in ("size", "load", "median", "fastest link", "slowest link", "rate"):
         table.add_column(column, justify="left" if column == "load" else "right")
     for size, by_load in sorted(by_size.items()):
@@ -192,13 +196,7 @@ def curve_table(measured: Measured) -> Table | None:
 def collective_table(measured: Measured) -> Table:
     """Bus bandwidth of all-reduce by size and count of hosts (nccl-tests: size / seconds x 2 (n - 1) / n)."""
     backend = measured.collectives[0].backend
-    table = Table(
-        title=f"all-reduce over {backend}, bus bandwidth",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-    )
+    table = _table(f"all-reduce over {backend}, bus bandwidth")
     table.add_column("size", justify="right")
     for collective in measured.collectives:
         table.add_column(ranks_text(collective), justify="right")
@@ -228,7 +226,7 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
 
 def inside_table(measured: Measured) -> Table:
     """Ways inside hosts: what is usual, and the slowest host."""
-    table = Table(title="inside hosts", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table = _table("inside hosts")
     for column in ("from", "to", "path", "median", "slowest"):
         table.add_column(column)
     for key in sorted({(link.source, link.target, link.path or "") for link in measured.inside}):
