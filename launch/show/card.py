@@ -190,20 +190,15 @@ def _blocks(group: GroupView) -> list[_Block]:
 
 
 def _host_words(group: GroupView) -> str:
-    facts = [
-        f"{group.sockets} socket{'' if group.sockets == 1 else 's'}" if group.sockets else "",
-        f"{group.cores} core{'s' if group.cores > 1 else ''}" if group.cores else "",
-        f"{format_size(group.memory_bytes, digits=4, binary=True)} memory" if group.memory_bytes else "",
-        f"{group.slots} slot{'' if group.slots == 1 else 's'}" if group.slots else "",
-    ]
-    return " · ".join(fact for fact in facts if fact)
+    slots = [f"{group.slots} slot{'' if group.slots == 1 else 's'}"] if group.slots else []
+    return " · ".join([*group.host_words, *slots])
 
 
 def _gpu_words(group: GroupView) -> str:
     if not group.gpus:
         return "no GPU"
     memory = f" · {format_size(group.gpu_memory_bytes, digits=4)} each" if group.gpu_memory_bytes else ""
-    return f"{group.gpus} x {group.gpu_kind or 'GPU'}{memory}"
+    return f"{group.gpu_words}{memory}"
 
 
 def _link_words(link: LinkView) -> str:

@@ -56,8 +56,8 @@ def _add_group(root: Tree, group: GroupView) -> None:
     branch = root.add(_text((group.hosts, "bold cyan"), ("".join(f", {word}" for word in told if word), "")))
     if not group.described:
         return
-    if host := _host_line(group):
-        branch.add(_text((host, "")))
+    if group.host_words:
+        branch.add(_text((", ".join(group.host_words), "")))
     if group.gpus:
         branch.add(_gpu_line(group))
     for link in group.inside:
@@ -118,17 +118,7 @@ def _slots(group: GroupView) -> str:
     return f"{group.slots} slot{_s(group.slots)}" + (" each" if len(group.names) > 1 else "")
 
 
-def _host_line(group: GroupView) -> str:
-    facts = [
-        f"{group.sockets} socket{_s(group.sockets)}" if group.sockets else "",
-        f"{group.cores} core{'s' if group.cores > 1 else ''}" if group.cores else "",
-        f"{format_size(group.memory_bytes, digits=4, binary=True)} memory" if group.memory_bytes else "",
-    ]
-    return ", ".join(fact for fact in facts if fact)
-
-
 def _gpu_line(group: GroupView) -> Text:
-    head = f"{group.gpus} x {group.gpu_kind or 'GPU'}"
     facts = []
     if group.gpu_memory_bytes:
         memory = format_size(group.gpu_memory_bytes, digits=4)
@@ -139,7 +129,7 @@ def _gpu_line(group: GroupView) -> Text:
             facts.append(f"{group.gpu_tflops[kind]:g} TFLOPS {kind} dense")
             break
     unknown = f"  not in the catalogue; {gpu_hint(group.gpu_kind)}" if group.gpu_kind and not group.gpu_known else ""
-    return _text((head, "bold"), ("".join(f", {fact}" for fact in facts), ""), (unknown, "yellow"))
+    return _text((group.gpu_words, "bold"), ("".join(f", {fact}" for fact in facts), ""), (unknown, "yellow"))
 
 
 def _nic_line(nic: NicView) -> Text:

@@ -24,6 +24,7 @@ from distrib.cluster.ways import (
     uplink_rate,
     uplinks_between,
 )
+from distrib.units import format_size
 
 Origin = Literal["measured", "catalogued"]
 
@@ -92,6 +93,21 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     nics: tuple[NicView, ...] = ()
     inside: tuple[LinkView, ...] = ()
     rules: tuple[Rule, ...] = ()
+
+    @property
+    def host_words(self) -> list[str]:
+        """What a host has beside GPUs and NICs."""
+        facts = [
+            f"{self.sockets} socket{'' if self.sockets == 1 else 's'}" if self.sockets else "",
+            f"{self.cores} core{'s' if self.cores > 1 else ''}" if self.cores else "",
+            f"{format_size(self.memory_bytes, digits=4, binary=True)} memory" if self.memory_bytes else "",
+        ]
+        return [fact for fact in facts if fact]
+
+    @property
+    def gpu_words(self) -> str:
+        """How many GPUs a host has, and of what kind."""
+        return f"{self.gpus} x {self.gpu_kind or 'GPU'}"
 
 
 class SwitchView(msgspec.Struct, frozen=True, kw_only=True):
