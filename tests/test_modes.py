@@ -190,7 +190,7 @@ def test_what_cannot_be_compressed_is_named_once(tmp_path):
     [({"mode": "sync", "backend": "horovod"}, 2, "Horovod needs ranks that MPI started|not installed")],
 )
 def test_backends_that_cannot_be(mode, ranks, says):
-    world = World(rank=0, size=ranks, local_rank=0, local_size=ranks, source="environment")
+    world = World(rank=0, size=ranks, local_rank=0, local_size=ranks)
     with pytest.raises(TrainingError, match=says):
         backend_for(Strategy(**mode), world, torch.device("cpu"))
 

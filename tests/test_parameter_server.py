@@ -66,7 +66,7 @@ class Cluster:
         self.backends: list[Asynchronous] = []
 
     def worker(self, rank: int) -> Asynchronous:
-        world = World(rank=rank, size=self.workers, local_rank=rank, local_size=self.workers, source="environment")
+        world = World(rank=rank, size=self.workers, local_rank=rank, local_size=self.workers)
         self.backends.append(Asynchronous(self.strategy, world, CPU))
         return self.backends[-1]
 

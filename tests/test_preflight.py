@@ -39,7 +39,7 @@ from distrib.cluster.inventory import (
     program,
     read_answer,
 )
-from tests.conftest import SCRIPTS, TOPO
+from tests.conftest import BIN, SCRIPTS, TOPO
 from tests.inventories import GIB, gpus, inventory
 
 WHERE = SCRIPTS / "where.py"
@@ -822,7 +822,7 @@ def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(
 
 
 @pytest.mark.cluster
-def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, launch):
+def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, launch, tmp_path):
     cluster = make_cluster(2)
     for host in cluster.hosts:
         cluster.write_hosts_file(host, own_address="127.0.1.1")
@@ -831,6 +831,10 @@ def test_hosts_whose_own_name_leads_to_loopback_train_together(make_cluster, lau
     run = launch("-H", cluster.hostfile, JOB, "--mpi", "*:environment", cluster=cluster)
     assert run.code == 0, run
     assert [env["DISTRIB_ADDRESS"] for env in environments(run, 2)] == ["198.18.0.1", "198.18.0.2"]
+    script = tmp_path / "adds.py"
+    script.write_text("import distrib\njob = distrib.init(timeout_seconds=30)\njob.print(job.all_reduce(1.0, 'sum'))\n")
+    bare = cluster.run("n1", [BIN / "mpirun", "--allow-run-as-root", "-H", "n1,n2", sys.executable, script])
+    assert (bare.returncode, bare.stdout) == (0, "2.0\n"), bare
     assert cluster.left_over(within_seconds=6) == {}
 
 

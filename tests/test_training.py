@@ -9,12 +9,15 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice, pairwise
 from pathlib import Path
 
@@ -42,9 +45,9 @@ from distrib.training import job as job_module
 from distrib.training.batches import every_nth, moved
 from distrib.training.epochs import Lessons
 from distrib.training.normalization import with_synchronized_batches
-from distrib.training.rendezvous import own_address
+from distrib.training.rendezvous import choose_interface, compare, own_address
 from distrib.training.shards import global_batches, share
-from distrib.training.world import find_device, find_world
+from distrib.training.world import World, _from_mpi, find_device, find_world
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -524,18 +527,39 @@ def test_a_normalization_that_does_more_is_not_replaced():
 # Who and where
 
 
-def test_worlds():
-    assert find_world({}).source == "alone"
+def test_worlds(capsys):
+    alone = World(rank=0, size=1, local_rank=0, local_size=1)
+    assert find_world({}) == alone
     inside_slurm = {"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
-    world = find_world({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **inside_slurm})
-    assert (world.rank, world.size, world.source) == (3, 4, "environment")
     plan = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    world = find_world(plan)
-    assert (world.rank, world.size, world.local_rank, world.local_size, world.source) == (3, 4, 1, 2, "environment")
-    assert not world.on_one_host
+    for environ in (plan, {**plan, **inside_slurm}):
+        assert find_world(environ) == World(rank=3, size=4, local_rank=1, local_size=2)
+        assert not find_world(environ).on_one_host
     for wrong in ({"RANK": "4"}, {"WORLD_SIZE": "x"}, {"LOCAL_RANK": "2"}):
         with pytest.raises(TrainingError):
             find_world({**plan, **wrong})
+    assert capsys.readouterr().err == ""
+    for rank in "01":  # of which one says what the others do, too
+        assert find_world({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": rank}) == alone
+        assert find_world({"PMI_SIZE": "2", "PMI_RANK": rank}) == alone
+    told = capsys.readouterr().err.splitlines()
+    assert [line.partition(", and each is a job of its own")[0] for line in told] == [
+        "distrib: note: srun started 8 processes",
+        "distrib: note: mpirun started 2 processes",
+    ]
+    with pytest.raises(TrainingError, match=r"MPI started 1 rank\(s\), but 8 were planned \(OMPI_COMM_WORLD_SIZE\)"):
+        _from_mpi(types.SimpleNamespace(rank=0, size=1), {"OMPI_COMM_WORLD_SIZE": "8"}, True)
+
+
+def test_ranks_of_which_some_see_no_gpu_do_not_wait_for_each_other():
+    store, hosts = torch.distributed.HashStore(), []
+    with ThreadPoolExecutor(2) as ranks:
+        for backends in (["gloo", "gloo"], ["gloo", "cpu:gloo,cuda:nccl"]):
+            calls = [ranks.submit(compare, store, rank, 2, backend) for rank, backend in enumerate(backends)]
+            hosts += [call.exception() or len({*call.result()}) for call in calls]
+            store = torch.distributed.HashStore()
+    assert hosts[:2] == [1, 1]
+    assert [str(error).partition(";")[0] for error in hosts[2:]] == ["rank 0 see no GPU, the others do"] * 2
 
 
 def test_devices(monkeypatch):
@@ -555,6 +579,23 @@ def test_addresses(monkeypatch):
     assert own_address(True) == "127.0.0.1"
     monkeypatch.setenv("DISTRIB_ADDRESS", "198.18.0.1")
     assert own_address(True) == "198.18.0.1"
+    monkeypatch.delenv("DISTRIB_ADDRESS")
+    cards = {"lo": ["127.0.0.1", "::1"], "eth0": ["fe80::1%eth0", "2001:db8::1"]}
+    addresses = {
+        name: [
+            types.SimpleNamespace(address=one, family=socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own
+        ]
+        for name, own in cards.items()
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(cards, types.SimpleNamespace(isup=True)))
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert own_address(False) == "2001:db8::1"
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # what is set in between goes with it
+    choose_interface(False, "localhost")  # by which no other host reaches this one
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0" and "NCCL_SOCKET_IFNAME" not in os.environ
 
 
 def test_importing_loads_neither_torch_nor_mpi():
@@ -819,6 +860,41 @@ def test_a_refusal_at_the_end_of_a_script_is_a_failure(tmp_path):
     result = run_ranks(2, script, "learn", DISTRIB_STRATEGY='{"mode": "local"}')
     assert result.returncode == 1 and "done" in result.stdout, result.stderr
     assert "distrib: rank 0: bias has learnt, but no prepared optimizer has it" in result.stderr
+
+
+def test_a_rank_that_cannot_end_its_last_round_has_failed(tmp_path):
+    script = tmp_path / "full.py"
+    script.write_text(
+        "import distrib, torch\n"
+        "job = distrib.init()\n"
+        "def settle():\n    raise torch.OutOfMemoryError('none left')\n"
+        "job._backend.settle = settle\n"
+    )
+    result = run_ranks(1, script)
+    assert result.returncode == 1 and "OutOfMemoryError: none left" in result.stderr, result.stderr
+
+
+@pytest.mark.parametrize("does", ["handles", "asks"])
+def test_what_a_script_does_after_its_job(tmp_path, does):
+    """It may handle an error of the job's block, and take its time, or go on with the MPI that it has started itself."""
+    script = tmp_path / "goes_on.py"
+    script.write_text(
+        "import sys, time\n"
+        "if 'asks' in sys.argv:\n    from mpi4py import MPI\n"
+        "import distrib\n"
+        "from distrib.training import leaving\n"
+        "leaving.FAILED_EXIT_SECONDS = 0.2\n"
+        "try:\n"
+        "    with distrib.init() as job:\n"
+        "        if 'handles' in sys.argv:\n"
+        "            raise KeyError('batch')\n"
+        "    print('the sum is', MPI.COMM_WORLD.allreduce(job.rank), flush=True)\n"
+        "except KeyError:\n"
+        "    time.sleep(0.6)\n"
+        "    print('saved', flush=True)\n"
+    )
+    result = run_ranks(2, script, does)
+    assert result.stdout.splitlines() == ["saved" if does == "handles" else "the sum is 1"] * 2, result.stderr
 
 
 def test_a_prepared_loader_that_one_rank_alone_reads_is_told_of(tmp_path):
@@ -1173,16 +1249,26 @@ def test_a_rank_that_fails_leaves_at_once(how, code, variables):
 
 
 def test_a_launcher_that_does_not_tell_the_place_on_the_host(tmp_path):
-    """As srun by itself: the ranks of a host find out who of them takes which GPU."""
+    """As srun by itself: the ranks of a host find out who of them takes which GPU, and how many they are."""
     script = tmp_path / "places.py"
     script.write_text(
-        "import os\nfor name in [n for n in os.environ if 'LOCAL' in n]:\n    del os.environ[name]\n"
+        "import os, sys\nfor name in [n for n in os.environ if 'LOCAL' in n and not sys.argv[1:]]:\n    del os.environ[name]\n"
         "import distrib\nwith distrib.init() as job:\n"
         "    print(job.rank, job.local_rank, job.local_world_size, flush=True)\n"
     )
     result = run_ranks(3, script)
     assert result.returncode == 0, result.stdout + result.stderr
     assert sorted(result.stdout.split("\n")[:-1]) == ["0 0 3", "1 1 3", "2 2 3"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meets = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, "told"], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), **meets, "RANK": rank, "LOCAL_RANK": rank},
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    assert [rank.communicate(timeout=200)[0] for rank in ranks] == ["0 0 2\n", "1 1 2\n"]
 
 
 def test_the_plan_and_mpi_must_agree(tmp_path):

@@ -36,7 +36,7 @@ class Ranks:
     def __init__(self, comm: Any, host: str, patience_seconds: float) -> None:
         self.world = World(
             rank=comm.rank, size=comm.size, local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), source="mpi", comm=comm,
+            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), comm=comm,
         )  # fmt: skip
         self._timeout = timedelta(seconds=patience_seconds)
         problem = ""

@@ -7,8 +7,10 @@ import multiprocessing
 import os
 import sys
 import time
+import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
@@ -92,9 +94,9 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         _refuse_readers()
         world = planned_world() if elastic else find_world(threads=strategy.backend == "horovod")
         device = find_device(world.local_rank)
-        backend = backend_for(strategy, world, device)
         if not elastic:
-            join(world, device, timedelta(seconds=timeout_seconds))
+            world = join(world, device, timedelta(seconds=timeout_seconds))
+        backend = backend_for(strategy, world, device)
         if world.size > 1:
             forking.make_safe()
         _job = Job(world, device, backend)
@@ -138,9 +140,11 @@ class Job:
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
         self.device = device
         self.closed = False
+        self._waits = False
+        """Whether it waits for the others at its end, or has done so in vain."""
         self._backend = backend
         self._elastic = backend if isinstance(backend, Asynchronous) else None
-        self._comm = world.comm
+        self._ends_mpi = world.ends_mpi
         run = copies.Run.from_environment(os.environ)
         self.restarts = run.restarts
         self._exchange = Exchange(world, self._elastic)
@@ -177,7 +181,7 @@ class Job:
                 device, self._status.measured, lambda: backend.waited_seconds, lambda: backend.is_steady,
                 by_tcp=bool(self._elastic),
             )  # fmt: skip
-        others = self.world_size > 1 or self._comm is not None
+        others = self.world_size > 1 or world.comm is not None
         self._watch = leaving.ExitWatch(self._at_exit) if others else None
         self._profiles = Profiles(device, os.environ, alone=world.size == 1)
 
@@ -606,11 +610,12 @@ class Job:
         self._forgotten.end()
         for steps in self._steps:
             steps.end()
-        self._end_watch()
+        if self._watch is not None:
+            self._watch.end()
         if dist.is_initialized():
             leaving.let_go_of_tensors()
             dist.destroy_process_group()
-        if self._comm is not None:
+        if self._ends_mpi:
             from mpi4py import MPI
 
             MPI.Finalize()
@@ -622,7 +627,8 @@ class Job:
         for steps in self._steps:
             steps.settle()  # ranks that have parted learn it here
         if not self._elastic:
-            meet_at_end(self._backend.world, tell=not self._status.is_read)
+            with self._waiting():
+                meet_at_end(self._backend.world, tell=not self._status.is_read)
         self._backend.settle()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # leaving NCCL may cut off what is still on its way
@@ -632,21 +638,31 @@ class Job:
             self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared, added_up=self._added_up)
             if self._drift:
                 self._drift.leave()
-            self.barrier()
+            with self._waiting():
+                self.barrier()
             self._forgotten.hear_what_was_read()
             if self._drift:
                 self._drift.hear_of_steps()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """What fails inside is that another rank is gone: this one has done its part."""
+        self._waits = True
+        yield
+        self._waits = False
 
     def _meet_before_gpu(self) -> None:
         """Sees to it that a rank which has gone a step further than the others learns it, before it waits for its GPU.
 
         That runs on past a collective which the others never come to, and would wait with it until NCCL's time is up.
         """
-        meet_at_end(self._backend.world, tell=not self._status.is_read)
+        with self._waiting():
+            meet_at_end(self._backend.world, tell=not self._status.is_read)
         if self._drift is None:
             return
         self._drift.leave()
-        self.barrier()
+        with self._waiting():
+            self.barrier()
         if parted := self._drift.parted():
             computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             computed.record(torch.cuda.current_stream(self.device))
@@ -672,7 +688,7 @@ class Job:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> None:
         if leaving.succeeded(error):
             self.close()
@@ -684,14 +700,10 @@ class Job:
         if not self.closed:
             self.closed = True
             self._forgotten.end()
-            self._end_watch()
+            if self._watch is not None:
+                self._watch.end(failed=self.world_size > 1)
             if self.world_size > 1:
-                leaving.no_later_than()
                 leaving.let_go_of_tensors()
-
-    def _end_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.end()
 
     def _at_exit(self, failed: bool) -> None:
         if failed:
@@ -702,7 +714,11 @@ class Job:
         except TrainingError as error:
             print(f"distrib: rank {self.rank}: {error}", file=sys.stderr, flush=True)
             leaving.fail()
-        except Exception as error:  # the script itself is done; whoever failed says so
+        except Exception as error:
+            if not self._waits:
+                traceback.print_exc()
+                leaving.fail()
+            # The script itself is done; whoever failed says so.
             print(f"distrib: rank {self.rank} could not wait for the other ranks: {error}", file=sys.stderr, flush=True)
 
     def _check_open(self) -> None:

@@ -27,7 +27,7 @@ class ExitWatch:
 
     def __init__(self, leave: Callable[[bool], None]) -> None:
         self._leave = leave
-        self._failed = False
+        self._failed = self._abandoned = False
         self._process = os.getpid()
         self._hook, self._exit = sys.excepthook, sys.exit
         self._own_hook, self._own_exit = self._on_exception, self._on_exit  # a bound method is made anew each time
@@ -40,9 +40,12 @@ class ExitWatch:
         script.update(dict.fromkeys(self._imported, self._own_exit))
         atexit.register(self._at_exit)
 
-    def end(self) -> None:
-        """Stops watching."""
-        atexit.unregister(self._at_exit)
+    def end(self, *, failed: bool = False) -> None:
+        """Stops watching. After one that `failed` Python may take `FAILED_EXIT_SECONDS` to end: from when it does so, as the
+        script may handle its error, and have much to do still."""
+        self._abandoned = failed
+        if not failed:
+            atexit.unregister(self._at_exit)
         if sys.excepthook == self._own_hook:
             sys.excepthook = self._hook
         if sys.exit == self._own_exit:
@@ -62,7 +65,10 @@ class ExitWatch:
 
     def _at_exit(self) -> None:
         if os.getpid() == self._process:  # not in a forked worker
-            self._leave(self._failed)
+            if not self._abandoned:
+                self._leave(self._failed)
+            if self._abandoned:
+                no_later_than()
 
 
 def succeeded(error: BaseException | None) -> bool:

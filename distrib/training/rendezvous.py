@@ -6,6 +6,9 @@ collides, and the store (which asks for no password) listens on that one address
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import ipaddress
 import os
 import socket
 import sys
@@ -15,10 +18,12 @@ from datetime import timedelta
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
+from distrib.training.gradients.neighbours import this_host
 from distrib.training.world import World
 
 NOTICE_SECONDS = 60.0
@@ -27,54 +32,60 @@ NOTICE_SECONDS = 60.0
 END_TAG = 0x656E64
 """Of the messages by which ranks part; collectives have tags of their own."""
 
+PARTING_SECONDS = 10.0
+"""How long the rank that has the store waits for those who are to read there why all end."""
+
 TAKES_SOCKETS = torch.__version__ >= "2.8"
 """Whether the store that torch prefers takes a socket that listens already (pytorch pull request 150215); its older one does."""
 
 
-def join(world: World, device: torch.device, timeout: timedelta) -> None:
+def join(world: World, device: torch.device, timeout: timedelta) -> World:
     """Makes torch's default process group of all ranks of `world`; a rank that is alone needs none.
 
+    Returns `world`, with the ranks of this host counted where nobody has told how many they are.
     On GPUs tensors travel by NCCL, and what lies in host memory by Gloo; on CPU hosts all travels by Gloo.
     Raises TrainingError, on every rank, when rank 0 has no address to listen on, or only some have GPUs.
     """
     if world.size == 1:
-        return
+        return world
     if dist.is_initialized():
         raise TrainingError(
             "torch.distributed is initialized already", hint="call distrib.init() instead of init_process_group()"
         )
-    choose_interface(world.on_one_host)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    device_id = device if "nccl" in backend else None
-    if world.comm is not None:
-        store = _meet(world, timeout)
-        _check_devices(world, backend)
-        dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
-        )
-        _unbind()
-        return
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise TrainingError(
-            f"{' and '.join(missing)} not set for a job of {world.size} ranks",
-            hint="start the script with distrib-launch or torchrun",
-        )
+    store, address = _meet_by_variables(world, timeout) if world.comm is None else _meet(world, timeout)
+    hosts = compare(store, world.rank, world.size, backend)
+    if not world.local_size:
+        world = dataclasses.replace(world, local_size=hosts.count(hosts[world.rank]))
+    choose_interface(world.on_one_host, address)
     dist.init_process_group(
-        backend, init_method="env://", rank=world.rank, world_size=world.size, timeout=timeout, device_id=device_id
-    )
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout,
+        device_id=device if "nccl" in backend else None,
+    )  # fmt: skip
     _unbind()
+    return world
 
 
-def _check_devices(world: World, backend: str) -> None:
-    """Raises TrainingError where ranks would connect by different backends: the one would wait for the other until its time is up."""
-    backends: list[str] = world.comm.allgather(backend)
-    if len(set(backends)) > 1:
-        without = [str(rank) for rank, other in enumerate(backends) if "nccl" not in other]
+def compare(store: Store, rank: int, size: int, backend: str) -> list[str]:
+    """The host of every rank, in words. Every rank.
+
+    Raises TrainingError where they would connect by different backends: the one would wait for the other until its time is up.
+    """
+    keys = [f"distrib/join/{each}" for each in range(size)]
+    store.set(keys[rank], f"{backend} {this_host()}")
+    told = [word.decode().split(" ", 1) for word in store.multi_get(keys)]
+    without = [str(each) for each, (other, _) in enumerate(told) if "nccl" not in other]
+    if 0 < len(without) < size:
+        heard = [f"{key}/heard" for key in keys]
+        with contextlib.suppress(RuntimeError):  # some are gone, with what they were to be told
+            store.set(heard[rank], "")
+            if rank == 0:  # the store may be its own, and ends with it
+                store.wait(heard, timedelta(seconds=PARTING_SECONDS))
         raise TrainingError(
             f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, the others do",
             hint="use hosts that are alike, see to the drivers there (distrib-topo check), or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
         )
+    return [host for _, host in told]
 
 
 def _unbind() -> None:
@@ -120,20 +131,52 @@ def timeout_of_job() -> timedelta:
     return timeout
 
 
-def choose_interface(on_one_host: bool) -> None:
+def choose_interface(on_one_host: bool, first: str) -> None:
     """Names to Gloo and NCCL the network interface that has DISTRIB_ADDRESS, unless the user named one.
 
-    Ranks of one host without that address talk over the loopback interface, whatever the host's name resolves to.
+    Ranks of one host without that address talk over the loopback interface, whatever the host's name resolves to. On several
+    hosts Gloo takes what the host's name stands for; where that is loopback, as on Debian, it is named the interface that leads
+    to `first`, the address of rank 0's host.
     """
     address = os.environ.get("DISTRIB_ADDRESS") or ("127.0.0.1" if on_one_host else "")
-    name = interface_of(address) if address else None
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
+    if address:
+        name = interface_of(address)
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
+        return
+    named = _addresses_of_name()
+    if not named or named[0].is_loopback:
+        with contextlib.suppress(OSError, TrainingError):  # Gloo tells what it cannot do
+            name = interface_of(_own_end(first))
+            if name is not None:
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _meet(world: World, timeout: timedelta) -> TCPStore:
-    """The store of the job, from its address that MPI broadcasts; what fails on rank 0 fails everywhere."""
+def _own_end(other: str) -> str:
+    """The address of this host from which packets go to the host `other`."""
+    family, kind, _, _, target = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(target)  # sends nothing
+        address = str(way.getsockname()[0])
+    return own_address(False) if ipaddress.ip_address(address.split("%")[0]).is_loopback else address
+
+
+def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
+    """The store of the job and the host that it is on, as MASTER_ADDR and MASTER_PORT tell."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise TrainingError(
+            f"{' and '.join(missing)} not set for a job of {world.size} ranks",
+            hint="start the script with distrib-launch or torchrun",
+        )
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    store.set_timeout(timeout)
+    return store, os.environ["MASTER_ADDR"]
+
+
+def _meet(world: World, timeout: timedelta) -> tuple[Store, str]:
+    """The store of the job and its address, which MPI broadcasts; what fails on rank 0 fails everywhere."""
     store: TCPStore | None = None
     address, port, problem = "", 0, ""
     if world.rank == 0:
@@ -157,31 +200,40 @@ def _meet(world: World, timeout: timedelta) -> TCPStore:
     address, port, problem = world.comm.bcast((address, port, problem), root=0)
     if problem:
         raise TrainingError(problem, hint="set DISTRIB_ADDRESS to an address of rank 0's host that the others reach")
-    return store or TCPStore(address, port, world.size, False, timeout=timeout, wait_for_workers=False)
+    return store or TCPStore(address, port, world.size, False, timeout=timeout, wait_for_workers=False), address
 
 
 def own_address(on_one_host: bool) -> str:
     """The address by which the other ranks reach this host.
 
     DISTRIB_ADDRESS where it is set; else loopback for a job on one host; else what the hostname stands for,
-    or the first other IPv4 address of an interface that is up where that is loopback, as on Debian.
+    or the first other address of an interface that is up where that is loopback, as on Debian. IPv4 goes first.
     """
     if address := os.environ.get("DISTRIB_ADDRESS"):
         return address
     if on_one_host:
         return "127.0.0.1"
-    try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = ""
-    if address and not address.startswith("127."):
-        return address
     up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            if name in up and entry.family == socket.AF_INET and not entry.address.startswith("127."):
-                return entry.address
+    of_cards = [
+        ipaddress.ip_address(entry.address.split("%")[0])
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    for addresses in (_addresses_of_name(), of_cards):
+        for each in sorted(addresses, key=lambda one: (one.is_link_local, one.version)):
+            if not (each.is_loopback or (each.is_link_local and each.version == 6)):  # which need their card named
+                return str(each)
     raise TrainingError(
         f"{socket.gethostname()} has no address but loopback",
         hint="bring a network up, or set DISTRIB_ADDRESS to one that the other hosts reach",
     )
+
+
+def _addresses_of_name() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """What the name of this host stands for, the likeliest first."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in found]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -14,14 +15,17 @@ from distrib.errors import TrainingError
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among all of the job's. `comm` is MPI's world where MPI started it, else None."""
+    """This process among all of the job's. `local_size` is 0 where nobody has told it: `join` counts.
+
+    `comm` is MPI's world where MPI started it, else None; `ends_mpi`: leaving MPI is this library's to do.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    source: Literal["mpi", "environment", "alone"]
     comm: Any = None
+    ends_mpi: bool = False
 
     @property
     def on_one_host(self) -> bool:
@@ -41,7 +45,7 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
         return planned_world(environ)  # torchrun's, which MPI or Slurm may have started: its variables are still there
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
         try:
-            comm = _start_mpi(threads)
+            comm, started = _start_mpi(threads)
         except (ImportError, RuntimeError) as error:
             if not planned:
                 raise TrainingError(
@@ -49,23 +53,43 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
                     hint="install mpi4py for the MPI that is used, or start the script with distrib-launch",
                 ) from error
         else:
-            return _from_mpi(comm, environ)
+            return _from_mpi(comm, environ, started)
     if planned:
         return planned_world(environ)
-    return World(rank=0, size=1, local_rank=0, local_size=1, source="alone")
+    _note_others(environ)
+    return World(rank=0, size=1, local_rank=0, local_size=1)
+
+
+def _note_others(environ: Mapping[str, str]) -> None:
+    """Says so where a launcher has started several of these and told none of the others: they may be meant to train apart."""
+    for by, size, rank in (("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("mpirun", "PMI_SIZE", "PMI_RANK")):
+        count = environ.get(size, "")
+        if count.isdecimal() and int(count) > 1 and environ.get(rank) == "0":
+            print(
+                f"distrib: note: {by} started {count} processes, and each is a job of its own, of one rank: for one job of them "
+                "use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI",
+                file=sys.stderr,
+                flush=True,
+            )
+            return
 
 
 def planned_world(environ: Mapping[str, str] | None = None) -> World:
     """The world as the variables that torchrun and `distrib-launch` set tell it. Raises TrainingError when they are broken."""
     environ = os.environ if environ is None else environ
-    size, local_size = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
-    rank, local_rank = _integer(environ, "RANK"), _integer(environ, "LOCAL_RANK", 0)
-    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+    rank, size, local_rank = (
+        _integer(environ, "RANK"),
+        _integer(environ, "WORLD_SIZE"),
+        _integer(environ, "LOCAL_RANK", 0),
+    )
+    local_size = _integer(environ, "LOCAL_WORLD_SIZE", 0)
+    if not (0 <= rank < size and 0 <= local_rank < (local_size or size) <= size):
+        told = f" LOCAL_WORLD_SIZE={local_size}" if "LOCAL_WORLD_SIZE" in environ else ""
         raise TrainingError(
-            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank} LOCAL_WORLD_SIZE={local_size} cannot all be true",
+            f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank}{told} cannot all be true",
             hint="start the script with distrib-launch or torchrun",
         )
-    return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, source="environment")
+    return World(rank=rank, size=size, local_rank=local_rank, local_size=1 if size == 1 else local_size)
 
 
 def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> torch.device:
@@ -108,24 +132,27 @@ def _why_no_cuda() -> str:
     return ""
 
 
-def _start_mpi(threads: bool) -> Any:
-    """MPI's world, with MPI started. Leaving MPI is ours to do: after a failure its Finalize can hang."""
+def _start_mpi(threads: bool) -> tuple[Any, bool]:
+    """MPI's world, and whether MPI was started here. Then leaving it is ours to do: after a failure its Finalize can hang."""
     import mpi4py
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
     from mpi4py import MPI
 
-    if not MPI.Is_initialized():
+    starts = not MPI.Is_initialized()
+    if starts:
         MPI.Init_thread(MPI.THREAD_MULTIPLE if threads else MPI.THREAD_SERIALIZED)
-    return MPI.COMM_WORLD
+    return MPI.COMM_WORLD, starts
 
 
-def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
-    planned_size = _integer(environ, "WORLD_SIZE", comm.size)
+def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
+    # Of another MPI than that of mpirun, each process would be a world of its own.
+    planned_size = _first_integer(environ, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=comm.size)
     if planned_size != comm.size:
+        name = "WORLD_SIZE" if "WORLD_SIZE" in environ else "OMPI_COMM_WORLD_SIZE"
         raise TrainingError(
-            f"MPI started {comm.size} rank(s), but {planned_size} were planned (WORLD_SIZE)",
+            f"MPI started {comm.size} rank(s), but {planned_size} were planned ({name})",
             hint="the MPI of mpi4py must be the one whose mpirun started the job",
         )
     planned_rank = _integer(environ, "RANK", comm.rank)
@@ -141,7 +168,7 @@ def _from_mpi(comm: Any, environ: Mapping[str, str]) -> World:
         local_rank = place if local_rank < 0 else local_rank
         local_size = count if local_size < 0 else local_size
     return World(
-        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, source="mpi", comm=comm,
+        rank=comm.rank, size=comm.size, local_rank=local_rank, local_size=local_size, comm=comm, ends_mpi=started,
     )  # fmt: skip
 
 
