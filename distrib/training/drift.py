@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -11,9 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.errors import TrainingError
+from distrib.training import words
 from distrib.training.alike import common, in_parts
 from distrib.training.world import World
 from distrib.training.wrapped import in_join
@@ -85,30 +84,20 @@ class Drift:
             own = [_Digest.of_rate(name, rate) for name, rate in self._rates()]
             own += [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
             if self._world.rank:
-                self._write(steps, own)
+                numbers = [number for digest in own for number in (digest.sum, digest.norm)]
+                words.leave(f"drift/{steps}", self._world.rank, " ".join(map(str, numbers)))
             else:
                 self._asked[steps] = own
         self.hear()
-
-    def _write(self, steps: int, own: Sequence[_Digest]) -> None:
-        key, numbers = _key(steps, self._world.rank), [number for digest in own for number in (digest.sum, digest.norm)]
-        with contextlib.suppress(RuntimeError, ValueError):  # rank 0 is gone, which others tell
-            store = _get_default_store()
-            store.set(key, " ".join(map(str, numbers)))
-            store.check([key])  # is answered when the store has it, as set() is not
 
     def hear(self) -> None:
         """Rank 0 compares with what the others have written meanwhile."""
         ranks = range(1, self._world.size)
         for steps, own in [*self._asked.items()]:
-            keys = [_key(steps, rank) for rank in ranks]
-            with contextlib.suppress(RuntimeError, ValueError):
-                store = _get_default_store()
-                if not store.check(keys):
-                    continue
+            if left := words.all_left(f"drift/{steps}", ranks):
                 del self._asked[steps]
-                for rank, key in zip(ranks, keys, strict=True):
-                    self._compare(steps, own, rank, [float(word) for word in store.get(key).split()])
+                for rank, text in zip(ranks, left, strict=True):
+                    self._compare(steps, own, rank, [float(number) for number in text.split()])
 
     def _compare(self, steps: int, own: Sequence[_Digest], rank: int, numbers: Sequence[float]) -> None:
         for digest, sum_, norm in zip(own, numbers[::2], numbers[1::2], strict=False):
@@ -119,11 +108,8 @@ class Drift:
 
     def leave(self) -> None:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
-        with contextlib.suppress(RuntimeError, ValueError):
-            store = _get_default_store()
-            rates = [repr(rate) for _, rate in self._rates()]
-            store.set(_key("all", self._world.rank), " ".join([str(self._steps), *rates]))
-            store.check([_key("all", self._world.rank)])
+        rates = [repr(rate) for _, rate in self._rates()]
+        words.leave("drift/all", self._world.rank, " ".join([str(self._steps), *rates]))
 
     def parted(self) -> str:
         """Which rank has taken more steps than another, in words; empty where none has. To be called after all have left."""
@@ -149,16 +135,7 @@ class Drift:
 
     def _all_left(self) -> list[list[str]]:
         """What each rank has left behind, in their order; nothing where it cannot be had."""
-        with contextlib.suppress(RuntimeError, ValueError):
-            store = _get_default_store()
-            keys = [_key("all", rank) for rank in range(self._world.size)]
-            if store.check(keys):
-                return [store.get(key).decode().split() for key in keys]
-        return []
-
-
-def _key(steps: int | str, rank: int) -> str:
-    return f"distrib/drift/{steps}/{rank}"
+        return [text.split() for text in words.all_left("drift/all", range(self._world.size))]
 
 
 class _Digest(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
+from distrib.training import words
 from distrib.training.backend import Backend
 from distrib.training.datasets import CHOOSE_ALIKE
 from distrib.training.steps import Steps
@@ -35,10 +35,6 @@ _ADDED_UP = {False: "-", True: "+"}
 _INSTALLED = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/")
 _OTHER_WAYS = re.compile(r"distributed|mpi4py|horovod|torchmetrics|accelerate")
 """Words of a script that may add up over ranks by itself."""
-
-
-def _key(rank: int) -> str:
-    return f"distrib/read/{rank}"
 
 
 @functools.cache  # there may be ten million objects, of few kinds
@@ -198,11 +194,8 @@ class Forgotten:
         world = self._backend.world
         if world.size == 1:
             return
-        key, states = _key(world.rank), "".join(_READ[read.get(number)] for number in range(loaders))
-        with contextlib.suppress(RuntimeError):  # rank 0 is gone, which the barrier tells
-            store = _get_default_store()
-            store.set(key, _ADDED_UP[added_up] + states)
-            store.check([key])  # is answered when the store has it, as set() is not
+        states = "".join(_READ[read.get(number)] for number in range(loaders))
+        words.leave("read", world.rank, _ADDED_UP[added_up] + states)
 
     def hear_what_was_read(self) -> None:
         """Says what came of loaders that ranks read without a step, each to the end of its share.
@@ -212,13 +205,8 @@ class Forgotten:
         world = self._backend.world
         if world.rank or world.size == 1:
             return
-        keys = [_key(rank) for rank in range(world.size)]
-        words: list[str] = []
-        with contextlib.suppress(RuntimeError):  # no note is worth a job that has ended well
-            store = _get_default_store()
-            if store.check(keys):
-                words = [store.get(key).decode() for key in keys]
-        of_loaders = [*zip(*(word[1:] for word in words), strict=False)]
+        left = words.all_left("read", range(world.size))
+        of_loaders = [*zip(*(text[1:] for text in left), strict=False)]
         told = {
             tuple(r for r, state in enumerate(states) if state == _READ[True])
             for states in of_loaders
@@ -232,7 +220,7 @@ class Forgotten:
             )
         # Where no optimizer was prepared, a step of the script's own may have learnt from it.
         evaluated = bool(self._steps) and any(set(states) == {_READ[True]} for states in of_loaders)
-        if evaluated and not any(word.startswith(_ADDED_UP[True]) for word in words) and not _meets_by_itself():
+        if evaluated and not any(text.startswith(_ADDED_UP[True]) for text in left) and not _meets_by_itself():
             self._note(
                 f"every rank read its share of a DataLoader that was given to job.prepare, without a step, and nothing was added up: "
                 f"what a rank measured there is of its share only, one of {world.size}; add up with job.all_reduce"
