@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,34 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
 
+T = TypeVar("T")
+
 IS_MEAN = "distrib_is_mean"
 """The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
 
 
+def gathered(own: T) -> list[T]:
+    """What every rank has given, in the order of ranks. Every rank."""
+    all_: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_, own)
+    return all_
+
+
+def gathered_if_other(own: T) -> list[T]:
+    """What every rank has given, where one has given something else than another by its `repr`; else nothing. Every rank.
+
+    Digests travel first, as it is much and mostly alike.
+    """
+    digests = gathered(hashlib.sha256(repr(own).encode()).hexdigest())
+    return gathered(own) if len(set(digests)) > 1 else []
+
+
 def check_alike(things: Sequence[Any]) -> None:
     """Raises TrainingError, on every rank, where one prepares other things than rank 0, or another model. Every rank."""
-    own = [_described(thing) for thing in things]
-    digest = hashlib.sha256(repr(own).encode()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    if len(set(digests)) == 1:
+    all_ = gathered_if_other([_described(thing) for thing in things])
+    if not all_:
         return
-    all_: list[list[list[str]]] = [[] for _ in digests]
-    dist.all_gather_object(all_, own)
-    other = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    other = next(rank for rank, found in enumerate(all_) if found != all_[0])
     raise TrainingError(
         f"rank {other} prepares something else than rank 0: {_difference(all_[0], all_[other])}",
         hint="every rank must make the same model and prepare the same things in the same order",
@@ -51,9 +64,7 @@ def common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def differ(own: Sequence[str]) -> list[bool]:
     """Of each word, whether two ranks have different ones; those that have none do not count. Every rank."""
-    all_: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, list(own))
-    return [len(set(filter(None, words))) > 1 for words in zip(*all_, strict=True)]
+    return [len(set(filter(None, words))) > 1 for words in zip(*gathered(list(own)), strict=True)]
 
 
 def total(parameter: torch.Tensor) -> torch.Tensor:
@@ -70,13 +81,6 @@ def digest_of(batch: Any) -> str:
     except (RuntimeError, NotImplementedError, TypeError):
         return ""
     return digest.hexdigest()
-
-
-def gather_numbers(own: list[float]) -> list[list[float]]:
-    """The numbers of all ranks, in the order of ranks. Every rank."""
-    all_: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, own)
-    return all_
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

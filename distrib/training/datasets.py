@@ -7,7 +7,6 @@ order, some samples are read twice, others never, and what was put aside for val
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -16,11 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from distrib.errors import TrainingError
-from distrib.training.alike import digest_of
+from distrib.training.alike import digest_of, gathered_if_other
 
 _LOOKED_AT = 32
 """Samples that are compared, spread over the dataset; and parts of one that is put together, and numbers of a sample."""
@@ -40,13 +38,7 @@ def check_same_data(things: Sequence[Any]) -> str:
     loaders = [one for one in things if isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)]
     if not loaders:
         return ""
-    own = [words_of(loader.dataset) for loader in loaders]
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, hashlib.sha256(repr(own).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return ""
-    all_: list[list[dict[str, str]]] = [[] for _ in digests]
-    dist.all_gather_object(all_, own)
+    all_ = gathered_if_other([words_of(loader.dataset) for loader in loaders])
     differing = [
         (not place.endswith(_CHOSEN), rank, number, place)
         for rank, others in enumerate(all_)

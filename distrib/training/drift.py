@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distrib.errors import TrainingError
 from distrib.training import words
-from distrib.training.alike import common, in_parts
+from distrib.training.alike import common, gathered, in_parts
 from distrib.training.world import World
 from distrib.training.wrapped import in_join
 
@@ -46,8 +45,7 @@ def check_same_values(models: Sequence[nn.Module]) -> None:
     own = [_Digest.of(name, values).no_more_than_rounding() for model in models for name, values in common(model)]
     if not own:
         return
-    all_: list[list[tuple[float, float]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(all_, [(digest.sum, digest.norm) for digest in own])
+    all_ = gathered([(digest.sum, digest.norm) for digest in own])
     for rank, found in enumerate(all_):
         for digest, first, other in zip(own, all_[0], found, strict=False):
             if digest._replace(sum=first[0], norm=first[1]).is_far_from(*other):

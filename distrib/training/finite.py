@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
+from distrib.training.alike import gathered
 
 OnNan = Literal["raise", "skip", "ignore"]
 WITNESSES = 16
@@ -135,9 +136,7 @@ class Finite:
         mine = not all(bool(_reals(gradient).isfinite().all()) for gradient in witnesses)
         if alone or not self._together:
             return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
-        all_ = [False] * dist.get_world_size()
-        dist.all_gather_object(all_, mine)
-        ranks = [str(rank) for rank, has_some in enumerate(all_) if has_some]
+        ranks = [str(rank) for rank, has_some in enumerate(gathered(mine)) if has_some]
         if not ranks:
             return ", on a rank that cannot be told" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"

@@ -45,7 +45,7 @@ from distrib.training.saving import Checkpoints
 from distrib.training.steps import Steps, follow_scaler
 from distrib.training.synchronous import unwrapped, without
 from distrib.training.telemetry import StatusPipe
-from distrib.training.world import World, find_device, find_world, planned_world
+from distrib.training.world import find_device, find_world, planned_world
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         backend = backend_for(strategy, world, device)
         if world.size > 1:
             forking.make_safe()
-        _job = Job(world, device, backend)
+        _job = Job(backend)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -135,7 +135,8 @@ class Job:
     restarts: int
     """How often the launcher has started the whole job again (`--max-restarts`)."""
 
-    def __init__(self, world: World, device: torch.device, backend: Backend) -> None:
+    def __init__(self, backend: Backend) -> None:
+        world, device = backend.world, backend.device
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
         self.device = device
@@ -148,7 +149,7 @@ class Job:
         run = copies.Run.from_environment(os.environ)
         self.restarts = run.restarts
         self._exchange = Exchange(world, self._elastic)
-        self._checkpoints = Checkpoints(run, backend, device, self._exchange, elastic=bool(self._elastic))
+        self._checkpoints = Checkpoints(run, backend, self._exchange, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
         self._later: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distrib.training.alike import differ, gather_numbers
+from distrib.training.alike import differ, gathered
 from distrib.training.backend import Backend
 from distrib.training.balance import Balance
 from distrib.training.batches import ShardedLoader
@@ -73,7 +73,7 @@ class Loaders:
         balance = None
         if self._backend.strategy.balance and self._world.size > 1:
             balance = Balance(
-                gather=gather_numbers, parameters=lambda: [p for model in self._models() for p in model.parameters()]
+                gather=gathered, parameters=lambda: [p for model in self._models() for p in model.parameters()]
             )
         sharded = ShardedLoader(
             loader,
@@ -104,7 +104,7 @@ class Loaders:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
         self.begun = True
         if self._world.size > 1 and not self._elastic:
-            seeds = gather_numbers([self._seed, torch.initial_seed()])
+            seeds = gathered([self._seed, torch.initial_seed()])
             # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
             self._noted |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
             differing = differ([loader.first_read for loader in self._compared]) if self._compared else []

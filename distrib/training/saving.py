@@ -13,11 +13,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from distrib.training import checkpoint, copies
+from distrib.training.alike import gathered
 from distrib.training.backend import Backend
 from distrib.training.batches import moved
 from distrib.training.exchange import Exchange
@@ -26,10 +25,8 @@ from distrib.training.exchange import Exchange
 class Checkpoints:
     """Those that a job writes and reads. `elastic`: ranks may come and go."""
 
-    def __init__(
-        self, run: copies.Run, backend: Backend, device: torch.device, exchange: Exchange, *, elastic: bool
-    ) -> None:
-        self._run, self._backend, self._world, self._device = run, backend, backend.world, device
+    def __init__(self, run: copies.Run, backend: Backend, exchange: Exchange, *, elastic: bool) -> None:
+        self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
 
@@ -81,6 +78,4 @@ class Checkpoints:
         """The rank that sees the newest checkpoint. Every rank."""
         if self._elastic or self._world.size == 1:
             return 0
-        stamps: list[copies.Stamp | None] = [None] * self._world.size
-        dist.all_gather_object(stamps, copies.stamp_of(path))
-        return copies.newest(stamps, self._run)
+        return copies.newest(gathered(copies.stamp_of(path)), self._run)

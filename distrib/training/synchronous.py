@@ -17,6 +17,7 @@ from distrib.bandwidth.buckets import plain_bytes
 from distrib.bandwidth.pieces import FINE_BYTES, FINE_PARTS, left_to_ddp
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
+from distrib.training.alike import gathered
 from distrib.training.flat import broadcast
 from distrib.training.gradients import sparse
 from distrib.training.gradients.hook import Averaging, GpuAveraging, GpuLowRank, attach
@@ -32,14 +33,13 @@ def synchronous(
     ranks: int,
     *,
     find_unused_parameters: bool,
-    strategy: Strategy | None = None,
+    strategy: Strategy,
 ) -> nn.Module:
     """`model` on `device`, in torch's DistributedDataParallel where there are other ranks to agree with.
 
     Every rank begins with the parameters of rank 0, also of a model that learns nothing. How gradients are averaged
     is the strategy's: on GPUs NCCL does it alone unless fewer bytes are asked for.
     """
-    strategy = strategy or Strategy()
     model = model.to(device)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if ranks == 1:
@@ -112,8 +112,7 @@ def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | N
 
 def _each_on_a_host_of_its_own() -> bool:
     """Asked by all ranks at once."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, this_host())
+    names = gathered(this_host())
     return len(set(names)) == len(names)
 
 

@@ -276,6 +276,10 @@ class PowerSgd:
         for errors in self.state.error_dict.values():
             errors *= factor
 
+    def forget(self) -> None:
+        """What was put aside is of no use any more."""
+        self.state.error_dict.clear()
+
     def _dust_for(self, index: int, start: torch.Tensor) -> torch.Tensor:
         """Random numbers, the same on every rank, with which what has become nothing begins anew."""
         if index not in self._dust:
@@ -327,7 +331,7 @@ class LowRank(Way):
 
     def forget(self) -> None:
         if self._hook is not None:
-            self._hook.state.error_dict.clear()
+            self._hook.forget()
 
     def sent_bytes(self, elements: int, element_bytes: int, hosts: int, origin: Origin | None) -> int:
         assert origin is not None

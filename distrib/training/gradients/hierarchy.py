@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from distrib.bandwidth.buckets import Wire, evenly
+from distrib.training.alike import gathered
 from distrib.training.gradients.compression import Way
 from distrib.training.gradients.engine import COUNTERS, Engine, Lane, Piece
 from distrib.training.gradients.neighbours import Doorway, Neighbours, this_host
@@ -45,16 +45,14 @@ class Hierarchy:
     """
 
     def __init__(self, size_bytes: int, way: Way, *, flat: bool, hosts: Sequence[Hashable] | None = None) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
         doorway = Doorway()
-        cards: list[Any] = [None] * world
-        dist.all_gather_object(cards, (rank if flat else hosts[rank] if hosts else this_host(), doorway.name))
+        cards = gathered((rank if flat else hosts[rank] if hosts else this_host(), doorway.name))
         members = hosts_of([card[0] for card in cards])
         mine = next(host for host in members if rank in host)
         lanes = lanes_of(members)
         self._size_bytes = size_bytes
         self.hosts, self.local_size = len(members), len(mine)
-        self.lanes = len(lanes)
         peers = doorway.meet([cards[other][1] for other in mine], mine.index(rank), MEETING_SECONDS)
         alone = self.local_size == 1
         self._neighbours = Neighbours(

@@ -46,7 +46,6 @@ class Hook:
 
     def forget(self) -> None:
         """What was put aside of gradients is of no use any more. Every rank, between steps."""
-        return
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -296,7 +295,7 @@ class GpuLowRank(Hook):
         return not self._hook.is_exact
 
     def forget(self) -> None:
-        self._hook.state.error_dict.clear()
+        self._hook.forget()
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0 and (growth := self.units.growth()) is not None:
