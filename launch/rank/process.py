@@ -431,9 +431,10 @@ class Rank:
             os.close(descriptor)  # the others belong to the child's object
 
     def _signal_child(self, number: int) -> None:
+        """The script alone, whose loader's workers would die of it, or run the handler that they inherited; SIGKILL is for all."""
         if self.child and self.child.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, number)
+                (os.killpg if number == signal.SIGKILL else os.kill)(self.child.pid, number)
 
     def _tell_stack(self, printed: bytes) -> None:
         if self.channel.ready and not self.channel.closed and not self.is_away:
