@@ -337,3 +337,20 @@ def test_a_job_that_is_stopped_while_daemons_start_leaves_none(make_cluster, tmp
     assert "waiting for daemons that are being started" in err
     assert cluster.left_over(within_seconds=10) == {}
     assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"
+
+
+def test_who_stops_a_job_while_hosts_are_asked_why_it_did_not_start_does_not_wait(make_cluster, tmp_path):
+    cluster = make_cluster(2)
+    ssh, asked = tmp_path / "ssh", tmp_path / "asked"
+    ssh.write_text(f"#!/bin/sh\ntouch {asked}\nexec sleep 60\n")
+    ssh.chmod(0o755)
+    (tmp_path / "mpirun").symlink_to("/bin/false")
+    options = ["--run-dir", "run", "--ssh-command", ssh, "--mpirun", "./mpirun", "--no-check"]
+    process = cluster.popen("n1", [LAUNCH, "-H", "n2", *options, JOB], cwd=tmp_path)
+    deadline = time.monotonic() + 20
+    while not asked.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "error: interrupted" in err, err
+    assert json.loads((tmp_path / "run/result.json").read_text())["status"] == "stopped"

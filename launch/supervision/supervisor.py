@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from distrib_launch import engines, results, signals
 from distrib_launch.console import Console
@@ -53,6 +53,14 @@ DEAD_CONNECTION_SECONDS = 30.0
 
 
 INPUT_PIECE_BYTES = 1 << 20
+
+
+class _NotStarted(Exception):
+    """Ranks of `hosts` have not called back, and nothing that was said tells why; `error` is told where the hosts do not either."""
+
+    def __init__(self, hosts: list[str], error: LaunchError) -> None:
+        super().__init__(hosts, error)
+        self.hosts, self.error = hosts, error
 
 
 class Supervisor:
@@ -117,22 +125,29 @@ class Supervisor:
 
     def run(self) -> results.Result:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
-        entrance: door.Door | None = None
-        with contextlib.closing(self.selector), signals.heard(self.selector, numbers, self._hear_signal):
-            try:
-                entrance = self._listen()
-                self.engine = self._start_engine(entrance)
-                self._watch(self.engine, entrance)
-            finally:
-                self._say_goodbye()
-                self.progress.close()
-                if entrance:
-                    entrance.close()
-                for state in self.ranks:
-                    state.close_files()
-                    if state.channel:
-                        state.channel.close()
+        try:
+            with contextlib.closing(self.selector), signals.heard(self.selector, numbers, self._hear_signal):
+                self._run()
+        except _NotStarted as failed:  # hosts are asked where a signal interrupts that
+            if not self.interrupts:
+                raise survey.diagnose(self.plan, failed.hosts, self.console.say) or failed.error from None
         return self._result()
+
+    def _run(self) -> None:
+        entrance: door.Door | None = None
+        try:
+            entrance = self._listen()
+            self.engine = self._start_engine(entrance)
+            self._watch(self.engine, entrance)
+        finally:
+            self._say_goodbye()
+            self.progress.close()
+            if entrance:
+                entrance.close()
+            for state in self.ranks:
+                state.close_files()
+                if state.channel:
+                    state.channel.close()
 
     def _listen(self) -> door.Door:
         """Listen on the addresses by which the hosts reach this machine, and on no others."""
@@ -561,7 +576,7 @@ class Supervisor:
                 self._send(state, Kind.STOP, order)
         self.stop_deadline = time.monotonic() + grace_seconds + 3.0
 
-    def _start_failed(self, engine: EngineProcess, what: str) -> None:
+    def _start_failed(self, engine: EngineProcess, what: str) -> NoReturn:
         missing = [state for state in self.ranks if state.channel is None]
         missing = [state for state in missing if not state.hello] or missing  # not those that the engine took along
         hosts = list(dict.fromkeys(state.plan.host for state in missing))
@@ -569,16 +584,12 @@ class Supervisor:
         words = engine.words.strip()
         if explained := self.runtime.explain(words):
             raise LaunchError(explained[0], hint=explained[1])
-        problem = None
-        if not self.is_local:
-            problem = survey.diagnose(self.plan, hosts, self.console.say)
-        if problem:
-            raise problem
-        raise LaunchError(
+        failed = LaunchError(
             f"the job did not start: {what} ({len(missing)} of {len(self.ranks)} missing, on {name_hosts(hosts)})"
             + (f"\n{words}" if words else ""),
             hint=f"the engine's own words are in {engine.log}",
         )
+        raise failed if self.is_local else _NotStarted(hosts, failed)
 
     def _engine_lost(self, engine: EngineProcess, code: int) -> None:
         """The engine ended under its ranks; without it MPI is broken, so the job ends too, unless it does without MPI."""
