@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import os
 import re
+import select
 import sys
 import threading
 import time
@@ -146,6 +147,7 @@ class Console:
         key = (rank, descriptor)
         data = self._partial.pop(key, b"") + data
         whole, newline, rest = data.rpartition(b"\n")
+        rest = rest[max(0, rest.rstrip(b"\r").rfind(b"\r")) :]  # of a progress bar's states the last one is ever shown
         if len(rest) > self._line_limit_bytes:
             whole, newline, rest = data, b"\n", b""
         if rest:
@@ -255,7 +257,10 @@ class Console:
                     continue
                 left = memoryview(data)
                 while left:
-                    left = left[os.write(descriptor, left) :]
+                    try:
+                        left = left[os.write(descriptor, left) :]
+                    except BlockingIOError:  # who shares this pipe, or terminal, has made it so
+                        select.select([], [descriptor], [])
 
 
 def complain(error: object) -> None:

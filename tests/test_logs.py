@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import time
+import tracemalloc
 from pathlib import Path
 
 from distrib_launch import console
@@ -44,7 +45,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path):
     script.write_text(PRINTER + "open(f'done-{rank}', 'w').close()\n")
     process = subprocess.Popen(
         [str(LAUNCH), "-np", "2", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: os.set_blocking(1, False),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 20  # nobody reads the pipe, which holds 64 KiB
@@ -117,6 +118,18 @@ def test_how_far_a_progress_bar_is_is_shown_now_and_then(monkeypatch):
     terminal.close()
     assert streams[1].getvalue().splitlines() == ["[0@n1]  10%", "[0@n1]  20%", "[0@n1] 100%"]
     assert streams[0].getvalue() == ""
+
+
+def test_of_a_progress_bar_one_state_is_kept():
+    terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
+    tracemalloc.start()
+    for n in range(5_000):
+        terminal.rank_output(0, 2, b"\r%100d" % n)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    terminal.finish_rank(0)
+    terminal.close()
+    assert peak_bytes < 100_000 and shown.getvalue().split() == ["[0@n1]", "4999"]
 
 
 def test_quiet_shows_nothing_of_the_ranks_and_keeps_all(launch):
