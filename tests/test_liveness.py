@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 
@@ -35,6 +36,19 @@ def test_a_host_that_is_silent_but_accepts_a_connection_lives():
         liveness = Liveness(0.1)
         liveness.watch("busy", "127.0.0.1", server.getsockname()[1])
         assert wait_for(liveness, 1.0) == []
+
+
+def test_a_host_lives_that_answers_at_one_of_its_ports():
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as callers:
+        for _ in range(3):  # what its queue does not hold is dropped without an answer
+            caller = callers.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(full.getsockname())
+        liveness = Liveness(0.1)
+        liveness.watch("gone", "127.0.0.1", full.getsockname()[1])
+        liveness.watch("behind a wall", "127.0.0.1", full.getsockname()[1], closed_port())
+        assert wait_for(liveness, 10) == ["gone"]
+        assert wait_for(liveness, 0.5) == []
 
 
 def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(monkeypatch):

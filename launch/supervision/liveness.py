@@ -2,7 +2,7 @@
 
 A process may be starved of the processor for seconds, and on a congested wire several packets in a row get lost; neither
 is the end of a host. So when nothing was heard from any rank of a host for a while, its kernel is asked: connections to
-a port of it are tried one after another. Accepted or refused, an answer is a sign of life.
+ports of it are tried one after another. Accepted or refused, an answer is a sign of life.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import errno
 import select
 import socket
 import time
+from collections.abc import Sequence
 
 KNOCKS = 5
 KNOCK_INTERVAL_SECONDS = 0.1
@@ -22,8 +23,8 @@ SSH_PORT = 22
 class Knocking:
     """Tries to connect to a host's address, again and again, until it answers or the time is over."""
 
-    def __init__(self, address: str, port: int, now: float) -> None:
-        self._target = (address, port)
+    def __init__(self, address: str, ports: Sequence[int], now: float) -> None:
+        self._address, self._ports = address, ports
         self._begun = now
         self._knocks = 0
         self._sockets: list[socket.socket] = []
@@ -31,10 +32,11 @@ class Knocking:
     def answered(self, now: float) -> bool | None:
         """True once the host has answered, False when it did not in time, None while that is open."""
         if self._knocks < KNOCKS and now - self._begun >= self._knocks * KNOCK_INTERVAL_SECONDS:
+            target = (self._address, self._ports[self._knocks % len(self._ports)])
             self._knocks += 1
-            sock = socket.socket(socket.AF_INET6 if ":" in self._target[0] else socket.AF_INET)
+            sock = socket.socket(socket.AF_INET6 if ":" in self._address else socket.AF_INET)
             sock.setblocking(False)
-            if self._is_answer(sock, sock.connect_ex(self._target)):
+            if self._is_answer(sock, sock.connect_ex(target)):
                 return True
         poll = select.poll()
         for sock in self._sockets:
@@ -66,12 +68,12 @@ class Liveness:
     def __init__(self, silence_seconds: float) -> None:
         self.silence_seconds = silence_seconds
         self._heard: dict[str, float] = {}
-        self._where: dict[str, tuple[str, int]] = {}
+        self._where: dict[str, tuple[str, Sequence[int]]] = {}
         self._knocking: dict[str, Knocking] = {}
 
-    def watch(self, host: str, address: str, port: int | None) -> None:
-        """Begin to watch a host, which can be reached at `address`; `port` is its ssh port."""
-        self._where[host] = (address, port or SSH_PORT)
+    def watch(self, host: str, address: str, ssh_port: int | None, *others: int) -> None:
+        """Begin to watch a host, which can be reached at `address`; an answer of one of its ports is enough."""
+        self._where[host] = (address, (ssh_port or SSH_PORT, *others))
         self.heard(host)
 
     def heard(self, host: str) -> None:

@@ -291,7 +291,8 @@ class Supervisor:
         state.address = channel.sock.getpeername()[0]
         give_up_on_silence(channel.sock, DEAD_CONNECTION_SECONDS)
         if not self.is_local:
-            self.liveness.watch(host.name, state.address, host.port)
+            # By srun, or through a jump host, sshd may not be reached from here; this port is the rank's, or its script's.
+            self.liveness.watch(host.name, state.address, host.port, hello["port"])
         self.selector.modify(channel.sock, selectors.EVENT_READ, lambda _s, events: self._attend(state, events))
         if hello["returns"]:
             self.recovery.start_again(state)
@@ -383,7 +384,8 @@ class Supervisor:
 
     def _note_status(self, state: RankState, payload: bytes) -> None:
         for line in payload.splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # a script may write anything into its pipe
+            # A script may write anything into its pipe.
+            with contextlib.suppress(ValueError, TypeError, AttributeError, OverflowError, RecursionError):
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
                 state.closing = state.closing or "closing" in status
