@@ -58,8 +58,13 @@ class EngineProcess:
 
     @property
     def is_starting(self) -> bool:
-        """Whether daemons may be starting that nobody would end: the first rank is started when all are there."""
-        return not self._begun[0] and self._runtime is mpirun and self._process.poll() is None
+        """Whether daemons may be starting that nobody would end."""
+        return self._awaits_daemons and self._process.poll() is None
+
+    @property
+    def _awaits_daemons(self) -> bool:
+        """Whether they may not all be there yet, as they are before the first rank is started. Known to the guard, too."""
+        return self._runtime is mpirun and not self._begun[0]
 
     def has_begun(self) -> None:
         """A rank has called back, or nobody shall wait for that."""
@@ -87,7 +92,7 @@ class EngineProcess:
 
     def _end_after_launcher(self) -> None:
         """What the guard does when the launcher was killed."""
-        _end_session(self._process.pid, STARTING_SECONDS if self.is_starting else self._runtime.PATIENCE_SECONDS)
+        _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.PATIENCE_SECONDS)
         self._give_up()
         self._remove_traces()
         if sockets := mpirun.sockets(self._plan):
