@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from distrib.errors import ConfigError, PreflightError
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
 AT_ONCE = 16
 SILENCE_SECONDS = 60
+LOOK_SECONDS = 0.2
 LOST_CONNECTION = (10, 12, 30, 35, 255)  # of rsync(1), EXIT VALUES, and ssh's own
 ABOUT_THE_CONNECTION = "io timeout|unexpectedly closed|Broken pipe|reset by peer|write error|read error"
 
@@ -80,14 +82,22 @@ def sync(
         if folder in path.parents:
             words.append(f"--exclude=/{_literal(str(path.relative_to(folder)))}")
 
+    interrupted = threading.Event()
+
     def bring(host: str) -> tuple[int, int] | _Refused:
         try:
-            return _bring(folder, host, ssh, words)
+            return _bring(folder, host, ssh, words, interrupted)
         except _Refused as why:
             return why
 
-    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
+    pool = ThreadPoolExecutor(max_workers=AT_ONCE)
+    try:
         told = list(pool.map(bring, others))
+    except BaseException:  # those that still run would be waited for
+        interrupted.set()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
     if problems := {
         host: str(answer) for host, answer in zip(others, told, strict=True) if isinstance(answer, _Refused)
     }:
@@ -102,21 +112,31 @@ def sync(
     )
 
 
-def _bring(folder: Path, host: str, ssh: Sequence[str], words: Sequence[str]) -> tuple[int, int]:
-    """Files and bytes that one host was sent."""
+def _bring(
+    folder: Path, host: str, ssh: Sequence[str], words: Sequence[str], interrupted: threading.Event
+) -> tuple[int, int]:
+    """Files and bytes that one host was sent. Raises InterruptedError soon after `interrupted` is set."""
     path = f"{folder}/"
     target = f"[{host}]:{path}" if ":" in host else f"{host}:{path}"
     command = [
         "rsync", "--archive", "--compress", "--stats", "--protect-args", f"--timeout={SILENCE_SECONDS}", *words,
         f"--rsh={_rsh(ssh)}", f"--rsync-path=mkdir -p {shlex.quote(str(folder))} && rsync", "--", path, target,
     ]  # fmt: skip
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
         env={**os.environ, "LC_ALL": "C"},
-    )  # fmt: skip
-    if done.returncode == 0:
-        return _stat(r"regular files transferred", done.stdout), _stat(r"Total transferred file size", done.stdout)
-    why, hint = _why(done.returncode, done.stderr, host, ssh)
+    ) as process:  # fmt: skip
+        while True:
+            try:
+                out, err = process.communicate(timeout=LOOK_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                if interrupted.is_set():
+                    process.terminate()
+                    raise InterruptedError from None
+    if process.returncode == 0:
+        return _stat(r"regular files transferred", out), _stat(r"Total transferred file size", out)
+    why, hint = _why(process.returncode, err, host, ssh)
     raise _Refused(f"{host}: --sync {folder} failed: {why}; {hint}")
 
 
