@@ -6,6 +6,7 @@ import ast
 import itertools
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +43,13 @@ _KNOWS_RANKS = re.compile(r"(?<![a-z])(rank|world_?size|procid|task_id)", re.IGN
 _MOST_FILES = 200
 
 
+def parsed(file: Path) -> ast.Module:
+    """What a file of Python says. Raises SyntaxError, ValueError or RecursionError where it is none, and OSError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # which Python gives when it runs
+        return ast.parse(file.read_bytes())
+
+
 def trains_alone(script: Path) -> bool:
     """Whether `script` computes gradients with torch, and neither it nor what it imports beside it can meet other processes.
 
@@ -52,7 +60,7 @@ def trains_alone(script: Path) -> bool:
         if _KNOWS_RANKS.search(script.read_text()):  # it does what each rank should do
             return False
         while waiting:
-            nodes = [*ast.walk(ast.parse(waiting.pop().read_bytes()))]
+            nodes = [*ast.walk(parsed(waiting.pop()))]
             attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
             trains |= "backward" in attributes
             names = set(_imported(nodes))

@@ -113,6 +113,7 @@ def make_plan(
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
     wanted = _wanted(options, engine, without, fewer=again or bool(without))
+    _refuse_broken_text([f"{name}={value}" for name, value in wanted.environment.items()])
     if before:
         wanted = msgspec.structs.replace(
             wanted,
@@ -224,7 +225,7 @@ def _refuse_other_languages(script: Path) -> None:
         return  # which the hosts are asked about
     if first.startswith(b"\x7fELF"):
         what = "it is a program"
-    elif first.startswith(b"#!") and b"python" not in first:
+    elif first.startswith(b"#!") and b"python" not in first and not _is_python(script):
         what = "its first line is " + first.decode(errors="replace").strip()
     else:
         return
@@ -233,6 +234,17 @@ def _refuse_other_languages(script: Path) -> None:
         f"{script}: {what}, and distrib-launch starts Python scripts",
         hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
     )
+
+
+def _is_python(script: Path) -> bool:
+    """Whatever its first line starts: `uv run --script`, or a shell that executes a Python whose path is too long for such a line."""
+    from distrib_launch import alone
+
+    try:
+        alone.parsed(script)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:
@@ -283,7 +295,9 @@ def _refuse_broken_text(words: list[str]) -> None:
             word.encode()
         except UnicodeEncodeError:
             shown = word.encode(errors="backslashreplace").decode()
-            raise ConfigError(f"{shown}: not UTF-8 text", hint="rename the file, or encode the argument") from None
+            raise ConfigError(
+                f"{shown}: not UTF-8 text", hint="rename the file, or encode the argument or variable"
+            ) from None
 
 
 def launch(

@@ -13,11 +13,12 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from distrib_launch import cli
+from distrib_launch import cli, job
 from distrib_launch.engines import mpirun
 from distrib_launch.job import read_hosts
 from distrib_launch.plan import LaunchPlan, is_secret
 from distrib_launch.results import choose_run_dir, make_run_dir
+from distrib_launch.supervision.engine_process import EngineProcess
 
 from distrib.errors import ConfigError
 from tests.conftest import LAUNCH, SCRIPTS, TOPO, our_processes
@@ -49,7 +50,9 @@ def test_options_that_changed_nothing_are_told_of(launch, tmp_path):
     assert warning.startswith("--mode local, --accumulate 2 changed nothing: the script has given no model that learns")
     assert f"distrib-launch: warning: {warning}" in run.err
     assert "note: -np after the script is an argument of the script" in run.err
-    script.write_text("import os; os.write(int(os.environ['DISTRIB_STATUS_FD']), b'{\"prepared\": true}\\n')")
+    script.write_text(
+        "import os; os.write(int(os.environ['DISTRIB_STATUS_FD']), b'5\\n{\"step\": 1e999}\\n{\"prepared\": true}\\n')"
+    )
     assert launch("--accumulate", "2", script).result["warnings"] == []
 
 
@@ -234,6 +237,20 @@ def test_the_grace_is_the_same_when_the_engine_stops_a_rank(tmp_path):
     assert process.returncode == 128 + signal.SIGKILL
 
 
+def test_daemons_that_are_starting_are_waited_for_when_the_launcher_is_killed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = job.make_plan(cli.parser().parse_args(["-H", "n1", "--run-dir", ".", str(JOB)]))
+    plan = msgspec.structs.replace(plan, command=("sh", "-c", "sleep 1; touch all-there"))
+    if not (launcher := os.fork()):
+        EngineProcess(plan, token="", addresses="")
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    deadline = time.monotonic() + 10
+    while not (tmp_path / "all-there").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_ctrl_c_twice_does_not_wait_for_the_grace(tmp_path):
     process = start(tmp_path / "run", "-np", "2", "--grace", "60s", str(JOB), "*:ignore")
     process.send_signal(signal.SIGINT)
@@ -413,6 +430,7 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         ),
         (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: no such variable here"),
         (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this one itself"),
+        (["-x", "LATIN", "JOB"], "LATIN=/data/m\\udcfcller: not UTF-8 text"),
         (["--timeout", "soon", "JOB"], "'soon' is no time"),
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),
         (["--topology", "bad.yaml", "JOB"], "bad.yaml"),
@@ -436,7 +454,8 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     (tmp_path / "bad.yaml").write_text("nodes: [{hosts: a, gpus: {count: -2}}]\n")
     (tmp_path / "run.sh").write_text("#!/bin/bash\npython train.py\n")
     command = [str(LAUNCH), *(str(JOB) if word == "JOB" else str(word) for word in arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    environ = os.environ | {"LATIN": os.fsdecode(b"/data/m\xfcller")}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, env=environ)
     assert done.returncode == 2, done
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("distrib-launch: error: ")
@@ -774,9 +793,12 @@ def test_json_tells_of_a_launch_that_never_began(tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "number"),
-    [([LAUNCH, "--json", "--run-dir", "run"], signal.SIGINT), ([TOPO, "check"], signal.SIGTERM), ([TOPO, "check"], signal.SIGHUP)],
+    [
+        ([LAUNCH, "--json", "--run-dir", "run"], signal.SIGINT), ([LAUNCH, "--run-dir", "run", "--sync", "."], signal.SIGTERM),
+        ([TOPO, "check"], signal.SIGTERM), ([TOPO, "check"], signal.SIGHUP),
+    ],
 )  # fmt: skip
-def test_who_stops_a_command_while_hosts_are_asked_finds_all_in_order(tmp_path, command, number):
+def test_who_stops_a_command_while_hosts_are_spoken_with_finds_all_in_order(tmp_path, command, number):
     ssh, temporary = tmp_path / "ssh", tmp_path / "tmp"
     ssh.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 60\n")
     ssh.chmod(0o755)
@@ -811,6 +833,15 @@ def test_a_job_keeps_its_exit_code_where_its_result_cannot_be_printed(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(list(map(str, command)), stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
     assert done.returncode == 7 and "standard output: No space left on device" in done.stderr, done
+
+
+@pytest.mark.parametrize(
+    "first", ["#!/usr/bin/env -S uv run --script", "#!/bin/sh\n'''exec' /a/long/path \"$0\" \"$@\"\n' '''"]
+)
+def test_python_is_known_whatever_starts_it_elsewhere(tmp_path, capsys, first):
+    script = tmp_path / "train.py"
+    script.write_text(f"{first}\nprint('\\d')\n")  # of which newer Pythons would warn
+    assert cli.main(["-np", "1", "--dry-run", str(script)]) == 0, capsys.readouterr().err
 
 
 def test_hosts_with_the_same_ranks_share_a_line_of_the_plan(tmp_path, capsys):
