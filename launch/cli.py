@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from distrib_launch import choose, engines, job, outlook, signals, training
 from distrib_launch.console import bear_closed, complain, perhaps_unread
-from distrib_launch.options import GRACE_SECONDS, Parser, add_hosts, add_ways
+from distrib_launch.options import GRACE_SECONDS, Parser, add_hosts, add_ways, number
 from distrib_launch.rank.placement import HOW
 
 from distrib import paths
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ALIKE_MOST = 3
 """So many hosts with the same ranks have a line each in the plan that is shown."""
-
-MOST_DIGITS = 9
 
 EPILOG = """\
 examples:
@@ -52,7 +50,7 @@ def parser() -> Parser:
     )
     where = p.add_argument_group("where to run")
     add_hosts(where, "a Slurm allocation's, else this machine")
-    where.add_argument("-n", "-np", "--np", dest="ranks", type=_ranks, metavar="N",
+    where.add_argument("-n", "-np", "--np", dest="ranks", type=number("ranks"), metavar="N",
                        help="number of ranks (default: every slot)")  # fmt: skip
     choose.add_options(where)
     where.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: "
@@ -75,9 +73,9 @@ def parser() -> Parser:
                      "reported a step for this long, saying who waits for whom (default: say it after 10m, go on)")  # fmt: skip
     how.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="take a host for lost that was silent for "
                      "this long and then does not answer (default: 1.8s; 30s in mode async, where it may come back)")  # fmt: skip
-    how.add_argument("--max-restarts", type=_times, default=0, metavar="N", help="start the job again when it fails, up "
+    how.add_argument("--max-restarts", type=number("restarts", least=0), default=0, metavar="N", help="start the job again when it fails, up "
                      "to N times, on the hosts that are fit then; job.restore gives it its last checkpoint (default: 0)")  # fmt: skip
-    how.add_argument("--min-hosts", type=_hosts, metavar="M", help="start, and start again, without hosts that are "
+    how.add_argument("--min-hosts", type=number("hosts"), metavar="M", help="start, and start again, without hosts that are "
                      "not fit, as long as there are M (default: all; a lost one is waited for for 10m)")  # fmt: skip
     how.add_argument("--grace", type=_seconds, default=GRACE_SECONDS, metavar="TIME", help="between SIGTERM and SIGKILL when the "
                      "job is stopped (default: 5s)")  # fmt: skip
@@ -129,25 +127,6 @@ def _resource(given: str) -> tuple[str, str]:
         return kubernetes.parse_resource(given)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _ranks(text: str) -> int:
-    return _number(text, "ranks", least=1)
-
-
-def _hosts(text: str) -> int:
-    return _number(text, "hosts", least=1)
-
-
-def _times(text: str) -> int:
-    return _number(text, "restarts", least=0)
-
-
-def _number(text: str, what: str, *, least: int) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) < least:
-        most = f", of at most {MOST_DIGITS} digits" if len(text) > MOST_DIGITS else ""
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}; give {least} or more{most}")
-    return int(text)
 
 
 def _seconds(text: str) -> float:

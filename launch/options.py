@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
@@ -97,6 +97,21 @@ class Joined(argparse.Action):
     ) -> None:
         first = getattr(namespace, self.dest)
         setattr(namespace, self.dest, values if first is None else f"{first}@{values}")
+
+
+MOST_DIGITS = 9
+
+
+def number(what: str, least: int = 1) -> Callable[[str], int]:
+    """What reads an option that is a number of `what`."""
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) < least:
+            most = f", of at most {MOST_DIGITS} digits" if len(text) > MOST_DIGITS else ""
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}; give {least} or more{most}")
+        return int(text)
+
+    return read
 
 
 def add_hosts(parser: argparse._ActionsContainer, default: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Collection
 
 import msgspec
+from distrib_launch.options import number
 
 from distrib import strategy, units
 from distrib.errors import ConfigError
@@ -23,20 +24,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="among all ranks at "
                      "once, or inside each host first (default: what suits the hosts)")  # fmt: skip
     how.add_argument("--bucket", metavar="SIZE", help="how much travels at once, such as 25MiB (default: chosen)")
-    how.add_argument("--accumulate", type=_count, default=1, metavar="N", help="one step of N batches: their mean gradient "
+    how.add_argument("--accumulate", type=number("batches"), default=1, metavar="N", help="one step of N batches: their mean gradient "
                      "is averaged over the ranks once")  # fmt: skip
     how.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
-    how.add_argument("--inner-steps", type=_count, metavar="H", help="mode local: steps between two averages "
+    how.add_argument("--inner-steps", type=number("steps"), metavar="H", help="mode local: steps between two averages "
                      "(default: 500)")  # fmt: skip
     how.add_argument("--outer", default="diloco", metavar="HOW", help="mode local: what the average becomes: diloco (outer "
                      "Nesterov momentum, the default), average (local SGD), or LR[:MOMENTUM]")  # fmt: skip
-    how.add_argument("--fragments", type=_count, default=1, metavar="F", help="mode local: parts of the parameters that are "
+    how.add_argument("--fragments", type=number("parts"), default=1, metavar="F", help="mode local: parts of the parameters that are "
                      "averaged at different steps")  # fmt: skip
     how.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: steps that ranks go on for "
                      "while an average is on its way")  # fmt: skip
-    how.add_argument("--servers", type=_count, metavar="K", help="mode async: so many servers, on idle hosts where there are any "
+    how.add_argument("--servers", type=number("servers"), metavar="K", help="mode async: so many servers, on idle hosts where there are any "
                      "(default: one on every worker's host, or on those with role=server)")  # fmt: skip
-    how.add_argument("--staleness", metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
+    how.add_argument("--staleness", type=_staleness, metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
                      "unbounded (default)")  # fmt: skip
     how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
     how.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="mode async: smaller learning "
@@ -63,7 +64,7 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             inner_steps=options.inner_steps,
             outer=_outer(options),
             servers=options.servers,
-            staleness=_staleness(options.staleness),
+            staleness=options.staleness,
             replicas=options.replicas,
             stale_rate=options.stale_rate,
             delay_compensation=options.delay_compensation,
@@ -114,18 +115,8 @@ def _bucket(text: str | None) -> int | None:
     return size
 
 
-def _staleness(text: str | None) -> int | None:
-    if text is None or text == "unbounded":
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise ConfigError(f"--staleness {text}: no number of steps", hint="give 0 or more, or unbounded")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0; give 1 or more")
-    return int(text)
+def _staleness(text: str) -> int | None:
+    return None if text == "unbounded" else number("steps", least=0)(text)
 
 
 def _strength(text: str) -> float:

@@ -49,6 +49,7 @@ def test_options_make_the_strategy():
         (["--backend", "horovod", "--gradients", "int8"], "horovod sends no int8"),
         (["--backend", "horovod", "--mode", "local"], "cannot train in mode local"),
         (["--mode", "async", "--staleness", "-1"], "no number of steps"),
+        (["--mode", "async", "--staleness", "9" * 5000], "no number of steps"),
         (["--mode", "async", "--gradients", "powersgd:2"], "--mode async sends no powersgd:2"),
         (["--mode", "async", "--servers", "1", "--replicas", "1"], "there is no other server"),
         (["--fragments", "2"], "--fragments means nothing in mode sync"),

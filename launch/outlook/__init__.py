@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from distrib_launch import choose
-from distrib_launch.options import add_hosts
+from distrib_launch.options import add_hosts, number
 
 from distrib import paths
 from distrib.cluster.hosts import MAX_HOSTS
@@ -21,13 +21,13 @@ def add_options(plan: argparse.ArgumentParser) -> None:
     choose.add_options(plan)
     plan.add_argument("--nodes", type=_nodes, metavar="N|A..B", help="for so many hosts, such as 16, 1..64 (powers of two between) "
                       "or 1,2,4 (default: up to those there are, or 16)")  # fmt: skip
-    plan.add_argument("--ranks-per-node", type=_count, metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
+    plan.add_argument("--ranks-per-node", type=number("ranks"), metavar="N", help="default: the hostfile's slots, a rank for each GPU, or "
                       "8 with GPUs that nobody described, 1 on CPUs")  # fmt: skip
     what = plan.add_argument_group("what if")
     what.add_argument("--gpu", metavar="NAME", help="with GPUs of this kind")
     what.add_argument("--network", metavar="NET", help="with this network: 25GbE, HDR, '4 x NDR', 'RoCE 100Gb/s'")
     what.add_argument("--gpudirect", choices=["on", "off"], help="with GPUDirect RDMA, or through host memory")
-    what.add_argument("--batch", type=_count, metavar="N", help="with batches of N samples for each rank")
+    what.add_argument("--batch", type=number("samples"), metavar="N", help="with batches of N samples for each rank")
     what.add_argument(
         "--compare", metavar="NET[=PRICE],...", help="several networks side by side; PRICE of a node's share"
     )
@@ -97,12 +97,6 @@ def _nodes(given: str) -> tuple[int, ...]:
             raise argparse.ArgumentTypeError(f"{given!r} is more than {MAX_HOSTS:,} hosts")
         found |= {first, last} | {1 << power for power in range(30) if first < 1 << power < last}
     return tuple(sorted(found))
-
-
-def _count(given: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,8}", given):
-        raise argparse.ArgumentTypeError(f"{given!r} is no number from 1 to 999999999")
-    return int(given)
 
 
 def _efficiency(given: str) -> float:
