@@ -105,9 +105,9 @@ def asked(
             question = msgspec.structs.replace(question, script=None, directory=None)
         openfiles.allow(len(plan.hosts), 0)
         with Connections() as connections:
-            remote = engines.runtime(engine).remote(plan)
+            remote = engines.way_to_ask(plan)
             assert remote
-            answers = survey.ask(plan.hosts, question, remote, sys.executable, plan.command[0], connections, _say)
+            answers = survey.ask(plan, plan.hosts, question, remote, connections, _say)
             yield Asked(plan, question, answers, connections)
 
 

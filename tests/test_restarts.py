@@ -15,7 +15,7 @@ from types import SimpleNamespace as Part
 import pytest
 import torch
 from distrib_launch import cli, job, signals
-from distrib_launch.preflight import admission
+from distrib_launch.preflight.admission import Admission
 from distrib_launch.results import Failure
 from distrib_launch.supervision import attempts
 from hypothesis import given
@@ -138,7 +138,7 @@ def test_a_hostfile_that_was_changed_meanwhile_is_what_counts(tmp_path):
     file.write_text("c slots=2\n")
     alone = job.make_plan(options, before=first, again=True)
     with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*--min-hosts 2 asks for more"):
-        admission.admit(alone, options, None, None, None, None)
+        Admission(options, None, None, None, None).run(alone)
 
 
 def test_an_idle_host_takes_the_place_of_all_that_are_not_fit(launch, tmp_path):

@@ -70,10 +70,10 @@ def planner(name: str) -> Planner:
 
 def runtime(name: str) -> Runtime:
     """The same, of those that start ranks from here: not Kubernetes, whose manifest has been written instead."""
-    return cast(Runtime, importlib.import_module(f"{__name__}.{name}"))
+    return cast(Runtime, planner(name))
 
 
-def way_to_ask(plan: LaunchPlan, *, no_check: bool) -> Remote | None:
+def way_to_ask(plan: LaunchPlan, *, no_check: bool = False) -> Remote | None:
     """How the plan's hosts are asked before it starts; None where they are not, as the user wants it so, or they are not ours yet."""
     return None if no_check else runtime(plan.engine).remote(plan)
 

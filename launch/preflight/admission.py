@@ -21,24 +21,12 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
 
 
-def admit(
-    plan: LaunchPlan,
-    options: argparse.Namespace,
-    console: Console,
-    replan: Callable[[Collection[str]], LaunchPlan],
-    prepare: Callable[[LaunchPlan, Sequence[HostPlan]], None],
-    connections: Connections,
-) -> tuple[LaunchPlan, list[str]]:
-    """Prepare and check the plan's hosts; returns the plan to run, network cards chosen, and warnings for the result.
+class Admission:
+    """Prepares and checks a plan's hosts. `run` returns the plan to run, network cards chosen, and warnings for the result.
 
     `prepare` makes hosts of a plan ready to be asked. With `--drop-bad-hosts` or `--min-hosts`, `replan` makes a plan without
-    the hosts it is given, and the rest is judged again by what it has said already. Raises PreflightError when the job may not start.
+    the hosts it is given, and the rest is judged again by what it has said already.
     """
-    return _Admission(options, console, replan, prepare, connections).run(plan)
-
-
-class _Admission:
-    """The hosts that were prepared, and those that were left out."""
 
     def __init__(
         self,
@@ -55,6 +43,7 @@ class _Admission:
         """Why, by host."""
 
     def run(self, plan: LaunchPlan) -> tuple[LaunchPlan, list[str]]:
+        """Raises PreflightError when the job may not start."""
         self._check_count(plan, "in the hostfile, which is another now,")
         plan = self._ready(plan)
         remote = engines.way_to_ask(plan, no_check=self.options.no_check)
@@ -64,8 +53,7 @@ class _Admission:
         question = survey.question_of(plan)
 
         def ask(hosts: Sequence[HostPlan]) -> survey.Answers:
-            python, mpirun = plan.script[0], plan.command[0]
-            return survey.ask(hosts, question, remote, python, mpirun, self.connections, self.console.say)
+            return survey.ask(plan, hosts, question, remote, self.connections, self.console.say)
 
         answers = ask(plan.hosts)
         while True:

@@ -87,23 +87,23 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def ask(
+    plan: LaunchPlan,
     hosts: Sequence[HostPlan],
     question: Question,
     remote: Remote,
-    python: str,
-    mpirun: str | None,
     connections: Connections,
     say: Callable[[str], None],
     *,
     apart: bool = False,
 ) -> Answers:
-    """Ask every host, in parallel, with its own interpreter; directly where it is this machine, else by `remote`.
+    """Ask `hosts` of the plan, in parallel, each with its own interpreter; directly where it is this machine, else by `remote`.
 
     By Slurm every host: what this process may use of its machine need not be what the job's ranks may there.
-    `python` is the launcher's interpreter, `mpirun` its Open MPI: hosts without another interpreter need both. `say` hears
-    of hosts that take long. `apart`: this machine, too, is asked by a process of its own, which can be ended.
+    Hosts without another interpreter need the launcher's, and its Open MPI. `say` hears of hosts that take long. `apart`:
+    this machine, too, is asked by a process of its own, which can be ended.
     """
     began = time.monotonic()
+    python = plan.script[0]
     names = own_names()
     here = own_inventory(question)
     names |= {address.split("/")[0] for interface in here.interfaces for address in interface.addresses}
@@ -113,7 +113,7 @@ def ask(
         Target(
             name=host.name, python=host.python or python, is_here=directly and known[host.name], user=host.user, port=host.port,
             by=remote.by,
-            question=msgspec.structs.replace(question, programs=_programs(host, python, mpirun)),
+            question=msgspec.structs.replace(question, programs=_programs(plan, host)),
         )
         for host in hosts
     ]  # fmt: skip
@@ -135,12 +135,12 @@ def _is(answer: Answer, here: Inventory) -> bool:
     return answer.inventory is not None and answer.inventory.network_identity == here.network_identity
 
 
-def _programs(host: HostPlan, python: str, mpirun: str | None) -> tuple[str, ...]:
+def _programs(plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
     """PRRTE's daemon where mpirun will look for it: its own path, or, if it came with the interpreter, beside that."""
-    folder = Path(mpirun).parent if mpirun else None
-    if folder is None or not (folder / "prted").exists():  # a site's own may keep it elsewhere
+    folder = Path(plan.command[0]).parent
+    if plan.engine != "mpirun" or not (folder / "prted").exists():  # a site's own may keep it elsewhere
         return ()
-    if host.python and folder == Path(python).parent:
+    if host.python and folder == Path(plan.script[0]).parent:
         folder = Path(host.python).parent
     return (str(folder / "prted"),)
 
@@ -372,10 +372,10 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None])
     """Ask hosts that did not start their ranks why; None when all of them seem fit. `say` hears of those that take long."""
     silent = [host for host in plan.hosts if host.name in hosts]
     question = question_of(plan)
-    if (remote := engines.runtime(plan.engine).remote(plan)) is None:
+    if (remote := engines.way_to_ask(plan)) is None:
         return None
     with Connections() as connections:
-        answers = ask(silent, question, remote, plan.script[0], plan.command[0], connections, say)
+        answers = ask(plan, silent, question, remote, connections, say)
         wants = {host: want for host, want in wants_of(plan, answers, os.environ).items() if host in hosts}
         ours = _this_machine(plan.listen or own_addresses(plan), connections)
         answers = msgspec.structs.replace(answers, rounds=(call_all(ours, list(wants), None, connections),))
@@ -392,11 +392,10 @@ def look_again(plan: LaunchPlan, connections: Connections) -> list[str]:
 
     What is wrong, in lines: errors, and warnings on GPUs and the network, be they of the start.
     """
-    remote = engines.runtime(plan.engine).remote(plan)
+    remote = engines.way_to_ask(plan)
     assert remote
     question = question_of(plan)
-    python, mpirun = plan.script[0], plan.command[0]
-    answers = ask(plan.hosts, question, remote, python, mpirun, connections, lambda _: None, apart=True)
+    answers = ask(plan, plan.hosts, question, remote, connections, lambda _: None, apart=True)
     callees = [
         Callee(host=host.name, addresses=(host.address,), ports=ports)
         for host in plan.hosts

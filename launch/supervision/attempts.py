@@ -16,7 +16,7 @@ from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
 from distrib_launch.hostplan import HostPlan
 from distrib_launch.plan import LaunchPlan, without_secrets
-from distrib_launch.preflight import admission
+from distrib_launch.preflight.admission import Admission
 from distrib_launch.preflight.connections import Connections
 from distrib_launch.results import Attempt, Result
 from distrib_launch.supervision import failures
@@ -169,7 +169,7 @@ class Attempts:
             def replan(without: Collection[str]) -> LaunchPlan:
                 return job.make_plan(options, without, plan)
 
-            plan, warnings = admission.admit(plan, options, self.console, replan, self._prepare, connections)
+            plan, warnings = Admission(options, self.console, replan, self._prepare, connections).run(plan)
             self._make_room(run_dir, last)
             self._say_notes(plan)
             if options.verbose:

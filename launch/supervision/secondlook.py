@@ -29,7 +29,7 @@ class SecondLook:
     @staticmethod
     def is_possible(plan: LaunchPlan) -> bool:
         """Whether there is a network between the plan's hosts that was tried before the start."""
-        return len(plan.hosts) > 1 and bool(plan.network) and engines.runtime(plan.engine).remote(plan) is not None
+        return len(plan.hosts) > 1 and bool(plan.network) and engines.way_to_ask(plan) is not None
 
     def found(self) -> list[str] | None:
         """What is wrong, in lines, none where all reach each other; None while it is not known."""
