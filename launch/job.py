@@ -341,7 +341,7 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import report, results, signals
+    from distrib_launch import report, results
     from distrib_launch.supervision.attempts import Attempts
 
     replaced = results.make_run_dir(run_dir)
@@ -359,14 +359,10 @@ def _launch(
             f"cannot write into the run directory {run_dir}: {error.strerror}",
             hint="make room, or name another with --run-dir",
         ) from error
-    except DistribError as error:  # whoever waits for the result is to find it
+    # Whoever waits for the result is to find it. A job that runs hears of an interrupt in another way.
+    except (DistribError, KeyboardInterrupt) as end:
         with contextlib.suppress(OSError):
-            results.write_json(run_dir / results.RESULT, results.not_started(plan, error, time.time() - began))
-        raise
-    except KeyboardInterrupt as interrupt:  # while hosts are asked; a job that runs hears of it in another way
-        result = results.interrupted(plan, signals.exit_code(interrupt), time.time() - began)
-        with contextlib.suppress(OSError):
-            results.write_json(run_dir / results.RESULT, result)
+            results.write_json(run_dir / results.RESULT, results.not_started(plan, end, time.time() - began))
         raise
     plan, result = ended.plan, ended.result
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from distrib_launch import signals
 from distrib_launch.outlook.record import Measured
 
 from distrib import paths
@@ -102,22 +103,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks measured of their steps, where their script has `distrib.init()` and took enough of them."""
 
 
-def not_started(plan: LaunchPlan, error: DistribError, seconds: float) -> Result:
-    """The result of a job of which no rank has run its script."""
-    failure = Failure(
-        rank=None, host="", time=time.time(), exit_code=error.exit_code, signal=None, message=str(error), traceback="", log=""
-    )  # fmt: skip
+def not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, seconds: float) -> Result:
+    """The result of a job of which no rank has run its script, as there was an error or somebody stopped it."""
+    failure, code = None, signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
+    if isinstance(end, DistribError):
+        failure = Failure(
+            rank=None, host="", time=time.time(), exit_code=code, signal=None, message=str(end), traceback="", log=""
+        )  # fmt: skip
     return Result(
-        status="failed", exit_code=error.exit_code, world_size=plan.world_size, hosts=tuple(host.name for host in plan.hosts),
-        seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),
-    )  # fmt: skip
-
-
-def interrupted(plan: LaunchPlan, exit_code: int, seconds: float) -> Result:
-    """The result of a job that somebody stopped before its ranks were started."""
-    return Result(
-        status="stopped", exit_code=exit_code, world_size=plan.world_size, hosts=tuple(host.name for host in plan.hosts),
-        seconds=seconds, restarts=0, ranks=(), first_failure=None, warnings=(),
+        status="failed" if failure else "stopped", exit_code=code, world_size=plan.world_size,
+        hosts=tuple(host.name for host in plan.hosts), seconds=seconds, restarts=0, ranks=(), first_failure=failure, warnings=(),
     )  # fmt: skip
 
 
@@ -207,30 +202,16 @@ def make_run_dir(path: Path) -> bool:
     return bool(earlier)
 
 
-class _Plan(msgspec.Struct):
-    """What tells a run's `plan.json` from another file of that name."""
-
-    job: str
-
-
-class _Result(msgspec.Struct):
-    """What tells a run's `result.json` from another file of that name."""
-
-    world_size: int
-
-
-class _Preflight(msgspec.Struct):
-    """What tells a run's `preflight.json` from another file of that name."""
-
-    inventories: dict[str, msgspec.Raw]
+_SIGNS = (("plan.json", "job", str), (RESULT, "world_size", int), (PREFLIGHT, "inventories", dict))
+"""What tells a file of a run from another of that name: a key, and what is under it."""
 
 
 def _is_of_a_run(path: Path) -> bool:
     """Whether a run has been in this folder, be it one that was killed."""
-    for name, kind in (("plan.json", _Plan), (RESULT, _Result), (PREFLIGHT, _Preflight)):
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            msgspec.json.decode((path / name).read_bytes(), type=kind)
-            return True
+    for name, key, kind in _SIGNS:
+        with contextlib.suppress(OSError, msgspec.DecodeError, TypeError, KeyError):
+            if isinstance(msgspec.json.decode((path / name).read_bytes())[key], kind):
+                return True
     return False
 
 

@@ -121,7 +121,7 @@ def test_who_may_be_started_again(tmp_path, rank):
     assert not tolerance.may_start_again(plan, ending(rank), 3)
     assert not tolerance.may_start_again(plan, ending(rank, lost=True), 0)
     assert not tolerance.may_start_again(plan, ending(rank, stopped_by="engine"), 0)
-    sync = msgspec.structs.replace(plan, strategy=Strategy())
+    sync = msgspec.structs.replace(plan, mode="sync", strategy=Strategy())
     assert not tolerance.may_start_again(sync, ending(rank), 0) and not tolerance.is_over(sync, [ending(0)], set())
 
 

@@ -92,7 +92,7 @@ def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
         # Of more than 64 hosts those beyond would be called by the first: whether they may is asked nowhere, their keys and ssh
         # configuration may be on this machine alone, and a host that one of them does not reach ends the start without a word.
         words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-    if plan.strategy.mode == "async":
+    if plan.mode == "async":
         words += UNAWARE
     for name in PASSED_BY_NAME:
         words += ["-x", name]
@@ -138,7 +138,7 @@ def _agent(plan: LaunchPlan) -> str:
 
 def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
     """The ssh whose connections last as long as the job; where it ends, PRRTE ends all ranks. In mode async none gives a host up."""
-    if plan.strategy.mode != "async":
+    if plan.mode != "async":
         return tuple(plan.ssh)
     own = {ALIVE: "ServerAliveInterval=0", **dict.fromkeys(filter(_is_control_path, plan.ssh), f"{CONTROL_PATH}none")}
     return (*(own.get(word, word) for word in plan.ssh), "-o", "TCPKeepAlive=no")
@@ -154,7 +154,7 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     Of hosts with interpreters of their own each rank finds its own by its number: separate contexts of mpirun would
     take addresses with colons for slots.
     """
-    runner = ("-m", "distrib_launch.rank", *([apart.FLAG] if plan.strategy.mode == "async" else []))
+    runner = ("-m", "distrib_launch.rank", *([apart.FLAG] if plan.mode == "async" else []))
     ranks: dict[str, list[str]] = {}
     programs = {host.name: host.python for host in plan.hosts}
     for number, rank in enumerate(plan.started):

@@ -75,9 +75,6 @@ class Assignment(NamedTuple):
     keep_value: bool
     """Whether the launcher gets what the script writes to DISTRIB_VALUE_FD."""
 
-    def payload(self) -> dict[str, Any]:
-        return self._asdict()
-
 
 class ProtocolError(Exception):
     """The other side does not speak as one that knows the token would."""
@@ -224,8 +221,7 @@ def give_up_on_silence(sock: socket.socket, seconds: float) -> None:
     or wire from a busy one, which no heartbeat between processes can. It is for little that is read soon: for the kernel,
     one that leaves its window closed is gone, too.
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 class Silence:

@@ -149,10 +149,8 @@ class Rank:
         return {
             "rank": self.rank, "world_size": self.world_size,
             "local_rank": self.local_rank, "local_world_size": self.local_world_size,
-            "host": socket.gethostname(), "pid": os.getpid(), "python": sys.version.split()[0],
-            "port": self.port.getsockname()[1], "returns": self.may_return,
-            "cpus": len(os.sched_getaffinity(0)), "time": time.time(),
-            "interface": interface_with(self.channel.sock.getsockname()[0]),
+            "host": socket.gethostname(), "port": self.port.getsockname()[1], "returns": self.may_return,
+            "cpus": len(os.sched_getaffinity(0)), "interface": interface_with(self.channel.sock.getsockname()[0]),
         }  # fmt: skip
 
     # -- what arrives -------------------------------------------------------------------------------------------

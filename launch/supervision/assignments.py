@@ -47,7 +47,7 @@ def assignments(
                 sharers=host.workers if works else host.ranks,
                 grace_seconds=grace_seconds,
                 host_timeout_seconds=host_timeout_seconds,
-                may_return=plan.strategy.mode == "async",
+                may_return=plan.mode == "async",
                 keep_value=keep_value,
             ),
         )

@@ -92,7 +92,7 @@ class Recovery:
         state.deaths += not state.ending.lost
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
         environment = {**state.assignment.environment, "DISTRIB_STARTED_AGAIN": "1"}
-        self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment).payload())
+        self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment)._asdict())
         self._tell_servers(state)
         if state.plan.role == "server":
             for other in self._ranks:

@@ -326,7 +326,7 @@ class Supervisor:
             for start in range(0, len(given), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
             state.assignment = assignment
-            self._send(state, Kind.ASSIGN, assignment.payload())
+            self._send(state, Kind.ASSIGN, assignment._asdict())
 
     def _tell_few_processors(self) -> None:
         """Of hosts that were not asked before."""
@@ -424,51 +424,35 @@ class Supervisor:
             self.warnings.append(f"rank {state.plan.rank} on {state.plan.host} ran unbound: {problem}")
         self._settle(
             state,
-            exit_code=record["exit_code"],
-            number=record["signal"],
-            when=record["ended"] - self._clock_offset(state.plan.host),
-            stopped_by=record["stopped_by"],
+            record["exit_code"],
+            record["signal"],
+            record["stopped_by"],
+            time=record["ended"] - self._clock_offset(state.plan.host),
             message=record["message"],
         )
 
     def _lost(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         """The rank is gone without a record."""
-        self._settle(
-            state,
-            exit_code=None,
-            number=None,
-            when=time.time(),
-            stopped_by="launcher" if self.stopping else "",
-            message=why,
-            lost=lost,
-        )
+        stopped_by = "launcher" if self.stopping else ""
+        self._settle(state, None, None, stopped_by, time=time.time(), message=why, lost=lost)
 
     def _settle(
-        self,
-        state: RankState,
-        *,
-        exit_code: int | None,
-        number: int | None,
-        when: float,
-        stopped_by: str,
-        message: str,
-        lost: Literal["", "closed", "silence"] = "",
+        self, state: RankState, exit_code: int | None, number: int | None, stopped_by: str, **told: Any
     ) -> None:
+        """`told` are those fields of its `Ending` that nothing else depends on."""
         if state.ending:
             return
         state.ending = failures.Ending(
             rank=state.plan.rank,
             local_rank=state.plan.local_rank,
             host=state.plan.host,
-            time=when,
             exit_code=exit_code,
             signal=number,
             stopped_by=stopped_by,
-            message=message,
-            lost=lost,
             closing=state.closing,
             words=failures.words_of(state.error_log) if stopped_by and exit_code else "",
             consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
+            **told,
         )
         self.console.finish_rank(state.plan.rank)
         state.close_files()

@@ -21,7 +21,7 @@ ASYNC_HOST_SILENCE_SECONDS = 30.0
 
 def goes_on_without(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending], again: Set[int] = frozenset()) -> bool:
     """Whether the job is not over with this failed rank; `endings` are those of all ranks that have ended."""
-    if plan.strategy.mode != "async":
+    if plan.mode != "async":
         return False
     role = plan.ranks[ending.rank].role
     failed = {other.rank for other in endings if other.failed} | (again - _finished(endings))
@@ -31,12 +31,12 @@ def goes_on_without(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending],
 
 def may_start_again(plan: LaunchPlan, ending: Ending, before: int) -> bool:
     """Whether a rank can be started anew where it was: its host is there, and it was not too often, `before` times already."""
-    return plan.strategy.mode == "async" and not ending.lost and not ending.stopped_by and before < MOST_RESTARTS
+    return plan.mode == "async" and not ending.lost and not ending.stopped_by and before < MOST_RESTARTS
 
 
 def may_return(plan: LaunchPlan, ending: Ending, endings: Sequence[Ending], again: Set[int], before: int) -> bool:
     """Whether a rank whose host was cut off, and can be reached again, is started anew; `before`: how often it died there."""
-    there = plan.strategy.mode == "async" and ending.failed and not ending.stopped_by
+    there = plan.mode == "async" and ending.failed and not ending.stopped_by
     return there and (bool(ending.lost) or before < MOST_RESTARTS) and is_training(plan, endings, again)
 
 
@@ -48,13 +48,13 @@ def is_training(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) ->
 
 def is_over(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) -> bool:
     """Whether nobody needs those any more that are still there: servers, and workers that were started again."""
-    return plan.strategy.mode == "async" and not is_training(plan, endings, again)
+    return plan.mode == "async" and not is_training(plan, endings, again)
 
 
 def succeeded(plan: LaunchPlan, endings: Sequence[Ending]) -> bool:
     """Whether the job reached its end in spite of failed ranks: a worker did, of its own accord."""
     workers = {rank.rank for rank in plan.ranks if rank.role == "worker"}
-    return plan.strategy.mode == "async" and not workers.isdisjoint(_finished(endings))
+    return plan.mode == "async" and not workers.isdisjoint(_finished(endings))
 
 
 def main(plan: LaunchPlan, endings: Sequence[Ending], again: Set[int]) -> int | None:
