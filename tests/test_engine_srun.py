@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from distrib_launch import cli, job
 from distrib_launch.engines import srun
 from distrib_launch.plan import LaunchPlan
+from distrib_launch.preflight import survey
 from distrib_launch.rank.identity import identity
 from distrib_launch.rank.placement import count_gpus
 from distrib_launch.rank.sockets import call_back
@@ -411,6 +413,16 @@ class TestOutside:
         assert run.code == 0, run
         assert "srun waits for the hosts to be free" in run.err
         nothing_left(cluster)
+
+
+@pytest.mark.parametrize("engine", ["mpirun", "srun"])
+def test_hosts_need_the_daemon_of_the_engine_that_starts_the_ranks(tmp_path, engine):
+    """Not that of an Open MPI which is where srun is, too."""
+    daemon = tmp_path / "prted"
+    daemon.touch()
+    plan = job.make_plan(cli.parser().parse_args(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
+    plan = msgspec.structs.replace(plan, engine=engine, command=(str(tmp_path / engine),))
+    assert survey._programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
 
 
 def test_why_slurm_lets_a_job_wait(tmp_path):
