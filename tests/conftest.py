@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -113,18 +114,37 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def make_cluster() -> Iterator[Callable[..., Cluster]]:
-    """Builds virtual clusters and takes them down when the test ends, however it ends."""
-    clusters: list[Cluster] = []
+    """Builds virtual clusters and takes all of them down when the test ends, however it ends."""
+    with contextlib.ExitStack() as downs:
 
-    def build(hosts: int, **options: Any) -> Cluster:
-        cluster = Cluster(hosts, **options)
-        clusters.append(cluster)
-        cluster.up()
-        return cluster
+        def build(hosts: int, **options: Any) -> Cluster:
+            cluster = Cluster(hosts, **options)
+            downs.callback(cluster.down)
+            cluster.up()
+            return cluster
 
-    yield build
-    for cluster in clusters:
-        cluster.down()
+        yield build
+
+
+def call(
+    main: Callable[[list[str]], int], *words: object, cwd: Path | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """What a command does, as if it ran by itself with pipes for its output, in this process: a start of Python takes longer."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(cwd or Path.cwd())
+        for name, value in {"COLUMNS": "80", **environ}.items():
+            patch.setenv(name, value)
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as leaving:
+            code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    told = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(words, code, *told)
 
 
 class Run:

@@ -15,21 +15,19 @@ from hypothesis import strategies as st
 from distrib.cluster.hostfile import Host
 from distrib.cluster.topology import Gpus
 from distrib.errors import ConfigError
-from tests.conftest import LAUNCH, SCRIPTS
+from tests.conftest import LAUNCH, SCRIPTS, call
 
 JOB = SCRIPTS / "job.py"
 
 
 def plan(tmp_path: Path, *arguments: str) -> dict:
-    command = [str(LAUNCH), "--dry-run", "--json", *arguments, str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = call(cli.main, "--dry-run", "--json", *arguments, JOB, cwd=tmp_path)
     assert done.returncode == 0, done
     return json.loads(done.stdout)
 
 
 def refused(tmp_path: Path, *arguments: str) -> str:
-    command = [str(LAUNCH), "--dry-run", *arguments, str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = call(cli.main, "--dry-run", *arguments, JOB, cwd=tmp_path)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()

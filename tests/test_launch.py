@@ -21,7 +21,7 @@ from distrib_launch.results import choose_run_dir, make_run_dir
 from distrib_launch.supervision.engine_process import EngineProcess
 
 from distrib.errors import ConfigError
-from tests.conftest import LAUNCH, SCRIPTS, TOPO, our_processes
+from tests.conftest import LAUNCH, SCRIPTS, TOPO, call, our_processes
 
 JOB = SCRIPTS / "job.py"
 
@@ -453,9 +453,8 @@ def test_what_cannot_be_is_refused_in_one_line_with_exit_code_2(tmp_path, argume
     (tmp_path / "negative.txt").write_text("a slots=-1\n")
     (tmp_path / "bad.yaml").write_text("nodes: [{hosts: a, gpus: {count: -2}}]\n")
     (tmp_path / "run.sh").write_text("#!/bin/bash\npython train.py\n")
-    command = [str(LAUNCH), *(str(JOB) if word == "JOB" else str(word) for word in arguments)]
-    environ = os.environ | {"LATIN": os.fsdecode(b"/data/m\xfcller")}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200, env=environ)
+    latin = os.fsdecode(b"/data/m\xfcller")
+    done = call(cli.main, *(JOB if word == "JOB" else word for word in arguments), cwd=tmp_path, LATIN=latin)
     assert done.returncode == 2, done
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("distrib-launch: error: ")
@@ -527,8 +526,7 @@ def test_a_profile_that_could_not_be_written_is_refused_at_the_start(tmp_path, m
 
 
 def dry_run(tmp_path: Path, *arguments: str) -> dict:
-    command = [str(LAUNCH), "--dry-run", "--json", *arguments, str(JOB)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=200)
+    done = call(cli.main, "--dry-run", "--json", *arguments, JOB, cwd=tmp_path)
     assert done.returncode == 0, done
     assert os.listdir(tmp_path) == sorted(p.name for p in tmp_path.iterdir() if p.suffix in (".txt", ".yaml"))
     return json.loads(done.stdout)

@@ -12,19 +12,20 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from distrib_launch import cli, topo
 from distrib_launch.outlook.words import age
 
 from distrib.bandwidth.workload import Gradient, write_workload
 from distrib.bandwidth.workloads import read_workload, workload
 from distrib.cluster.topology import parse_topology
-from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
+from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
 EXAMPLES = ROOT / "hostfiles"
 LAB = EXAMPLES / "four-hosts-10gbe.txt"
 
 
 def plan(*words: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(TOPO), "plan", *map(str, words)], capture_output=True, text=True, timeout=200, cwd=cwd)
+    return call(topo.main, "plan", *words, cwd=cwd)
 
 
 def planned(*words: object) -> dict:
@@ -34,7 +35,8 @@ def planned(*words: object) -> dict:
 
 
 def test_a_table_says_how_far_it_scales_and_what_caps_it():
-    done = plan("--workload", "bert-large", "-H", LAB, "--nodes", "1..9")
+    words = [TOPO, "plan", "--workload", "bert-large", "-H", LAB, "--nodes", "1..9"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and not done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("BERT-large on RTX-A6000, 8 samples a rank (catalogued): ")
@@ -210,19 +212,8 @@ def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
         assert len(said) == (times > 1)
     script = tmp_path / "train.py"
     script.write_text("")
-    words = [
-        str(LAUNCH),
-        "-np",
-        "2",
-        "-x",
-        "OMP_NUM_THREADS=1",
-        "--workload",
-        tmp_path / "p.json",
-        "--dry-run",
-        "--json",
-        script,
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    words = ["-np", "2", "-x", "OMP_NUM_THREADS=1", "--workload", tmp_path / "p.json", "--dry-run", "--json", script]
+    done = call(cli.main, *words)
     (note,) = [note for note in json.loads(done.stdout)["notes"] if "profiled" in note]
     assert note == "profiled with 4 processors, each rank has 1: a step alone takes 4 times as long"
 
@@ -365,8 +356,7 @@ def test_a_hundred_thousand_gpus_are_planned():
 
 
 def dry(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [str(LAUNCH), "-H", str(LAB), *map(str, words), "--dry-run", str(SCRIPTS / "where.py")]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return call(cli.main, "-H", LAB, *words, "--dry-run", SCRIPTS / "where.py")
 
 
 def test_a_job_that_the_wire_will_hold_is_warned_of():
@@ -378,7 +368,7 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
         assert quiet.returncode == 0 and "warning" not in quiet.stdout
     assert dry("--workload", "ResNet-50", "--warn-below", "x").returncode == 2
     assert "did you mean ResNet-50" in dry("--workload", "resnet5").stderr
-    blind = [str(LAUNCH), "-H", "n1,n2", "--workload", "ResNet-50", "--dry-run", str(SCRIPTS / "where.py")]
+    blind = [LAUNCH, "-H", "n1,n2", "--workload", "ResNet-50", "--dry-run", SCRIPTS / "where.py"]
     said = subprocess.run(blind, capture_output=True, text=True, timeout=200).stderr
     assert (
         "on which GPU?; describe the hosts' GPUs in a topology file (--topology), or profile" in said
@@ -428,19 +418,8 @@ def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
     topology.write_text("nodes:\n  - {hosts: 'n[1-3]', cores: 2, nics: [{name: eth0, rate: 1 GbE}]}\n")
 
     def foretold(hosts: str, *words: str) -> dict:
-        command = [
-            LAUNCH,
-            "-H",
-            hosts,
-            "--topology",
-            topology,
-            "--workload",
-            cpu_profile(tmp_path),
-            "--warn-below",
-            "100%",
-        ]
-        command += [*words, "--dry-run", "--json", SCRIPTS / "where.py"]
-        done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=200)
+        about = ["--topology", topology, "--workload", cpu_profile(tmp_path), "--warn-below", "100%"]
+        done = call(cli.main, "-H", hosts, *about, *words, "--dry-run", "--json", SCRIPTS / "where.py")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["outlook"]
 
@@ -466,8 +445,8 @@ def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
 def test_the_warning_names_what_costs_most(tmp_path):
     topology = tmp_path / "fast.yaml"
     topology.write_text("nodes:\n  - {hosts: 'n[1-4]', cores: 1, nics: [{name: eth0, rate: 10 GbE}]}\n")
-    command = [LAUNCH, "-H", "n1,n2,n3,n4", "--topology", topology, "--workload", cpu_profile(tmp_path, variation=0.5)]
-    done = subprocess.run([*map(str, command), "--dry-run", str(SCRIPTS / "where.py")], capture_output=True, text=True)
+    words = ["-H", "n1,n2,n3,n4", "--topology", topology, "--workload", cpu_profile(tmp_path, variation=0.5)]
+    done = call(cli.main, *words, "--dry-run", SCRIPTS / "where.py")
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert "(the slowest of 4 ranks, whose steps vary by 50.0%)" in warning
 
@@ -485,11 +464,10 @@ def test_a_slow_loader_is_told_of(tmp_path):
         table = plan("--workload", tmp_path / f"{name}.json", "--topology", topology, "--nodes", "2").stdout
         (row,) = [line for line in table.splitlines() if line.split()[:2] == ["2", "16"]]
         assert "  loading data" in row
-    command = [LAUNCH, "-H", "n1,n2", "--topology", topology, "--dry-run", "--workload"]
+    words = ["-H", "n1,n2", "--topology", topology, "--dry-run", "--workload"]
 
     def said(name: str) -> str:
-        words = [*command, tmp_path / f"{name}.json", SCRIPTS / "where.py"]
-        return subprocess.run([str(word) for word in words], capture_output=True, text=True, timeout=200).stdout
+        return call(cli.main, *words, tmp_path / f"{name}.json", SCRIPTS / "where.py").stdout
 
     assert "ranks will reach 50% (loading data, for which the ranks of a host share its processors)" in said("starved")
     topology.write_text(
@@ -531,17 +509,17 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     found = msgspec.structs.replace(workload("VGG-16", "RTX A6000"), origin="measured")
-    command = [str(LAUNCH), "-H", str(LAB), "--dry-run", str(script)]
+    words = ["-H", LAB, "--dry-run", script]
     write_workload(tmp_path / "train.profile.json", found)
-    assert "warning: 4 hosts x 2 ranks will reach " in subprocess.run(command, capture_output=True, text=True).stdout
+    assert "warning: 4 hosts x 2 ranks will reach " in call(cli.main, *words).stdout
     write_workload(tmp_path / "train.profile.json", msgspec.structs.replace(found, device="cpu"))
-    said = subprocess.run(command, capture_output=True, text=True).stdout
+    said = call(cli.main, *words).stdout
     assert "nothing is foretold: " in said and "is of cpu, the ranks run on GPUs" in said
     (tmp_path / "train.profile.json").write_text("{}")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = call(cli.main, *words)
     assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
     assert "the default" not in done.stdout
-    done = subprocess.run([*command[:-1], "--mode", "auto", command[-1]], capture_output=True, text=True)
+    done = call(cli.main, "--mode", "auto", *words)
     assert done.returncode == 0 and "; mode auto uses the default\n" in done.stdout
 
 

@@ -19,15 +19,13 @@ from distrib.cluster.measured import InsideLink, Measured, PairLink
 from distrib.cluster.measured_part import write_measured
 from distrib.cluster.topology import parse_topology, read_topology
 from distrib.cluster.ways import uplink_rate
-from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
+from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
 EXAMPLES = ROOT / "hostfiles"
 
 
 def show(*arguments: str | Path, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    words = [str(TOPO), "show", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "80", **environ}
-    return subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=cwd, env=environment)
+    return call(topo.main, "show", *arguments, cwd=cwd, **environ)
 
 
 def shown(*arguments: str | Path, cwd: Path | None = None) -> str:
@@ -270,7 +268,9 @@ def test_a_picture_of_what_fits_no_page(tmp_path):
 
 
 def test_any_terminal_and_no_reader_will_do(lab):
-    plain = show("-H", "lab.txt", cwd=lab, PYTHONIOENCODING="ascii")
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    words = [TOPO, "show", "-H", "lab.txt"]
+    plain = subprocess.run(words, capture_output=True, text=True, cwd=lab, timeout=200, env=ascii_only)
     assert plain.returncode == 0 and "+-- " in plain.stdout and plain.stdout.isascii()
     command = f"{TOPO} show -H lab.txt --json | true; exit ${{PIPESTATUS[0]}}"
     gone = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=lab, timeout=200)
