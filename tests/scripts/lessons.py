@@ -1,4 +1,4 @@
-"""What several ranks do together, each a lesson: `lessons.py NAME [ARGS]`. An assertion that fails, fails the job."""
+"""What several ranks do together, each a lesson: `lessons.py NAME[,NAME...] [ARGS]`. An assertion that fails, fails the job."""
 
 from __future__ import annotations
 
@@ -118,9 +118,14 @@ def fails(job: distrib.Job) -> None:
 
 
 if __name__ == "__main__":
-    lesson = globals()[sys.argv[1]]
+
+    def learn(job: distrib.Job) -> None:
+        for name in sys.argv[1].split(","):
+            globals()[name](job)
+            job.print(f"{name}: learnt")
+
     if os.environ.get("LESSON_WITHOUT_WITH"):
-        lesson(distrib.init())
+        learn(distrib.init())
     else:
         with distrib.init() as job:
-            lesson(job)
+            learn(job)

@@ -1,8 +1,9 @@
-"""Trains 20 steps and saves the parameters: `truth.py OUT BATCH_SIZE SAMPLES [shuffle]`."""
+"""Trains 20 steps on samples in order, then on shuffled ones, and saves the parameters: `truth.py FOLDER BATCH_SIZE SAMPLES`."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,28 +24,29 @@ def make_data(samples: int) -> TensorDataset:
     )
 
 
-def main() -> None:
-    out, batch_size, samples = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    with distrib.init() as job:
-        model = make_model()
-        if job.rank > 0:  # the parameters of rank 0 are what counts
-            torch.nn.init.zeros_(model[0].weight)  # type: ignore[index,arg-type]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        generator = torch.Generator().manual_seed(3)
-        loader = DataLoader(make_data(samples), batch_size, shuffle="shuffle" in sys.argv, generator=generator)
-        model, optimizer, loader = job.prepare(model, optimizer, loader)
-        steps = 0
-        while steps < 20:
-            for inputs, targets in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(inputs), targets).backward()
-                optimizer.step()
-                steps += 1
-                if steps == 20:
-                    break
-        job.save(out, model=model, steps=steps)
-        job.print(f"{job.world_size} ranks, {steps} steps")
+def train(job: distrib.Job, out: Path, batch_size: int, samples: int, *, shuffle: bool) -> None:
+    model = make_model()
+    if job.rank > 0:  # the parameters of rank 0 are what counts
+        torch.nn.init.zeros_(model[0].weight)  # type: ignore[index,arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(make_data(samples), batch_size, shuffle=shuffle, generator=generator)
+    model, optimizer, loader = job.prepare(model, optimizer, loader)
+    steps = 0
+    while steps < 20:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            steps += 1
+            if steps == 20:
+                break
+    job.save(out, model=model, steps=steps)
+    job.print(f"{job.world_size} ranks, {steps} steps")
 
 
 if __name__ == "__main__":
-    main()
+    folder, batch_size, samples = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    with distrib.init() as job:
+        train(job, folder / "in order.pt", batch_size, samples, shuffle=False)
+        train(job, folder / "shuffled.pt", batch_size, samples, shuffle=True)
