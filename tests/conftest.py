@@ -113,17 +113,27 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def make_cluster() -> Iterator[Callable[..., Cluster]]:
-    """Builds virtual clusters and takes all of them down when the test ends, however it ends."""
+def bring_up() -> Iterator[Callable[[Cluster], None]]:
+    """Brings virtual clusters up, and takes all of them down when the test ends, however it ends."""
     with contextlib.ExitStack() as downs:
 
-        def build(hosts: int, **options: Any) -> Cluster:
-            cluster = Cluster(hosts, **options)
+        def up(cluster: Cluster) -> None:
             downs.callback(cluster.down)
             cluster.up()
-            return cluster
 
-        yield build
+        yield up
+
+
+@pytest.fixture
+def make_cluster(bring_up: Callable[[Cluster], None]) -> Callable[..., Cluster]:
+    """Builds virtual clusters that last as long as the test."""
+
+    def build(hosts: int, **options: Any) -> Cluster:
+        cluster = Cluster(hosts, **options)
+        bring_up(cluster)
+        return cluster
+
+    return build
 
 
 def call(

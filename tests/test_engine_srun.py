@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from distrib_launch.rank.placement import count_gpus
 from distrib_launch.rank.sockets import call_back
 
 from distrib.errors import ConfigError
-from tests.cluster import slurm
+from tests.cluster import Cluster, slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
 JOB = SCRIPTS / "job.py"
@@ -38,19 +38,15 @@ needs_slurm = [
 
 
 @pytest.fixture
-def make_slurm() -> Iterator[Callable[..., slurm.SlurmCluster]]:
-    """Builds virtual clusters with a Slurm of their own and takes them down when the test ends."""
-    clusters: list[slurm.SlurmCluster] = []
+def make_slurm(bring_up: Callable[[Cluster], None]) -> Callable[..., slurm.SlurmCluster]:
+    """Builds virtual clusters with a Slurm of their own that last as long as the test."""
 
     def build(hosts: int, *, slots: int = 2, **parts: Any) -> slurm.SlurmCluster:
         cluster = slurm.SlurmCluster(hosts, slots=slots, **parts)
-        clusters.append(cluster)
-        cluster.up()
+        bring_up(cluster)
         return cluster
 
-    yield build
-    for cluster in clusters:
-        cluster.down()
+    return build
 
 
 def batch(cluster, tmp_path, *arguments, allocation=()):
@@ -137,58 +133,66 @@ class TestInAnAllocation:
         assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
         nothing_left(cluster)
 
-    @pytest.mark.parametrize(
-        ("allocation", "words", "hosts"),
-        [
-            (["--ntasks-per-node=1", "--gpus-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
-            (["--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
-            (["--ntasks-per-node=1", "--gpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
-            (["--ntasks-per-node=2", "--gpus-per-task=1"], (), ["n1", "n1", "n2", "n2"]),
-            (
-                ["--ntasks-per-node=1", "--export=ALL,SRUN_CPUS_PER_TASK=4", "--cpus-per-task=4", "--gpus-per-node=2"],
-                (),
-                ["n1", "n1", "n2", "n2"],
-            ),
-            (["--exclusive", "--gpus=4"], (), ["n1", "n1", "n2", "n2"]),
-            (["--ntasks-per-node=1", "--gpus-per-node=2"], ("-np", "2", "--spread"), ["n1", "n2"]),
-            (["--exclusive"], (), ["n1", "n1", "n2", "n2"]),
-            (["--ntasks-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
-        ],
-    )
-    def test_ranks_by_gpus(self, make_slurm, tmp_path, allocation, words, hosts):
+    def test_ranks_by_gpus(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=4, gpus=2)
-        code, out = batch(cluster, tmp_path, "--no-check", *words, WHERE, allocation=["-N2", *allocation])
-        assert code == 0, out
-        ranks = result_in(tmp_path)["ranks"]
-        assert [rank["host"] for rank in ranks] == hosts
-        gpus = allocation != ["--ntasks-per-node=2"]
-        assert [rank["device"] for rank in ranks] == [f"cuda:{r['local_rank']}" if gpus else "cpu" for r in ranks]
-        assert "Warning" not in (tmp_path / "run/engine.log").read_text()
-        nothing_left(cluster)
+        for number, (allocation, words, hosts) in enumerate(
+            [
+                (["--ntasks-per-node=1", "--gpus-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
+                (["--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
+                (["--ntasks-per-node=1", "--gpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
+                (["--ntasks-per-node=2", "--gpus-per-task=1"], (), ["n1", "n1", "n2", "n2"]),
+                (
+                    [
+                        "--ntasks-per-node=1",
+                        "--export=ALL,SRUN_CPUS_PER_TASK=4",
+                        "--cpus-per-task=4",
+                        "--gpus-per-node=2",
+                    ],
+                    (),
+                    ["n1", "n1", "n2", "n2"],
+                ),
+                (["--exclusive", "--gpus=4"], (), ["n1", "n1", "n2", "n2"]),
+                (["--ntasks-per-node=1", "--gpus-per-node=2"], ("-np", "2", "--spread"), ["n1", "n2"]),
+                (["--exclusive"], (), ["n1", "n1", "n2", "n2"]),
+                (["--ntasks-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
+            ]
+        ):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            code, out = batch(cluster, folder, "--no-check", *words, WHERE, allocation=["-N2", *allocation])
+            assert code == 0, (allocation, out)
+            ranks = result_in(folder)["ranks"]
+            assert [rank["host"] for rank in ranks] == hosts, allocation
+            gpus = allocation != ["--ntasks-per-node=2"]
+            devices = [f"cuda:{rank['local_rank']}" if gpus else "cpu" for rank in ranks]
+            assert [rank["device"] for rank in ranks] == devices, allocation
+            assert "Warning" not in (folder / "run/engine.log").read_text(), allocation
+            nothing_left(cluster)
 
-    @pytest.mark.parametrize(
-        ("allocation", "words", "hosts"),
-        [
-            (["--exclusive"], (), ["n1", "n2"]),
-            (["--exclusive", "--ntasks-per-node=1"], ("-np", "5"), ["n1", "n1", "n1", "n2", "n2"]),
-            (["--ntasks=3"], (), ["n1", "n1", "n2"]),
-        ],
-    )
-    def test_ranks_without_gpus(self, make_slurm, tmp_path, allocation, words, hosts):
+    def test_ranks_without_gpus(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=4)
-        code, out = batch(cluster, tmp_path, *words, WHERE, allocation=["-N2", *allocation])
-        assert code == 0, out
-        assert [rank["host"] for rank in result_in(tmp_path)["ranks"]] == hosts
-        assert ("n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)" in out) == (
-            allocation == ["--exclusive"]
-        )
-        cpus = len(os.sched_getaffinity(0))
-        few = cpus < 3 == hosts.count("n1")
-        assert [line for line in out.splitlines() if "Slurm gave" in line] == [
-            f"distrib-launch: warning: n1: cores: Slurm gave {cpus} processors for 3 ranks; ask for more with --cpus-per-task=N or --exclusive, "
-            "for sbatch or salloc"
-        ] * few, out
-        nothing_left(cluster)
+        for number, (allocation, words, hosts) in enumerate(
+            [
+                (["--exclusive"], (), ["n1", "n2"]),
+                (["--exclusive", "--ntasks-per-node=1"], ("-np", "5"), ["n1", "n1", "n1", "n2", "n2"]),
+                (["--ntasks=3"], (), ["n1", "n1", "n2"]),
+            ]
+        ):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            code, out = batch(cluster, folder, *words, WHERE, allocation=["-N2", *allocation])
+            assert code == 0, (allocation, out)
+            assert [rank["host"] for rank in result_in(folder)["ranks"]] == hosts, allocation
+            assert ("n1, n2: no slots given; 1 rank each (--ntasks-per-node=N or -np N for more)" in out) == (
+                allocation == ["--exclusive"]
+            ), (allocation, out)
+            cpus = len(os.sched_getaffinity(0))
+            few = cpus < 3 == hosts.count("n1")
+            assert [line for line in out.splitlines() if "Slurm gave" in line] == [
+                f"distrib-launch: warning: n1: cores: Slurm gave {cpus} processors for 3 ranks; ask for more with --cpus-per-task=N or --exclusive, "
+                "for sbatch or salloc"
+            ] * few, (allocation, out)
+            nothing_left(cluster)
 
     def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):
         cluster = make_slurm(2, gpus=2)
@@ -287,16 +291,18 @@ class TestInAnAllocation:
         assert result_in(tmp_path)["hosts"] == ["n1", "n2"]
         nothing_left(cluster)
 
-    @pytest.mark.parametrize(("hosts", "ranks"), [("localhost:4", ["n1"] * 4), ("n2:1,n1:3", ["n2", "n1", "n1", "n1"])])
-    def test_mpirun_keeps_to_the_plan_not_to_slurms_tasks(self, make_slurm, tmp_path, hosts, ranks):
+    def test_mpirun_keeps_to_the_plan_not_to_slurms_tasks(self, make_slurm, tmp_path):
         cluster = make_slurm(2, slots=4)
-        code, out = batch(
-            cluster, tmp_path, "--engine", "mpirun", "-H", hosts, WHERE, allocation=["-N2", "--ntasks-per-node=2"]
-        )
-        assert code == 0, out
-        seen = [(tmp_path / f"run/ranks/{rank}.out").read_text().strip() for rank in range(4)]
-        assert seen == ranks
-        nothing_left(cluster)
+        for hosts, ranks in ("localhost:4", ["n1"] * 4), ("n2:1,n1:3", ["n2", "n1", "n1", "n1"]):
+            folder = tmp_path / ranks[0]
+            folder.mkdir()
+            code, out = batch(
+                cluster, folder, "--engine", "mpirun", "-H", hosts, WHERE, allocation=["-N2", "--ntasks-per-node=2"]
+            )
+            assert code == 0, (hosts, out)
+            seen = [(folder / f"run/ranks/{rank}.out").read_text().strip() for rank in range(4)]
+            assert seen == ranks
+            nothing_left(cluster)
 
     def test_an_asynchronous_job_goes_on_without_a_node_that_slurm_gives_up(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
