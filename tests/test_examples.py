@@ -1,4 +1,4 @@
-"""The examples as the README runs them: on one rank, and across the hosts of a cluster."""
+"""The examples as the README runs them, for half the epochs: on one rank, and across the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"
+SHORT = ["--epochs", "3"]
 
 
 def accuracy(printed: str) -> float:
@@ -23,7 +24,7 @@ def accuracy(printed: str) -> float:
 @pytest.fixture(scope="module")
 def single() -> float:
     """What one rank reaches with the script that knows nothing of distrib."""
-    command = [sys.executable, str(EXAMPLES / "train_cnn_single.py")]
+    command = [sys.executable, str(EXAMPLES / "train_cnn_single.py"), *SHORT]
     alone = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that share processors with other tests spin for minutes
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
     assert done.returncode == 0, done.stderr
@@ -34,7 +35,7 @@ def single() -> float:
 @pytest.mark.parametrize("example", ["train_cnn.py", "train_plain_ddp.py"])
 def test_across_three_hosts(make_cluster, launch, single, example):
     cluster = make_cluster(3, rate="1gbit")
-    run = launch("-H", cluster.hostfile, EXAMPLES / example, cluster=cluster)
+    run = launch("-H", cluster.hostfile, EXAMPLES / example, *SHORT, cluster=cluster)
     assert run.code == 0, run
     reached = accuracy((run.run_dir / "ranks/0.out").read_text())
     assert reached >= 95

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 
 import pytest
 
-from tests.conftest import ROOT, SCRIPTS
+from tests.conftest import SCRIPTS
 
 horovod = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None and os.environ.get("DISTRIB_TEST_HOROVOD") != "required",
@@ -39,14 +38,6 @@ def test_a_script_for_torchrun_on_two_hosts(make_cluster, launch):
         "rank 2 of 3, local rank 0 of 1: 6",
     ]
     assert cluster.left_over(within_seconds=6) == {}
-
-
-@pytest.mark.cluster
-def test_the_plain_example_on_two_hosts(make_cluster, launch):
-    cluster = make_cluster(2)
-    script = ROOT / "examples/train_plain_ddp.py"
-    run = launch("-H", cluster.hostfile, script, "--epochs", "1", cluster=cluster)
-    assert re.search(r"validation accuracy [0-9.]+ %", said(run)[0])
 
 
 def test_a_script_for_mpi(launch):
