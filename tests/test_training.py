@@ -1293,7 +1293,7 @@ def test_the_plan_and_mpi_must_agree(tmp_path):
 
 
 def test_the_example_learns_on_two_ranks():
-    result = run_ranks(2, ROOT / "examples" / "train_cnn.py")
+    result = run_ranks(2, ROOT / "examples" / "train_cnn.py", "--epochs", 3)
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("validation accuracy ") and float(last.split()[2]) >= 95

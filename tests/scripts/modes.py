@@ -1250,5 +1250,6 @@ if __name__ == "__main__":
     lessons = [globals()[name] for name in sys.argv[2:]]
     with distrib.init() as job:
         for lesson in lessons:
+            job.print("lesson:", lesson.__name__, file=sys.stderr)
             lesson(job)
             job.print(f"{lesson.__name__}: learnt")
