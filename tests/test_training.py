@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -97,8 +98,15 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield alone
 
 
-def sharded(loader: DataLoader[int], rank: int, ranks: int, training: bool | None = True) -> ShardedLoader:
-    return ShardedLoader(loader, rank=rank, ranks=ranks, device=torch.device("cpu"), seed=5, training=lambda: training)
+def sharded(
+    loader: DataLoader[Any], rank: int, ranks: int, trains: bool | None = True, **options: Any
+) -> ShardedLoader:
+    """One that tells nobody what it hands out, where `options` do not say whom."""
+    alone: dict[str, Any] = {
+        "device": torch.device("cpu"), "seed": 5, "training": lambda: trains, "samples": lambda own, every: (own, every),
+        "parameters": list, "read": lambda evaluated: None, "lessons": Lessons(lambda: None, lambda: None),
+    }  # fmt: skip
+    return ShardedLoader(loader, rank=rank, ranks=ranks, **{**alone, **options})
 
 
 def read(loader: ShardedLoader) -> list[list[int]]:
@@ -207,18 +215,9 @@ class Script:
     def __init__(self) -> None:
         self.steps = 0
         self.kept: list[Iterator[torch.Tensor]] = []
-        lessons = Lessons(lambda: self.steps)
+        lessons = Lessons(lambda: self.steps, lambda: None)
         self.loaders = [
-            ShardedLoader(
-                DataLoader(range(40), 5, shuffle=True),
-                rank=0,
-                ranks=2,
-                device=torch.device("cpu"),
-                seed=seed,
-                training=lambda: True,
-                lessons=lessons,
-            )
-            for seed in (5, 6)
+            sharded(DataLoader(range(40), 5, shuffle=True), 0, 2, seed=seed, lessons=lessons) for seed in (5, 6)
         ]
         self.loader = self.loaders[0]
 
@@ -318,6 +317,30 @@ def test_batches_that_are_taken_from_iterators_of_their_own_are_others_once_a_st
     assert capfd.readouterr().err.count("is begun again and again with no step between") == 1
 
 
+@pytest.mark.parametrize("script", ["rsrsr!s", "rrsrsrs!", "rrssrssrss!", "rrrsrsrss!", "rrsrrsr!", "rrsrr!"])
+def test_an_epoch_ends_with_the_steps_of_its_last_batches(script):
+    """`r` reads a batch, or the end; `s` takes a step. The epoch has ended at the `!`, and not before."""
+    steps, ended = 0, []
+    lessons = Lessons(lambda: steps, lambda: ended.append(steps))
+    loader = sharded(DataLoader(range(script.count("r") - 1), 1), 0, 1, lessons=lessons)
+    for in_thread in (False, True):
+        batches = iter(loader)
+        for act in script:
+            if act == "s":
+                steps += 1
+                lessons.step()
+            elif act == "r" and in_thread:
+                with ThreadPoolExecutor(1) as thread:
+                    thread.submit(next, batches, None).result()
+            elif act == "r":
+                next(batches, None)
+            elif act == "!":
+                assert len(ended) == 1 - in_thread
+                ended.clear()
+            assert not ended or act == script[script.index("!") - 1]
+        assert not ended
+
+
 def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):
     generator = torch.Generator().manual_seed(11)
     state, before = generator.get_state(), torch.get_rng_state()
@@ -382,9 +405,10 @@ def test_a_sampler_without_a_length_is_refused():
 
 def test_a_model_that_is_put_into_training_mode_with_the_batch_in_hand_trains():
     model, ended = nn.Linear(1, 1), []
-    loader = ShardedLoader(
-        DataLoader(torch.ones(4, 1), 2), rank=0, ranks=1, device=torch.device("cpu"), seed=0,
-        training=lambda: model.training, parameters=lambda: list(model.parameters()), ended=lambda: ended.append(1),
+    lessons = Lessons(lambda: None, lambda: ended.append(1))
+    loader = sharded(
+        DataLoader(torch.ones(4, 1), 2), 0, 1,
+        training=lambda: model.training, parameters=lambda: list(model.parameters()), lessons=lessons,
     )  # fmt: skip
     for epoch in range(1, 4):
         for batch in loader:
@@ -406,12 +430,8 @@ def test_an_evaluation_leaves_the_weight_of_the_batch_in_hand():
 
     training = [True]
     train, other = (
-        ShardedLoader(
-            DataLoader(range(size), 4), rank=0, ranks=2, device=torch.device("cpu"), seed=0,
-            training=lambda: training[0], samples=samples,
-        )
-        for size in (13, 10)
-    )  # fmt: skip
+        sharded(DataLoader(range(size), 4), 0, 2, training=lambda: training[0], samples=samples) for size in (13, 10)
+    )
     seen = []
     for _ in train:
         now = told[-1]
@@ -1306,5 +1326,5 @@ def test_one_gpu():
     with pytest.raises(TrainingError, match="torch sees"):
         find_device(torch.cuda.device_count(), {})
     loader = DataLoader(torch.arange(8.0), 4, pin_memory=True)
-    batches = ShardedLoader(loader, rank=0, ranks=1, device=device, seed=0, training=lambda: True)
+    batches = sharded(loader, 0, 1, device=device)
     assert [batch.device for batch in batches] == [device, device]

@@ -42,20 +42,6 @@ REPEATED = 3
 """After how many passes that begin with the same batches, of which nothing was learnt, this is told."""
 
 
-def _ignore(own: int, every: int) -> None:
-    return None
-
-
-def _nothing() -> None: ...
-
-
-def _unread(evaluated: bool | None) -> None: ...
-
-
-def _no_parameters() -> list[torch.Tensor]:
-    return []
-
-
 def _evenly(step: int) -> tuple[float, ...]:
     return ()
 
@@ -108,19 +94,18 @@ class ShardedLoader(Iterable[Any]):
         device: torch.device,
         seed: int,
         training: Callable[[], bool | None],
-        samples: Callable[[int, int], tuple[int, int] | None] = _ignore,
-        parameters: Callable[[], Sequence[torch.Tensor]] = _no_parameters,
-        ended: Callable[[], None] = _nothing,
-        read: Callable[[bool | None], None] = _unread,
-        lessons: Lessons | None = None,
+        samples: Callable[[int, int], tuple[int, int]],
+        parameters: Callable[[], Sequence[torch.Tensor]],
+        read: Callable[[bool | None], None],
+        lessons: Lessons,
         balance: Balance | None = None,
         view: Callable[[int, bool], tuple[int, int]] | None = None,
     ) -> None:
         """`training` says whether the job's models are in training mode, None while the job has none; `parameters` are what they learn.
 
         While they train, `samples` is told before each batch how many samples it has and all ranks' together, and gives back what
-        it was told before; `ended` is called at the end of the epoch. `read` hears None of the first batch of any epoch, False of
-        one in which nothing is learnt, True of that one's end. `lessons` are those of all the job's loaders. `balance` decides
+        it was told before. `read` hears None of the first batch of any epoch, False of one in which nothing is learnt, True of
+        that one's end. `lessons` are those of all the job's loaders, and hear of the end of an epoch. `balance` decides
         how the ranks share a batch. `view`, given an epoch and whether all ranks must take the same number of steps in it, says
         which share of how many this rank reads then, where ranks may come and go.
         """
@@ -130,9 +115,9 @@ class ShardedLoader(Iterable[Any]):
         self.drop_last = loader.drop_last
         self._rank, self._ranks, self._device = rank, ranks, device
         self._training, self._parameters = training, parameters
-        self._samples, self._ended, self._balance = samples, ended, balance
+        self._samples, self._balance = samples, balance
         self._was_read = read
-        self._epochs = Epochs(lessons or Lessons(lambda: None))
+        self._epochs = Epochs(lessons)
         self.meter: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Through which the batches of later iterations go, to see how long they are waited for."""
         self._generator = torch.Generator()
@@ -290,7 +275,7 @@ class ShardedLoader(Iterable[Any]):
                     if watch.surprised():
                         self._check_even()
                     if balance:
-                        balance.end(step, own, learnt=passed.has_learnt)
+                        balance.end(step, own, learnt=passed.has_learnt and self._epochs.lessons.are_here)
         finally:
             # An evaluation may come between a batch of another loader and its gradients.
             if before and not watch.trains:
@@ -310,8 +295,7 @@ class ShardedLoader(Iterable[Any]):
                 self._was_read(evaluated)
         if watch.trains:
             self._samples(1, self._ranks)
-            if passed.has_learnt or self._epochs.lessons.steps() is None:  # a rank may look at its samples by itself
-                self._ended()
+            self._epochs.lessons.end(passed)
 
     def _check_even(self) -> None:
         if self._shard and self._shard.uneven:

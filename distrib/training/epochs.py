@@ -8,6 +8,7 @@ learnt from it; until then the next pass is of the same epoch. Passes that are b
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,12 +20,40 @@ class Lessons:
     `steps` says how many have been taken, None while the job knows of none to come. A step has learnt from the passes that handed
     out a batch since the one before: from those that go on if there are such, else from those that were left, as
     `next(iter(loader))` leaves one; and if nothing else was read, from those that were read to their end.
+
+    `ended` is called once the steps of a pass are taken that was read to its end. A script may read ahead of them: between
+    a forward and its backward pass, or in a thread, whose ends come at another step on each rank. What is read there has no such end.
     """
 
-    def __init__(self, steps: Callable[[], int | None]) -> None:
-        self.steps = steps
+    def __init__(self, steps: Callable[[], int | None], ended: Callable[[], None]) -> None:
+        self.steps, self._ended = steps, ended
         self._taken = steps() or 0
         self._since: dict[Pass, None] = {}
+        self._thread = threading.main_thread().ident
+        self._last: int | None = None
+        """With which step those of a pass that was read ahead of them are taken."""
+
+    @property
+    def are_here(self) -> bool:
+        """Whether the present thread is the one that takes steps."""
+        return threading.get_ident() == self._thread
+
+    def step(self) -> None:
+        """One was taken just now."""
+        self._thread = threading.get_ident()
+        if self._last is not None and (self.steps() or 0) >= self._last:
+            self._last = None
+            self._ended()
+
+    def end(self, one: Pass) -> None:
+        """`one`, on which a model trains, was read to its end."""
+        taken = self.steps()
+        if not self.are_here or (taken is not None and not one.has_learnt):  # a rank may look at its samples by itself
+            return
+        if one.ahead and taken is not None and taken > one.steps:
+            self._last = taken + one.ahead * (taken - one.steps)
+        else:
+            self._ended()
 
     def hand_out(self, one: Pass) -> None:
         """`one` is about to hand out a batch."""
@@ -56,6 +85,9 @@ class Pass:
         """Whether a step has learnt from it."""
         self.steps = -1
         """How many had been taken as its latest batch was handed out; -1 before the first."""
+        self.ahead = 0
+        """So many batches are handed out before the step that learns from the first of them, as it seems."""
+        self._steps_come = False
         self._batches: weakref.ref[Iterator[Any]] | None = None
 
     def of(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -71,7 +103,14 @@ class Pass:
     def hand_out(self) -> None:
         """A batch is about to be handed out."""
         self._epochs.lessons.hand_out(self)
-        self.steps = self._epochs.lessons.steps() or 0
+        steps = self._epochs.lessons.steps() or 0
+        if steps > self.steps >= 0:
+            self._steps_come = True
+        elif (
+            self.steps >= 0
+        ):  # again and again where the script makes one step of several batches: those are not read ahead
+            self.ahead = 0 if self._steps_come else self.ahead + 1
+        self.steps = steps
         self.is_open = True
 
     def look(self) -> None:

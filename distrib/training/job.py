@@ -428,6 +428,7 @@ class Job:
             self._status.step(step)
         if self._drift:
             self._drift.after(self._before.taken + sum(steps.taken for steps in self._steps))
+        self._loaders.step()
 
     def _calls(self) -> int | None:
         """How often a step was asked for; None where nobody can know of steps to come."""

@@ -26,7 +26,8 @@ class Loaders:
     """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
 
     `samples` is told before each batch how many samples this rank has of it and all have together, and says what it was told before;
-    `ended` is called at the end of an epoch; `steps` says how many calls of `step()` there were, None while there is no optimizer.
+    `ended` is called at the end of an epoch of training; `steps` says how many calls of `step()` there were, None while there is no
+    optimizer.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class Loaders:
         ended: Callable[[], None],
     ) -> None:
         self._backend, self._world, self._exchange, self._forgotten = backend, backend.world, exchange, forgotten
-        self._elastic, self._models, self._samples, self._ended = elastic, models, samples, ended
-        self._lessons = Lessons(steps)
+        self._elastic, self._models, self._samples = elastic, models, samples
+        self._lessons = Lessons(steps, ended)
         self.prepared = 0
         """How many there are."""
         self.read: dict[int, bool | None] = {}
@@ -84,7 +85,6 @@ class Loaders:
             training=self._training,
             samples=self._samples,
             parameters=lambda: [p for model in self._models() for p in model.parameters() if p.requires_grad],
-            ended=self._ended,
             read=functools.partial(self._was_read, number),
             lessons=self._lessons,
             balance=balance,
@@ -99,6 +99,10 @@ class Loaders:
         if not self.read and not self._noted and self._world.size > 1:
             self._noted = True
             self._forgotten.no_loader(self.prepared)
+
+    def step(self) -> None:
+        """`step()` was called, by every rank."""
+        self._lessons.step()
 
     def begin(self) -> None:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""

@@ -8,9 +8,12 @@ import gc
 import io
 import itertools
 import os
+import queue
 import re
 import sys
 import tempfile
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -281,6 +284,38 @@ def looked_at_alone(job: distrib.Job) -> None:
         optimizer.zero_grad()
         (model(inputs) - targets).square().mean().backward()
         optimizer.step()
+    assert_alike(job, model)
+
+
+def in_a_thread(loader: Any) -> Iterator[Any]:
+    """The batches of `loader`, of which a thread reads two ahead."""
+    read: queue.Queue[Any] = queue.Queue(2)
+    threading.Thread(target=lambda: [*map(read.put, loader), read.put(None)], daemon=True).start()
+    yield from iter(read.get, None)
+
+
+def read_ahead(job: distrib.Job) -> None:
+    """The next batch is read between forward and backward, or by a thread: nothing changes what is about to be computed backward."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = made(job, model)
+    loader = job.prepare(DataLoader(TensorDataset(torch.randn(24 * job.world_size - 8, 4)), 8))
+    for _ in range(3):
+        batches = iter(loader)
+        batch = next(batches)
+        while batch:
+            loss = model(batch[0]).square().mean()
+            batch = next(batches, None)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert_alike(job, model)  # in the middle of what would be a round of mode local
+    for _ in range(8):
+        for (inputs,) in in_a_thread(loader):
+            time.sleep(0.002 * job.rank)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+    job.settle()
     assert_alike(job, model)
 
 
