@@ -261,7 +261,7 @@ class Synchronous(Together):
             own = [p.grad for p in self._averaged_by(model) if p.grad is not None]
             if own and not _was_called(model) and not any(hasattr(gradient, IS_MEAN) for gradient in own):
                 raise TrainingError(
-                    f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called: nobody averages them",
+                    f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called to train: nobody averages them",
                     hint="model = job.prepare(model), and call model(...) or its methods: neither what it was before nor "
                     "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return; "
                     "a gradient that the script sets itself: p.grad = job.all_reduce(gradient)",
@@ -304,8 +304,8 @@ class Synchronous(Together):
 
 
 def _was_called(model: nn.Module) -> bool:
-    """Whether a model of DistributedDataParallel has computed anything: torch sets that up in the first forward."""
-    return getattr(model, "_lazy_init_ran", True)
+    """Whether a model of DistributedDataParallel has computed anything to train: torch sets itself up in any first forward."""
+    return model.averages if isinstance(model, Wrapped) else getattr(model, "_lazy_init_ran", True)
 
 
 def _without_gradient(model: DistributedDataParallel) -> list[str] | None:

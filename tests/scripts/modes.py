@@ -243,12 +243,14 @@ def unused(job: distrib.Job) -> None:
 
 
 def unwrapped(job: distrib.Job) -> None:
-    """A model that is trained past what `prepare` made of it is named, not left to each rank."""
+    """A model that is trained past what `prepare` made of it is named, not left to each rank, also where that was evaluated first."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    job.prepare(model, optimizer)
+    prepared, _ = job.prepare(model, optimizer)
+    with torch.no_grad():
+        prepared(torch.randn(4, 6))
     model(torch.randn(4, 6)).sum().backward()
-    raises("what job.prepare made of it was never called: nobody averages them", optimizer.step)
+    raises("what job.prepare made of it was never called to train: nobody averages them", optimizer.step)
 
 
 def again(job: distrib.Job) -> None:
