@@ -32,7 +32,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (2, {}, "second_backward"),
         (2, {}, "unused_zeros"),
         (2, {}, "step_in_backward"),
-        (2, {}, "read_ahead own_loader kept_iterator own_epochs closure_numbers reduced not_numbers"),
+        (2, {}, "read_ahead own_loader episodes kept_iterator own_epochs closure_numbers reduced not_numbers"),
         (1, {}, "own_loader kept_iterator made_anew own_epochs gathered_batches"),
         (2, {"balance": True}, "looked_at_alone other_workers"),
         (2, {"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),

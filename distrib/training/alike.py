@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -131,8 +132,12 @@ def _described(thing: Any) -> list[str]:
         # Of other lengths some ranks would wait for a last batch that others do not have.
         size = f" in batches of {thing.batch_size}" if thing.batch_size else ""
         rest = ", without an incomplete last one" if thing.drop_last else ""
-        counted = thing.dataset if hasattr(thing.dataset, "__len__") else thing.sampler
-        return [f"a {kind} of {len(counted)} samples{size}{rest}"]  # type: ignore[arg-type]
+        samples = ""
+        with contextlib.suppress(
+            TypeError
+        ):  # neither may have a length, where batches come from a sampler of the script's
+            samples = f" of {len(thing.dataset if hasattr(thing.dataset, '__len__') else thing.sampler)} samples"  # type: ignore[arg-type]
+        return [f"a {kind}{samples}{size}{rest}"]
     if not isinstance(thing, nn.Module):
         return [f"a {kind}"]
     parameters = [

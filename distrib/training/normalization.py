@@ -71,7 +71,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         if self.affine:
             scale = scale * self.weight
         output: torch.Tensor = (input - mean.view(shape)) * scale.view(shape)
-        return output + self.bias.view(shape) if self.affine else output
+        return (output + self.bias.view(shape) if self.affine else output).to(input.dtype)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
         assert self.running_mean is not None and self.running_var is not None
@@ -105,7 +105,8 @@ class _Moments(torch.autograd.Function):
         variance = (sums[channels:-1] / total - mean.square()).clamp_(min=0)
         ctx.save_for_backward(input, mean, total)
         ctx.mark_non_differentiable(total)
-        return mean.to(input.dtype), variance.to(input.dtype), total
+        dtype = torch.promote_types(input.dtype, torch.float32)  # in 16 bits a mean would be far off
+        return mean.to(dtype), variance.to(dtype), total
 
     @staticmethod
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:

@@ -269,6 +269,10 @@ def ragged_normalization(job: distrib.Job) -> None:
     (sum(output.square().mean() for output in outputs) / job.world_size).backward()  # type: ignore[union-attr]
     model, _ = made(job, net(), sync_batchnorm=True)
     model(data[job.rank]).square().mean().backward()
+    whole = (torch.randn(8, job.world_size, 4, generator=torch.Generator().manual_seed(0)) + 20).bfloat16()
+    rounded, _ = made(job, nn.BatchNorm1d(4), sync_batchnorm=True)
+    plain = nn.BatchNorm1d(4)(whole.flatten(0, 1)).view_as(whole)
+    torch.testing.assert_close(rounded(whole[:, job.rank]), plain[:, job.rank], rtol=0.01, atol=1e-4)
     for one, other in zip(job.unwrap(model).parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
 
@@ -367,6 +371,17 @@ def kept_iterator(job: distrib.Job) -> None:
             all_ = [[]] * job.world_size
             dist.all_gather_object(all_, own)
         assert sorted(itertools.chain(*all_)) == list(range(32)), all_
+
+
+class Unsized(Dataset):  # type: ignore[type-arg]
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+def episodes(job: distrib.Job) -> None:
+    """Batches are a sampler's of the script's, which alone knows how many there are."""
+    loader = job.prepare(DataLoader(Unsized(), batch_sampler=[[number, 9] for number in range(4)]))
+    assert [batch.tolist() for batch in loader] == [[job.rank, 9], [job.rank + 2, 9]]
 
 
 def own_loader(job: distrib.Job) -> None:
