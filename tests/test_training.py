@@ -399,8 +399,39 @@ def test_a_sampler_without_a_length_is_refused():
         def __iter__(self):
             return count()
 
+    class Repeating(Endless):
+        def __len__(self):
+            return 8
+
     with pytest.raises(TrainingError, match="Endless has no length"):
         sharded(DataLoader(range(8), 2, sampler=Endless()), 0, 2)
+    with pytest.raises(TrainingError, match="Repeating has a length of 8, and yields 1048704 items and more"):
+        read(sharded(DataLoader(range(8), 2, sampler=Repeating()), 0, 2))
+
+
+def test_the_epoch_of_any_sampler_can_be_set():
+    class Turned(Sampler[int]):
+        epoch = 5
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __len__(self):
+            return 16
+
+        def __iter__(self):
+            return iter([(number + self.epoch) % 16 for number in range(16)])
+
+    sampler = Turned()
+    inside = DataLoader(range(16), batch_sampler=BatchSampler(sampler, 8, False))
+    for loader in (DataLoader(range(16), 8, sampler=sampler), inside):
+        sampler.set_epoch(5)
+        own = sharded(loader, 0, 2)
+        for told, epoch in ((None, 5), (None, 6), (3, 3), (None, 4)):
+            if told is not None:
+                sampler.set_epoch(told)
+            next(iter(own))  # counts, as no steps are known of
+            assert sampler.epoch == epoch
 
 
 def test_a_model_that_is_put_into_training_mode_with_the_batch_in_hand_trains():
@@ -469,7 +500,9 @@ def test_of_a_stream_no_batches_of_others_are_kept():
 
 def test_the_loader_keeps_its_options():
     loader = DataLoader(range(9), 4, num_workers=1, collate_fn=tuple, timeout=30, persistent_workers=True)
+    loader.num_samples = 9  # type: ignore[attr-defined]
     kept = sharded(loader, 0, 1)
+    assert kept.num_samples == 9 and not hasattr(kept, "num_classes")
     assert (kept.num_workers, kept.collate_fn, kept.timeout, kept.persistent_workers) == (1, tuple, 30, True)
     assert (kept.batch_size, len(kept), len(kept.dataset)) == (4, 3, 9)
 
@@ -713,8 +746,10 @@ def test_checkpoints_that_are_none(job, tmp_path, capfd):
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(TrainingError, match="no checkpoint"):
         job.restore(path)
-    with pytest.raises(TrainingError, match="cannot save 'path', a PosixPath"):
+    with pytest.raises(TrainingError, match="cannot save path, a PosixPath"):
         job.save(path, path=path)
+    with pytest.raises(TrainingError, match=r"cannot save config\['paths'\]\[1\], a PosixPath"):
+        job.save(path, config={"lr": 0.1, "paths": ["here", path]})
     assert path.read_bytes() == b"not a checkpoint"
     job.save(path, model=nn.Linear(1, 1))
     with pytest.raises(TrainingError, match="no state of optimizer; it holds model"):

@@ -82,7 +82,7 @@ class ShardedLoader(Iterable[Any]):
     A model trains that is in training mode as the epoch begins; or one for which gradients are computed from the epoch's batches,
     as where a model is trained in evaluation mode so that its normalization stays as it is.
 
-    What else a DataLoader has (`dataset`, `num_workers`, ...) is had by this one too.
+    What else the DataLoader has (`dataset`, `num_workers`, what the script or a class of its own gave it) is had by this one too.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class ShardedLoader(Iterable[Any]):
         # Also that of a batch sampler which the script has made.
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
-        self._sampler: Any = inner if sharing is None else sharing
-        self._epoch_set: Any = getattr(self._sampler, "epoch", None)
-        """What the sampler's epoch was set to, or was at first."""
-        if sharing is not None and isinstance(self._epoch_set, int) and self._epoch_set > 0:
+        counting = next((one for one in (loader.batch_sampler, inner) if hasattr(one, "set_epoch")), None)
+        self._sampler: Any = counting if sharing is None else sharing
+        self._note_epoch()
+        if isinstance(self._epoch_set, int) and self._epoch_set > 0:
             self._epochs.next = self._epoch_set
         if self.is_stream:
             self._loader = loader
@@ -164,6 +164,7 @@ class ShardedLoader(Iterable[Any]):
             seed=seed,
             wrap=self._evenly,
             speeds=self._balance.speeds if self._balance else _evenly,
+            read=self._note_epoch,
         )
         if self._balance:
             self._balance.draws_ahead(loader.num_workers * (loader.prefetch_factor or 0))
@@ -180,6 +181,10 @@ class ShardedLoader(Iterable[Any]):
         if batched or loader.batch_sampler is not None:
             return DataLoader(loader.dataset, batch_sampler=self._shard, **options)
         return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)
+
+    def _note_epoch(self) -> None:
+        """What the sampler's epoch is, as nobody but this loader has set it since it was prepared."""
+        self._epoch_set: Any = getattr(self._sampler, "epoch", None)
 
     def _evenly(self) -> bool:
         """Whether every rank must take the same number of steps: while training, as gradients are exchanged."""
@@ -210,11 +215,7 @@ class ShardedLoader(Iterable[Any]):
         return len(self._loader if self._shard is None else self._shard)
 
     def __iter__(self) -> Iterator[Any]:
-        if (
-            self._shard is None
-            and self._epoch_set is not None
-            and getattr(self._sampler, "epoch", None) != self._epoch_set
-        ):
+        if self._epoch_set is not None and getattr(self._sampler, "epoch", None) != self._epoch_set:
             self._epochs.next = self._sampler.epoch  # the script has set it
         passed = self._epochs.begin()
         epoch = passed.number
@@ -224,7 +225,7 @@ class ShardedLoader(Iterable[Any]):
             self._generator.manual_seed(self._shard.seed + epoch * self._ranks + self._rank)
         elif hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-            self._epoch_set = getattr(self._sampler, "epoch", None)
+            self._note_epoch()
         if self._balance:
             self._balance.epoch()
         watch = _Watch(self._evenly(), self._training, self._parameters)
@@ -319,7 +320,7 @@ class ShardedLoader(Iterable[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also keeps copy and pickle, which ask before there is a _loader, from recursion
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self._loader if hasattr(self._loader, name) else self._given, name)
 
 
 class _Watch:

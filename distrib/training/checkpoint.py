@@ -46,8 +46,9 @@ def write(
     values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
     for name, value in values.items():
         if not _is_plain(value):
+            where, what = _unsafe(name, value) or (name, f"a {type(value).__name__}")
             raise TrainingError(
-                f"cannot save {name!r}, a {type(value).__name__}",
+                f"cannot save {where}, {what}",
                 hint="save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
             )
     path = Path(path)

@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from distrib.errors import TrainingError
 from distrib.training.datasets import order_of
+
+ENDLESS, ENDLESS_TIMES = 1 << 20, 16
+"""A sampler that yields so many items, and so many times its length, is taken to have no end: what it yields in an epoch is kept."""
 
 
 class Edges(Sequence[int]):
@@ -111,6 +114,7 @@ class ShardSampler(Sampler[Any]):
     Python's global random numbers or have a `generator`: all of these are seeded with `seed` + epoch meanwhile.
     `wrap` is asked at the beginning of each epoch whether the last step may begin again with the first samples.
     `speeds` is asked, as step number n of the epoch is drawn, in what proportion the ranks share it; with nothing, evenly.
+    `read` is called each time that `source` was read.
     `sizes` has, of each batch that was drawn in the present epoch, how many samples it has and all ranks' together; None while
     it has not begun.
     """
@@ -125,7 +129,8 @@ class ShardSampler(Sampler[Any]):
         drop_last: bool,
         seed: int,
         wrap: Callable[[], bool],
-        speeds: Callable[[int], Sequence[float]] = lambda step: (),
+        speeds: Callable[[int], Sequence[float]],
+        read: Callable[[], None],
     ) -> None:
         self.source = source
         self.sizes: deque[tuple[int, int]] | None = None
@@ -137,6 +142,7 @@ class ShardSampler(Sampler[Any]):
         """A word for what `source` yielded first, where that is not known to be the same on every rank."""
         self._wrap = wrap
         self._speeds = speeds
+        self._read = read
 
     def __len__(self) -> int:
         edges = self._edges(len(self.source))
@@ -181,7 +187,14 @@ class ShardSampler(Sampler[Any]):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
         with _seeded(self.seed + epoch, self.source):
-            order = list(self.source)
+            order = list(islice(self.source, most := ENDLESS + ENDLESS_TIMES * len(self.source)))
+        if len(order) == most:
+            raise TrainingError(
+                f"the loader's {type(self.source).__name__} has a length of {len(self.source)}, and yields {most} items and more: an "
+                "epoch of it cannot be shared out",
+                hint="let it end, or make the dataset an IterableDataset",
+            )
+        self._read()
         self.first_order = self.first_order or order_of(order)
         return order
 
