@@ -7,13 +7,14 @@ its last gradient is there; what it waits for the others afterwards does not cou
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from distrib.training.clock import Clock
 
 SKIPPED = 2
 """First batches of an epoch, or after a change, that are not measured: caches and compilers warm up in them."""
@@ -46,7 +47,10 @@ class Balance:
         self._next = SKIPPED
         self._taken: list[tuple[int, float]] = []
         self._handles: list[RemovableHandle] = []
-        self._clock: _Clock | None = None
+        self._clock: Clock | None = None
+        self._begun: Any = None
+        self._last: Any = None
+        """Marks of the clock: when this rank went for the batch, and when its last gradient was there."""
 
     def draws_ahead(self, batches: int) -> None:
         """So many are drawn before they are needed, by a loader's worker processes: on each rank as many as it has. Every rank."""
@@ -64,12 +68,13 @@ class Balance:
     def begin(self) -> None:
         """This rank goes for a batch."""
         if self._clock:
-            self._clock.begin()
+            self._begun, self._last = self._clock.mark(), None
 
     def end(self, step: int, samples: int, *, learnt: bool) -> None:
         """The script is done with the batch of step number `step`, of `samples` samples. Every rank, once a step has `learnt`."""
-        if self._clock and (seconds := self._clock.seconds()) is not None:
-            self._taken.append((samples, seconds))
+        if self._clock and self._begun and self._last:
+            self._clock.wait(self._last)
+            self._taken.append((samples, self._clock.seconds(self._begun, self._last)))
         if step + 1 == self._next:
             self._watch()
         elif step + 1 == self._next + MEASURED:
@@ -92,14 +97,19 @@ class Balance:
 
     def _watch(self) -> None:
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        on_gpu = any(parameter.is_cuda for parameter in parameters)
-        self._clock = clock = _GpuClock() if on_gpu else _Clock()
-        self._handles = [parameter.register_hook(clock.tick) for parameter in parameters]  # type: ignore[no-untyped-call]
+        gpu = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+        self._clock = clock = Clock(gpu or torch.device("cpu"))
+
+        def arrived(_: torch.Tensor) -> None:
+            self._last = clock.mark() or self._last  # none in a CUDA graph
+
+        self._handles = [parameter.register_hook(arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
 
     def _rest(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles, self._clock, self._taken = [], None, []
+        self._handles, self._taken = [], []
+        self._clock = self._begun = self._last = None
 
 
 class Proportion:
@@ -155,45 +165,3 @@ def new_speeds(measured: Sequence[Measured], present: tuple[float, ...]) -> tupl
     if fastest.seconds <= 0 or negligible or slowest.low <= fastest.high:
         return present
     return tuple(one.samples / one.seconds for one in measured)
-
-
-class _Clock:
-    """The time from `begin` to the last gradient."""
-
-    def __init__(self) -> None:
-        self._begun = self._last = 0.0
-
-    def begin(self) -> None:
-        self._begun = self._last = time.perf_counter()
-
-    def tick(self, gradient: Any) -> None:
-        self._last = time.perf_counter()
-
-    def seconds(self) -> float | None:
-        """None where there was no gradient."""
-        return self._last - self._begun if self._last > self._begun > 0 else None
-
-
-class _GpuClock(_Clock):
-    """The same on a GPU, which computes later than the script runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        self._ticked = False
-
-    def begin(self) -> None:
-        self._start.record()
-        self._ticked = False
-
-    def tick(self, gradient: Any) -> None:
-        if torch.cuda.is_current_stream_capturing():  # events of a CUDA graph tell no time
-            return
-        self._end.record()
-        self._ticked = True
-
-    def seconds(self) -> float | None:
-        if not self._ticked:
-            return None
-        self._end.synchronize()
-        return float(self._start.elapsed_time(self._end)) / 1000

@@ -44,6 +44,11 @@ class Clock:
         if self._cuda:
             torch.cuda.synchronize(self._device)
 
+    def wait(self, mark: Any) -> None:
+        """Wait until the device has come to a mark."""
+        if self._cuda:
+            mark.synchronize()
+
     def has_happened(self, mark: Any) -> bool:
         """Whether the device has come to a mark."""
         return not self._cuda or bool(mark.query())
