@@ -43,8 +43,9 @@ import distrib
 from distrib.errors import TrainingError
 from distrib.training import Job, ShardedLoader, alike, checkpoint, drift
 from distrib.training import job as job_module
-from distrib.training.batches import every_nth, moved
+from distrib.training.batches import every_nth
 from distrib.training.epochs import Lessons
+from distrib.training.moving import moved
 from distrib.training.normalization import with_synchronized_batches
 from distrib.training.rendezvous import choose_interface, compare, own_address
 from distrib.training.shards import global_batches, share

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
-from distrib.training.batches import moved
 from distrib.training.copies import NO_STAMP, Stamp
+from distrib.training.moving import moved
 from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import Wrapped
 

@@ -18,8 +18,8 @@ from torch import nn
 from distrib.training import checkpoint, copies
 from distrib.training.alike import gathered
 from distrib.training.backend import Backend
-from distrib.training.batches import moved
 from distrib.training.exchange import Exchange
+from distrib.training.moving import moved
 
 
 class Checkpoints:

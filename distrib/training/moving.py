@@ -1,0 +1,64 @@
+"""Batches and other nested things on another device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+
+def moved(batch: Any, device: torch.device, which: Callable[[torch.Tensor], bool] = lambda tensor: True) -> Any:
+    """`batch` with every tensor in it, of those that `which` picks, on `device`; the rest as it is.
+
+    Looks into tuples, lists, mappings and dataclasses however nested; what has a `to` of its own, such as a graph or the batch of a
+    tokenizer, is asked to go. Pinned tensors are copied while the script goes on.
+    """
+
+    def one(value: Any) -> Any:
+        return moved(value, device, which)
+
+    if isinstance(batch, torch.Tensor):
+        if not which(batch):
+            return batch
+        leaves = device.type == "cuda" and batch.device.type == "cpu"
+        return batch.to(device, non_blocking=leaves and _is_pinned(batch))
+    if isinstance(batch, PackedSequence):
+        return batch.to(device, non_blocking=_is_pinned(batch))  # type: ignore[arg-type]
+    if type(batch) is dict:
+        return {key: one(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(one, batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(one, batch))
+    # Of a mapping the class is asked: attributes of it may be its keys.
+    where = type(batch) if isinstance(batch, MutableMapping) else batch
+    if callable(getattr(where, "to", None)) and not isinstance(batch, (type, nn.Module)):
+        # From memory that is not pinned torch waits all the same. Some know no such word, and some go to other things than devices.
+        for words in ({"non_blocking": True}, {}):
+            with contextlib.suppress(TypeError):
+                there = batch.to(device, **words)
+                return batch if there is None else there
+        return batch
+    if isinstance(batch, MutableMapping):
+        mapping = copy.copy(batch)
+        for key, value in batch.items():
+            mapping[key] = one(value)
+        return mapping
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changed = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(changed, field.name, one(getattr(batch, field.name)))  # also where it is frozen
+        return changed
+    return batch
+
+
+def _is_pinned(batch: torch.Tensor | PackedSequence) -> bool:
+    with contextlib.suppress(RuntimeError, TypeError):  # of kinds of tensors that cannot tell, such as masked ones
+        return batch.is_pinned()
+    return False
