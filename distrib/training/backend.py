@@ -22,6 +22,7 @@ from distrib.training.alike import IS_MEAN, several
 from distrib.training.buffers import Buffers
 from distrib.training.flat import broadcast
 from distrib.training.gradients.hook import hook_of
+from distrib.training.parameters import learning_of
 from distrib.training.rendezvous import timeout_of_job
 from distrib.training.synchronous import follow_parameters, synchronous, unwrapped, without
 from distrib.training.world import World
@@ -173,8 +174,8 @@ class Together(Backend):
         self._buffers = {one: self._buffers[one] for one in self._models}
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.grad is not None and parameter.requires_grad and parameter not in self._averaged:
+        for parameter in learning_of(optimizer):
+            if parameter.grad is not None and parameter not in self._averaged:
                 if name := name_in(self._models, parameter):
                     raise TrainingError(
                         f"{name} learns only since job.prepare, and is not averaged: every rank would have its own",

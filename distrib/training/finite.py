@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.alike import gathered
+from distrib.training.parameters import learning_of, parameters_of
 
 OnNan = Literal["raise", "skip", "ignore"]
 WITNESSES = 16
@@ -60,7 +61,7 @@ class Finite:
         """`names` are those of the parameters in their models."""
         self._names = names
         self.end()
-        small = [p for p in self._parameters() if p.requires_grad and p.numel() <= SMALL]
+        small = [p for p in learning_of(self._optimizer) if p.numel() <= SMALL]
         if not self._together or self._on_nan == "ignore":
             small = []
         chosen = small[:: max(-(-len(small) // WITNESSES), 1)]
@@ -87,7 +88,7 @@ class Finite:
         """Whether step number `step` may be taken. Raises TrainingError where it may not, naming rank and parameter."""
         if self._on_nan == "ignore":
             return True
-        parameters = [p for p in self._parameters() if p.grad is not None]
+        parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
         parameters = [p for p in parameters if p.grad.is_floating_point() or p.grad.is_complex()]  # type: ignore[union-attr]
         gradients = [_reals(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()
@@ -140,9 +141,6 @@ class Finite:
         if not ranks:
             return ", on a rank that cannot be told" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     def _name(self, parameter: torch.Tensor) -> str:
         return self._names.get(parameter) or f"a parameter {list(parameter.shape)}"

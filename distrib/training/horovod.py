@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.backend import Backend, Together
+from distrib.training.parameters import learning_of
 from distrib.training.world import World
 
 
@@ -51,8 +52,9 @@ class Horovod(Together):
 
     def optimizer(self, optimizer: Optimizer) -> None:
         super().optimizer(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._reducers[optimizer] = Reducer(self._hvd, parameters, self._made, self.strategy.gradients.format)
+        self._reducers[optimizer] = Reducer(
+            self._hvd, learning_of(optimizer), self._made, self.strategy.gradients.format
+        )
         self._made += 1
         self._see_averaged()
 

@@ -29,6 +29,7 @@ from distrib.training.backend import Backend, of_no_model
 from distrib.training.buffers import Buffers
 from distrib.training.clock import Clock
 from distrib.training.flat import broadcast, flatten, unflatten
+from distrib.training.parameters import learning_of, parameters_of
 from distrib.training.synchronous import without
 
 MIXED = 0.5
@@ -97,7 +98,7 @@ class Local(Backend):
             for parameter in new:
                 if parameter not in known:
                     raise of_no_model(parameter)
-            own = {*_trained(optimizer)}  # some may be of a model that it did not train before
+            own = {*learning_of(optimizer)}  # some may be of a model that it did not train before
             self.pair(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
@@ -150,7 +151,7 @@ class Local(Backend):
     def _check_others(self) -> None:
         """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
         a teacher that follows its model, and buffers of models that nothing trains become the mean. Every rank."""
-        known = {id(p) for optimizer in self._rounds for group in optimizer.param_groups for p in group["params"]}
+        known = {id(parameter) for optimizer in self._rounds for parameter in parameters_of(optimizer)}
         trained = {model for round_ in self._rounds.values() for model in round_.models}
         others: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
@@ -198,7 +199,7 @@ class Round:
 
         Every rank. When some were frozen or unfrozen, the round ends here: what each rank has learnt is what all have.
         """
-        trained = _trained(self._optimizer)
+        trained = learning_of(self._optimizer)
         known = set(self._trained)
         new = [parameter for parameter in trained if parameter not in known]
         if new or len(trained) != len(known):
@@ -255,7 +256,7 @@ class Round:
         return {"momentum": [momenta.get(parameter) for parameter in self._trained] if momenta else []}
 
     def restore(self, state: dict[str, Any]) -> None:
-        trained, momenta = _trained(self._optimizer), state.get("momentum", [])
+        trained, momenta = learning_of(self._optimizer), state.get("momentum", [])
         sizes = [_size(parameter) for parameter in trained]
         saved = [size if momentum is None else momentum.numel() for size, momentum in zip(sizes, momenta, strict=False)]
         if momenta and (len(momenta) != len(sizes) or saved != sizes):
@@ -282,7 +283,7 @@ class Round:
 
     def _divide(self, momenta: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Fragments of about the same size, in the order of the parameters, which keep their momenta."""
-        self._trained = _trained(self._optimizer)
+        self._trained = learning_of(self._optimizer)
         whole, gone = sum(p.numel() for p in self._trained), 0
         parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
         for parameter in self._trained:
@@ -375,7 +376,3 @@ def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
 def _size(parameter: torch.Tensor) -> int:
     """The numbers that `flatten` makes of it."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def _trained(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
+from distrib.training.parameters import parameters_of
 
 
 @dataclass(kw_only=True)
@@ -100,8 +101,7 @@ class Mean:
     def follow(self) -> None:
         """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
         wanted = not self._ended and (self.batches > 1 or self._own * self._ranks != self._all)
-        groups = self._optimizer.param_groups if wanted else []
-        parameters = {parameter for group in groups for parameter in group["params"]}
+        parameters = set(parameters_of(self._optimizer)) if wanted else set()
         several = self.batches > 1
         taken = self._samples.weighted_by
         for parameter in [p for p in self._hooks if several != self._several or p not in parameters]:
@@ -124,7 +124,7 @@ class Mean:
                 continue
             self._hooks[parameter] = [_OnItsWay(parameter, self._on_its_way(parameter))]
             if several:
-                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))
+                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
 
     @property
     def _own(self) -> float:

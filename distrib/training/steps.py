@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
+from distrib.training.parameters import learning_of, parameters_of
 from distrib.training.samples import Mean, Samples
 from distrib.training.synchronous import unwrapped
 from distrib.training.wrapped import in_join
@@ -90,7 +91,7 @@ class Steps:
         """`other` is prepared: where only one optimizer may train a parameter that both have, this one takes no more steps. Every rank."""
         if self.is_retired or not (self.counting or self._backend.one_each):
             return
-        if _learning(other).isdisjoint(_learning(self.optimizer)):
+        if {*learning_of(other)}.isdisjoint(learning_of(self.optimizer)):
             return
         self.retire(
             f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
@@ -130,7 +131,7 @@ class Steps:
         """Finds those of `models` that the optimizer trains."""
         if self.is_retired:
             return
-        own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        own = set(map(id, parameters_of(self.optimizer)))
         self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
         self._finite.name(_names(self._models))
         self.mean.models = {p: number for number, model in enumerate(self._models) for p in model.parameters()}
@@ -152,7 +153,7 @@ class Steps:
 
     def trains(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether some of `parameters` are this optimizer's or of its models."""
-        own = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        own = set(map(id, parameters_of(self.optimizer)))
         own.update(id(parameter) for model in self._models for parameter in model.parameters())
         return any(id(parameter) in own for parameter in parameters)
 
@@ -358,10 +359,6 @@ class Steps:
 
 _OFTEN = {10**power for power in range(1, 10)}
 """After so many steps that were left out something is said."""
-
-
-def _learning(optimizer: Optimizer) -> set[torch.Tensor]:
-    return {parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad}
 
 
 def _names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
