@@ -21,8 +21,8 @@ class Lessons:
     out a batch since the one before: from those that go on if there are such, else from those that were left, as
     `next(iter(loader))` leaves one; and if nothing else was read, from those that were read to their end.
 
-    `ended` is called once the steps of a pass are taken that was read to its end. A script may read ahead of them: between
-    a forward and its backward pass, or in a thread, whose ends come at another step on each rank. What is read there has no such end.
+    `ended` is called when the steps of a pass that was read to its end are taken: a script may read ahead of them, as between a
+    forward and its backward pass. It is not for a pass that another thread reads, whose end comes at another step on each rank.
     """
 
     def __init__(self, steps: Callable[[], int | None], ended: Callable[[], None]) -> None:
