@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -31,12 +32,24 @@ from torch import nn
 
 from distrib.strategy import Gradients
 from distrib.training.parameter_server import worker
+from distrib.training.parameter_server.hostgroup import host_identity
 from distrib.training.parameter_server.merging import Commit, Merger, Send
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
+from distrib.training.parameter_server.wire import Frame, Kind, packed
 from distrib.training.parameter_server.worker import Asynchronous
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
-from tests.test_parameter_server import OPTIMIZERS, batch, comes_true, cut_off, make, network, prepared, straight
+from tests.test_parameter_server import (
+    OPTIMIZERS,
+    batch,
+    comes_true,
+    cut_off,
+    make,
+    network,
+    prepared,
+    straight,
+    weight,
+)
 from tests.test_parameter_server import step as take_step
 
 parameter_servers = make
@@ -378,6 +391,56 @@ def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_serve
 
     for refused in parameter_servers(workers=3).each(train_both, "aaa"):
         assert max(refused) <= 1, refused  # of 40 steps
+
+
+def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end_of_the_last(
+    parameter_servers, several_hosts
+):
+    def train_both(backend: Asynchronous) -> int:
+        for last in (False, True):
+            model = network()
+            prepared(backend, model, optimizer := torch.optim.SGD(model.parameters(), 0.01))
+            for step in range(6 if last or backend.world.rank else 8):
+                optimizer.zero_grad()
+                model(batch(step, backend.world.rank)).square().mean().backward()
+                time.sleep(0.02 * (backend.world.rank == 1))
+                optimizer.step()
+            backend.settle()
+            backend.reduce(torch.tensor(1.0), "sum")
+        return max(slot.refused for slot in backend.tables[-1].slots)
+
+    assert max(parameter_servers(workers=3).each(train_both, "aaa")) <= 1  # of 6 steps
+
+
+def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(parameter_servers, several_hosts):
+    met, told = threading.Barrier(2, timeout=20), threading.Event()
+
+    def begin(backend: Asynchronous) -> float:
+        backend._meet()
+        group, client = backend.client.group, backend.client
+        met.wait()
+        if backend.world.rank:  # what it says of its memory is read when it is gone
+            gone = {"process": 4194303, "descriptor": 5, "word": "00"}
+            assert comes_true(lambda: group._welcomed)
+            client.loop.call(lambda: group._line.send(Frame(Kind.SHARE, table=0), packed(gone)))
+            told.wait(20)
+            return -1.0
+        assert comes_true(lambda: bool(group.speaks and group._speaker._early))
+        model, optimizer = straight(backend)
+        told.set()
+        take_step(model, optimizer)
+        return weight(model)
+
+    assert parameter_servers(servers=1, workers=2).each(begin, "aa")[0] == -1.0
+
+
+def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
+    code = "from distrib.training.parameter_server import hostgroup; print(hostgroup.host_identity())"
+    run = subprocess.run(["unshare", "-U", sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    if "unshare:" in run.stderr:
+        pytest.skip("no user namespaces here")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() != host_identity()
 
 
 def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_server_is_lost(

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 def host_identity() -> str:
     """The same for two processes exactly if they reach each other's doors and memory."""
-    return f"{this_host()} {Path('/proc/self/ns/pid').stat().st_ino}"
+    spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("pid", "user"))
+    return " ".join([this_host(), *map(str, spaces)])
 
 
 class HostGroup:

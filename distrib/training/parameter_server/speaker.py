@@ -63,6 +63,8 @@ class Speaker:
 
     def begin(self, number: int, table: GroupTable, *, outside: bool) -> None:
         """From now on there is this table; whether this worker has yet to join in it."""
+        if not outside:  # all begin it together, also those that others went on without before
+            self._members |= self._lines.keys() | {self._client.rank}
         self._tables[number] = table
         self._mergers[number] = Merger(table.sizes, self._members - ({self._client.rank} if outside else set()))
         slots, arenas = table.to_servers()
@@ -131,6 +133,7 @@ class Speaker:
             line.worker = unpacked(payload)
             if (old := self._lines.get(line.worker)) is not None:
                 old.close()
+                self._forget(old)
             self._lines[line.worker] = line
             line.send(Frame(Kind.WELCOME), packed(line.worker in self._members))
         elif frame.kind is Kind.SUSPEND:
@@ -138,7 +141,14 @@ class Speaker:
         elif frame.table not in self._mergers:
             self._early.append((line, frame, payload))
         elif frame.kind is Kind.SHARE:
-            self._memory[line.worker, frame.table] = Shared(unpacked(payload), self._tables[frame.table].sizes)
+            try:
+                self._memory[line.worker, frame.table] = Shared(unpacked(payload), self._tables[frame.table].sizes)
+            except OSError:  # it has died meanwhile
+                line.close()
+                self._hung_up(line)
+                return
+            if line.worker not in self._members:  # it was left out before it had this table to be outside of
+                line.send(Frame(Kind.OUTSIDE))
         elif frame.kind is Kind.PUSH:
             slot = self._slots[frame.table][frame.chunk]
             gradient = self._memory[line.worker, frame.table].gradients[frame.chunk].view(slot.gradient.dtype)
@@ -149,7 +159,11 @@ class Speaker:
             newest = self.join(line.worker, frame.table)
             line.send(Frame(Kind.DONE, table=frame.table, step=frame.step, version=newest))
 
+    def _forget(self, line: Line) -> None:
+        self._early = [said for said in self._early if said[0] is not line]
+
     def _hung_up(self, line: Line) -> None:
+        self._forget(line)
         if self._lines.get(line.worker) is line:
             del self._lines[line.worker]
             self._memory = {key: memory for key, memory in self._memory.items() if key[0] != line.worker}
