@@ -461,6 +461,29 @@ def test_a_state_of_another_size_is_refused_before_anything_is_changed(make):
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].tolist() == [[1.0] * 4]
 
 
+def test_a_state_of_another_model_is_refused_where_tensors_are_whole(make):
+    def trained(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(6, width)
+        optimizer = ADAFACTOR(model.parameters(), 0.1)
+        model(batch(0, 0)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (_, other) = trained(60), trained(50)
+    prepared(make().worker(0), model, optimizer)
+    with pytest.raises(TrainingError, match=r"of weight is \[50, \d\] .* the parameter \[60, 6\]"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make):
+    (backend, model, optimizer), (other, *_) = make(servers=1, workers=2).each(lambda one: (one, *straight(one)))
+    with pytest.raises(TrainingError, match="cannot do what was asked"):
+        other.client.result(other.client.ask(0, Frame(Kind.SET_STATE, table=0), b"no tensors"))
+    step(model, optimizer)
+    backend.settle()
+    assert weight(model) == -1
+
+
 def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
     monkeypatch.setattr("distrib.training.parameter_server.worker.PIECE_BYTES", 100)
     cluster = make(workers=2, replicas=1)
@@ -760,6 +783,18 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
     assert comes_true(lambda: second.is_main and not first.is_main)
 
 
+def suspend(backend: Asynchronous, cluster: Cluster) -> None:
+    """As a worker does that could not reach another server."""
+
+    def away() -> None:
+        backend.client.outside = True
+        backend.client._links[0].send(Frame(Kind.SUSPEND))
+        backend.client._links[0].watch()
+
+    backend.client.loop.call(away)
+    assert comes_true(lambda: backend.world.rank not in cluster.servers[0].parts[0].members)
+
+
 def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(make):
     cluster = make(servers=1)
     backend = cluster.worker(0)
@@ -770,17 +805,39 @@ def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(
     held = cluster.servers[0].parts[0].tables[0].shard._chunks[0].held
     assert comes_true(lambda: 0 in held)
 
-    def suspend() -> None:
-        backend.client.outside = True
-        backend.client._links[0].send(Frame(Kind.SUSPEND))
-        backend.client._links[0].watch()
-
-    backend.client.loop.call(suspend)
-    assert comes_true(lambda: not cluster.servers[0].parts[0].members)
+    suspend(backend, cluster)
     taken = threading.Thread(target=lambda: (optimizer.step(), step(model, optimizer), backend.settle()), daemon=True)
     taken.start()
     taken.join(10)
     assert not taken.is_alive() and weight(model) == -3
+
+
+def test_a_gradient_that_was_pushed_before_its_worker_joined_the_others_again_is_pushed_in_their_step(make):
+    cluster = make(servers=1, workers=2)
+    (backend, first, second), (_, *others) = cluster.each(
+        lambda backend: (backend, straight(backend), straight(backend))
+    )
+    for model, _ in (first, others[0]):
+        model(torch.ones(1, 4)).sum()
+    first[0](torch.ones(1, 4)).sum().backward()
+    held = cluster.servers[0].parts[0].tables[0].shard._chunks[0].held
+    assert comes_true(lambda: 0 in held)
+    for _ in range(3):
+        for model, optimizer in others:
+            step(model, optimizer)
+    assert weight(others[0][0]) == -3
+    suspend(backend, cluster)
+
+    def go_on() -> None:
+        second[0](torch.ones(1, 4)).sum().backward()  # joins with both
+        first[1].step()
+        second[1].step()
+        backend.settle()
+
+    taken = threading.Thread(target=go_on, daemon=True)
+    taken.start()
+    taken.join(10)
+    assert not taken.is_alive() and weight(first[0]) == weight(second[0]) == -4
 
 
 def test_a_worker_that_comes_back_in_the_middle_of_an_evaluation_waits_for_the_next(make):
@@ -1000,6 +1057,22 @@ def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, m
     assert cluster.each(evaluate) == [[3.0, 3.0]] * 2
 
 
+def test_workers_that_all_lose_a_server_before_they_evaluate_share_the_evaluation(make):
+    cluster = make(servers=1, workers=2)
+    together = threading.Barrier(2, timeout=20)
+
+    def evaluate(backend: Asynchronous) -> tuple[int, float]:
+        straight(backend)
+        suspend(backend, cluster)
+        together.wait()
+        time.sleep(0.5 * backend.world.rank)
+        count = backend.view(0, training=False)[1]
+        time.sleep(0.5 * backend.world.rank)
+        return count, backend.reduce(torch.tensor(1.0), "sum").item()
+
+    assert cluster.each(evaluate) == [(2, 2.0)] * 2
+
+
 def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make, monkeypatch):
     monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
@@ -1060,6 +1133,14 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
     (planted / "kept-3").write_bytes(b"[1]\nx")
     other.kept = {}
     assert Snapshots(0).restore(other) is None and not other.kept
+
+
+def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
+    snapshots = Snapshots(0)
+    with Path("/dev/full").open("wb", buffering=0) as full:  # where torch raises a RuntimeError
+        assert not snapshots._write("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
+    assert not any(snapshots.folder.iterdir())
 
 
 def test_the_dead_have_no_voice_in_who_is_in_charge(make):

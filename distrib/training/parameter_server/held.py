@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
-from distrib.training.parameter_server.optimizers import PER_TENSOR, options_of, recipe_of
+from distrib.training.parameter_server.optimizers import PER_TENSOR, broadcasts, options_of, recipe_of
 from distrib.training.parameter_server.placement import Chunk, Parameter
 from distrib.training.parameter_server.sharing import Arena
 from distrib.training.parameter_server.speaker import GroupTable
@@ -333,7 +333,9 @@ class HeldTable:
             for answer in [self.client.ask(shard, Frame(Kind.JOIN, table=self.number)) for shard in shards]:
                 self.client.result(answer)
             return
-        self.step = max(self.step, *(of_any for of_any, _ in self._newest()))
+        before = self.step
+        self.step = max(before, *(of_any for of_any, _ in self._newest()))
+        self._doubtful |= self.step != before and bool(self._pushed)  # of a step that will not be taken
         for answer in [
             self.client.ask(shard, Frame(Kind.JOIN, table=self.number, version=self.step + 1)) for shard in shards
         ]:
@@ -433,8 +435,10 @@ class HeldTable:
         """Raises TrainingError where a state is not of its parameter's size: it is cut as the parameter is."""
         for parameter in self.parameters:
             for name, value in states.get(parameter, {}).items():
-                whole = self._is_of_tensor(name) or not isinstance(value, torch.Tensor)
-                if not whole and value.shape != parameter.shape:
+                if not isinstance(value, torch.Tensor) or name in PER_TENSOR:
+                    continue
+                whole = self.description.recipe.whole
+                if not (broadcasts(value, parameter) if whole else value.shape == parameter.shape):
                     raise TrainingError(
                         f"{name} of {self._name(parameter)} is {list(value.shape)} in the optimizer's state that was given, "
                         f"and the parameter {list(parameter.shape)}",

@@ -177,11 +177,22 @@ class Updater:
         """As the optimizer needs it, whose kernels look at no sizes: of the value's shape and format."""
         if not isinstance(value, torch.Tensor) or name in PER_TENSOR:
             return value
-        if not self._recipe.whole:
+        if self._recipe.whole:
+            if not broadcasts(value, self.value):
+                raise TrainingError(
+                    f"the optimizer's {name} is {list(value.shape)}, and the parameter {list(self.value.shape)}"
+                )
+        else:
             if value.numel() != self.value.numel():
                 raise TrainingError(f"the optimizer's {name} has {value.numel()} elements, not {self.value.numel()}")
             value = value.reshape(self.value.shape)
         return value.to(self.value.dtype)
+
+
+def broadcasts(state: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether what an optimizer keeps of a tensor as a whole may be that of `parameter`: of its size, or of 1, in each dimension."""
+    fits = zip(state.shape, parameter.shape, strict=False)
+    return not state.dim() or (state.dim() == parameter.dim() and all(mine in (1, its) for mine, its in fits))
 
 
 def _arguments(kind: type, options: dict[str, Any]) -> dict[str, Any]:

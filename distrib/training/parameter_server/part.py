@@ -72,7 +72,7 @@ class Part:
         self._left: set[int] = set()
         self._gathered: set[int] = set()
         """Who has come to what all do together since it trained or was lost, member or not."""
-        self._gathering = Gathering(lambda: (self.members | self._gathered) - self.substitutes)
+        self._gathering = Gathering(self._gatherers)
         self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
         self._requests: dict[int, int] = {}  # and the number of its request
         self._log: tuple[Frame, Any] | None = None  # the first half of an entry
@@ -219,6 +219,10 @@ class Part:
             of_table(self, table, worker, frame, payload)
         else:
             raise DistribError(f"a frame {frame.kind.name}, which no worker sends")
+
+    def _gatherers(self) -> set[int]:
+        """Who is waited for in what all do together: where all have lost another server nobody is a member, and yet they come."""
+        return ((self.members or self._there.keys() - self._left) | self._gathered) - self.substitutes
 
     def _gather(self, worker: int, frame: Frame, payload: Any) -> None:
         self._gathered.add(worker)

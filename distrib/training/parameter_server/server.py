@@ -53,7 +53,7 @@ class _Peer:
         self.attend = lambda events: server.attend(self, events)
 
     def room(self, frame: Frame) -> memoryview | None:
-        if frame.kind is Kind.PUSH and self.part and self.worker is not None:
+        if frame.kind is Kind.PUSH and not self.is_refused and self.part and self.worker is not None:
             self.gradient = memory = self.part.room(frame)
             return raw(memory)
         return None
@@ -160,11 +160,19 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 peer.connection.read()
-        except DistribError as error:
-            say(f"a worker sent what cannot be: {error}")
-            self._end(peer)
         except (OSError, WireError):
             self._end(peer)
+        except (
+            Exception
+        ) as error:  # the other workers still need this server, and this one would ask again on the next connection
+            what = str(error) if isinstance(error, DistribError) else repr(error)
+            say(f"{'a server' if peer.worker is None else f'worker rank {peer.worker}'} sent what cannot be: {what}")
+            if peer.worker is None:
+                self._end(peer)
+            else:
+                peer.is_refused = True
+                refusal = f"parameter server {self.number} cannot do what was asked: {what}"
+                peer.connection.send(Frame(Kind.REFUSED), packed(refusal))
         self.flush()
 
     def talk_to(self, peer: _Peer) -> None:

@@ -91,8 +91,12 @@ class Snapshots:
             with partial.open("wb") as file:
                 fill(file)
             partial.replace(self.folder / name)
-        except OSError:  # a full disk: the one before still counts; or the job is over, and the folder is gone
-            partial.unlink(missing_ok=True)
+        except (
+            OSError,
+            RuntimeError,
+        ):  # a full disk (torch raises RuntimeError): the one before still counts; or the folder is gone
+            with contextlib.suppress(OSError):
+                partial.unlink()  # or the disk would stay full
             return False
         return True
 
