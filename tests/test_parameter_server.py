@@ -500,10 +500,32 @@ def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
 
 
 def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.client.LONGEST_BYTES", 1000)
-    backend = make().worker(0)
-    with pytest.raises(TrainingError, match="in one piece"):
-        backend.reduce(torch.zeros(1000), "sum")
+    cluster = make(workers=2)
+
+    def refused(backend: Asynchronous) -> float:
+        straight(backend)
+        for elements in (10_000, 1800):  # alone it would fit
+            with pytest.raises(TrainingError, match="in one piece"):
+                backend.reduce(torch.zeros(elements), "sum")
+        with pytest.raises(TrainingError, match="in one piece"):
+            backend.client.ask(0, Frame(Kind.SET), bytes(10_001))
+        return backend.reduce(torch.ones(100), "sum").sum().item()
+
+    monkeypatch.setattr("distrib.training.parameter_server.wire.LONGEST_BYTES", 10_000)
+    assert cluster.each(refused) == [200.0] * 2
+    with pytest.raises(TrainingError, match=r"cannot do what was asked: .* in one piece"):  # by the server
+        monkeypatch.setattr("distrib.training.parameter_server.wire.LONGEST_BYTES", 1000)
+        client = cluster.backends[0].client
+        client.result(client.ask(0, Frame(Kind.GET_STATE)))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(3, dtype=torch.uint8), torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(0, 2),
+              torch.ones(3, dtype=torch.complex64).conj(), torch.tensor([True, False])],
+)  # fmt: skip
+def test_tensors_of_any_type_and_shape_are_reduced(make, value):
+    for reduced in make(workers=2).each(lambda backend: backend.reduce(value, "sum")):
+        assert reduced.dtype == value.dtype and torch.equal(reduced, value + value)
 
 
 def test_parameters_that_no_optimizer_trains_begin_as_main_s(make):

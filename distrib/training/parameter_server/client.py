@@ -27,7 +27,6 @@ from distrib.training.parameter_server.tables import raw
 from distrib.training.parameter_server.wire import (
     APPLIED,
     FINAL,
-    LONGEST_BYTES,
     SHARED,
     Connection,
     Frame,
@@ -35,10 +34,10 @@ from distrib.training.parameter_server.wire import (
     Loop,
     Outgoing,
     WireError,
+    check_size,
     packed,
     unpacked,
 )
-from distrib.units import format_size
 
 T = TypeVar("T")
 
@@ -308,13 +307,9 @@ class Client:
     def ask(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
         """Ask a shard's server; the answer comes in time, whatever becomes of connections and servers.
 
-        Raises TrainingError for what is too large for a frame, which no connection would ever carry.
+        Raises TrainingError for what is too large for a frame.
         """
-        if len(payload) > LONGEST_BYTES:
-            raise TrainingError(
-                f"{format_size(len(payload))} are to be sent in one piece: mode async sends {format_size(LONGEST_BYTES)} at most",
-                hint="use an optimizer that does not need tensors whole, such as AdamW",
-            )
+        check_size(len(payload))
         self._requests += 1
         request = frame._replace(step=self._requests)
         future: Future[tuple[Frame, Any]] = Future()

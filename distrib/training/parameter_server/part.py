@@ -226,7 +226,7 @@ class Part:
 
     def _gather(self, worker: int, frame: Frame, payload: Any) -> None:
         self._gathered.add(worker)
-        self._gathering.bring(worker, frame.version, bytes(payload))
+        self._gathering.bring(worker, frame.version, payload)
         self._asked[worker] = frame.version
         self._requests[worker] = frame.step
         self._tell_rounds()
@@ -417,13 +417,15 @@ class Part:
 
     def _tell_rounds(self) -> None:
         results = self._gathering.complete()
+        bodies: dict[int, bytes] = {}  # the same for all who asked: there may be many, and much in it
         for worker, number in list(self._asked.items()):
             if (parts := results.get(number)) is not None:
                 del self._asked[worker]
-                index = [[who, len(parts[who])] for who in sorted(parts)]
-                head = packed(index)
-                body = len(head).to_bytes(4, "big") + head + b"".join(parts[who] for who, _ in index)
-                self._send(worker, Frame(Kind.DONE, step=self._requests[worker]), body)
+                if number not in bodies:
+                    index = [[who, len(parts[who])] for who in sorted(parts)]
+                    head = packed(index)
+                    bodies[number] = b"".join([len(head).to_bytes(4, "big"), head, *(parts[who] for who, _ in index)])
+                self._send(worker, Frame(Kind.DONE, step=self._requests[worker]), bodies[number])
 
     # -- effects --------------------------------------------------------------------------------------------------------
 

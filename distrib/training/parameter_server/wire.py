@@ -27,6 +27,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from distrib.errors import TrainingError
+from distrib.units import format_size
+
 HEADER = struct.Struct("!BBHIQQHII")
 GREETING = b"dps1"
 NONCE_BYTES = 16
@@ -116,6 +119,13 @@ class WireError(Exception):
     """The other side does not speak as one that knows the key would."""
 
 
+def check_size(size: int, hint: str = "use an optimizer that does not need tensors whole, such as AdamW") -> None:
+    """Raises TrainingError for what is too large for a frame: no connection would ever carry it."""
+    if size > LONGEST_BYTES:
+        limit = f"mode async sends {format_size(LONGEST_BYTES)} at most"
+        raise TrainingError(f"{format_size(size)} are to be sent in one piece: {limit}", hint=hint)
+
+
 class Connection:
     """One end of a connection. `OSError` and `WireError` mean that it is of no more use.
 
@@ -157,8 +167,12 @@ class Connection:
     def send(
         self, frame: Frame, payload: Any = b"", *, priority: int = -1, sent: Callable[[], None] | None = None
     ) -> Outgoing:
-        """Queue a frame; those of a lower `priority` go first, those of the same in their order."""
+        """Queue a frame; those of a lower `priority` go first, those of the same in their order.
+
+        Raises TrainingError for what is too large for one.
+        """
         outgoing = Outgoing(frame, memoryview(payload), sent)
+        check_size(len(outgoing.payload))
         self._count += 1
         heapq.heappush(self._queue, (priority, self._count, outgoing))
         self._queued()

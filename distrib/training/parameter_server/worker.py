@@ -39,7 +39,8 @@ from distrib.training.parameter_server.held import HeldTable
 from distrib.training.parameter_server.hostgroup import HostGroup, host_identity
 from distrib.training.parameter_server.line import open_door
 from distrib.training.parameter_server.server import servers_from
-from distrib.training.parameter_server.wire import APPLIED, FINAL, Frame, Kind, packed, unpacked
+from distrib.training.parameter_server.tables import raw
+from distrib.training.parameter_server.wire import APPLIED, FINAL, Frame, Kind, check_size, packed, unpacked
 from distrib.training.synchronous import follow_parameters, unwrapped, without
 from distrib.training.world import World
 
@@ -47,6 +48,9 @@ T = TypeVar("T")
 
 PIECE_BYTES = 256 << 20
 """In which pieces what main reads for all travels: a frame has an end, and a server others to answer."""
+
+INDEX_BYTES = 32
+"""What is said of each part of what all workers bring, at most."""
 
 VIEW = "view"
 """What is brought to the beginning of an evaluation."""
@@ -429,10 +433,9 @@ class Asynchronous(Backend):
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduction over the workers that are there; a new tensor."""
-        what = f"{op} {tensor.dtype} {list(tensor.shape)}"
-        parts = [
-            torch.load(io.BytesIO(part), weights_only=True) for _, part in self._gather(what, as_bytes(tensor.cpu()))
-        ]
+        own = tensor.cpu().contiguous().resolve_conj().resolve_neg()
+        # All parts have the type and the shape of this one, or they would be of another place.
+        parts = [_like(own, part) for _, part in self._gather(f"{op} {own.dtype} {list(own.shape)}", raw(own))]
         stacked = torch.stack(parts)
         if op == "mean":
             result = stacked.sum(0) / len(parts)
@@ -442,11 +445,12 @@ class Asynchronous(Backend):
             result = stacked.amax(0) if op == "max" else stacked.amin(0)
         return result.to(tensor.device)
 
-    def _gather(self, what: str, part: bytes = b"") -> list[tuple[int, bytes]]:
-        """What every worker that is there has brought to the same place of the script, and who brought it.
+    def _gather(self, what: str, part: Any = b"") -> list[tuple[int, Any]]:
+        """What every worker that is there has brought to the same place of the script, as bytes, and who brought it.
 
         A substitute, which is elsewhere in the script, is alone. One that was cut off may have come back in the middle of what
         the others do there: whoever brings something else is not counted, and its next evaluation begins with that of the others.
+        Raises TrainingError where all of it is too large for a frame.
         """
         self._exact = False
         if self.substitute:
@@ -456,17 +460,19 @@ class Asynchronous(Backend):
             self._place = 0
         elif self._place is not None:
             self._place += 1
-        head = packed([what, self._place])
+        head = packed([what, self._place]) + b"\n"
+        own = b"".join([head, part])
+        check_size(self.world.size * (len(own) + INDEX_BYTES), hint="reduce one part of it after the other")
         while True:
-            parts = [(who, *whole.partition(b"\n")) for who, whole in self._round(head + b"\n" + part)]
-            here = [(who, body) for who, start, _, body in parts if start == head]
+            parts = self._round(own)
+            here = [(who, whole[len(head) :]) for who, whole in parts if whole[: len(head)] == head]
             if what != VIEW or not self.client.astray or len(here) == len(parts):
                 break
         if what == VIEW:
             self.client.astray = False
         return here or [(self.world.rank, part)]
 
-    def _round(self, part: bytes) -> list[tuple[int, bytes]]:
+    def _round(self, part: bytes) -> list[tuple[int, memoryview]]:
         """What the members have brought to the next round, whatever it is."""
         number, self.client.round = self.client.round, self.client.round + 1
         asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
@@ -474,7 +480,7 @@ class Asynchronous(Backend):
         offset = 4 + int.from_bytes(answer[:4], "big")
         parts = []
         for who, size in unpacked(answer[4:offset]):
-            parts.append((who, bytes(answer[offset : offset + size])))
+            parts.append((who, answer[offset : offset + size]))
             offset += size
         return parts
 
@@ -534,6 +540,11 @@ class Asynchronous(Backend):
             self.client.result(self.client.ask(shard, Frame(Kind.LEAVE)))
         self._closed = True  # the models keep the values that they have
         self.client.close()
+
+
+def _like(own: torch.Tensor, part: Any) -> torch.Tensor:
+    """The tensor of the type and shape of `own` that these bytes are."""
+    return torch.frombuffer(part, dtype=own.dtype).view(own.shape) if own.numel() else own
 
 
 class _Hook:
