@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from itertools import count
@@ -41,6 +43,7 @@ from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_parameter_server import (
     OPTIMIZERS,
+    again,
     batch,
     comes_true,
     cut_off,
@@ -52,7 +55,7 @@ from tests.test_parameter_server import (
 )
 from tests.test_parameter_server import step as take_step
 
-parameter_servers = make
+parameter_servers, started_again = make, again
 
 HOST = 100  # the number under which the host's workers push
 
@@ -410,6 +413,33 @@ def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end
         return max(slot.refused for slot in backend.tables[-1].slots)
 
     assert max(parameter_servers(workers=3).each(train_both, "aaa")) <= 1  # of 6 steps
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aa"])
+def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, several_hosts, started_again, hosts):
+    cluster = parameter_servers(workers=2, replicas=1)
+
+    def fold(backend: Asynchronous) -> tuple[float, Any]:
+        model, optimizer = straight(backend)
+        take_step(model, optimizer)
+        backend.retire(optimizer)
+        backend.release(model)
+        return weight(model), weakref.ref(model.weight)
+
+    def is_gone() -> bool:
+        return not any(part.tables for server in cluster.servers for part in server.parts.values())
+
+    def folds(backend: Asynchronous) -> list[tuple[float, Any]]:
+        return [fold(backend) for _ in range(3)]
+
+    trained = [one for worker in cluster.each(folds, hosts) for one in worker]
+    gc.collect()
+    assert [(value, left()) for value, left in trained] == [(-1.0 if hosts == "aa" else -2.0, None)] * 6
+    assert comes_true(is_gone) and all(part.over == {0, 1, 2} for s in cluster.servers for part in s.parts.values())
+    cluster.backends[0].client.close()
+    substitute = started_again(cluster, cluster.backends[0].world.rank)  # comes by what is over
+    assert fold(substitute)[0] == -1 and comes_true(is_gone)
+    assert cluster.backends[1].staleness()
 
 
 def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(parameter_servers, several_hosts):

@@ -120,6 +120,7 @@ class _Link:
         hello = {
             "worker": self.client.rank, "life": self.client.life, "again": self.client.again,
             "shard": self.shard, "epoch": self.epoch, "main": self.client.main, "silent": sorted(self._silent - {place}),
+            "tables": sorted(self.client.tables),
         }  # fmt: skip
         self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2)
         self.client.loop.watch(sock, self._attend, writing=True)
@@ -239,6 +240,12 @@ class _Link:
             self.connection.send(Frame(Kind.OPTIONS, table=table), payload)
         for push in self.pushes.values():
             self.send_push(push)
+
+    def forget(self, table: int) -> None:
+        """There is nothing to tell of this table any more."""
+        self.options.pop(table, None)
+        self.shared.discard(table)
+        self.pushes = {at: push for at, push in self.pushes.items() if at[0] != table}
 
     def share(self, table: int) -> None:
         """Offers the server the memory of this worker, if it is on the same host."""
@@ -387,6 +394,22 @@ class Client:
 
         self.group = group
         self.loop.call(join)
+
+    def forget(self, table: int) -> None:
+        """A table is trained no more: returns when nothing here holds its memory."""
+        done: Future[None] = Future()
+
+        def forget() -> None:
+            self.tables.pop(table, None)
+            self.arenas.pop(table, None)
+            for link in self._links:
+                link.forget(table)
+            if self.group:
+                self.group.forget(table)
+            done.set_result(None)
+
+        self.loop.call(forget)
+        self.result(done)
 
     def wait(self, slots: Iterable[Slot]) -> None:
         """Until every push of these slots is answered. Raises TrainingError when one will never be."""

@@ -181,6 +181,15 @@ class HeldTable:
             self._has.add(number)
             self._install(chunk, value)
 
+    def end(self) -> None:
+        """Nobody trains this table any more: this worker and the servers forget it. The last call."""
+        answers = [
+            self.client.ask(shard, Frame(Kind.RETIRE, table=self.number)) for shard in range(len(self.client.addresses))
+        ]
+        for answer in answers:
+            self.client.result(answer)
+        self.client.forget(self.number)
+
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def ready(self, parameter: torch.Tensor) -> None:

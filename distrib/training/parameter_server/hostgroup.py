@@ -128,6 +128,14 @@ class HostGroup:
         elif self._line and self._welcomed:
             self._line.send(Frame(Kind.SHARE, table=number), packed(table.arena.about))
 
+    def forget(self, table: int) -> None:
+        """This worker trains the table no more; nor do the others, who are all at the same place."""
+        self._tables.pop(table, None)
+        self._outside.discard(table)
+        self._pushes = {at: push for at, push in self._pushes.items() if at[0] != table}
+        if self._speaker:
+            self._speaker.forget(table)
+
     def _leave(self) -> None:
         if self._speaker:
             self._speaker.leave(self.client.rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,10 @@ class Part:
         self.anyone = False
         """Whether any worker may say what a table is: all have agreed on it before."""
         self.tables: dict[int, Table] = {}
+        self.over: set[int] = set()
+        """Tables that are trained no more. Who begins the script anew comes by them, and has them for itself."""
+        self._users: dict[int, set[int]] = {}  # by table, the workers that have not said so yet
+        self._staleness: Counter[int] = Counter()  # of tables that are gone
         self.members = set(range(workers))
         self.substitutes: set[int] = set()
         """Workers that were started again: their gradients count, but they are in another place of the script."""
@@ -96,11 +101,14 @@ class Part:
         self._pulls = [(who, frame) for who, frame in self._pulls if who != worker]
         self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
         self._forget_shared(worker)
+        for number in self._users.keys() | set(hello["tables"]):
+            users = self._users.setdefault(number, set())
+            (users.add if number in hello["tables"] else users.discard)(worker)
         known = hello["main"][0], hello["main"][1]
         if known > self.main:  # the server that was in charge before has chosen it
             self._make_main(*known)
         self._choose_main()
-        if not self.tables and not self.anyone and not again:
+        if not self.tables and not self.over and not self.anyone and not again:
             self.members.add(worker)  # it was cut off before there was anything to train
         connection.send(
             Frame(Kind.WELCOME),
@@ -168,6 +176,7 @@ class Part:
                 )
                 for other in self.members:
                     self._send(other, Frame(Kind.REFUSED), refusal)
+        self._end_tables()
 
     def _pusher(self, worker: int) -> int:
         """The number under which what this worker pushes is counted: its own, or that of its host's workers together."""
@@ -175,7 +184,7 @@ class Part:
 
     def _wait_for_members(self, table: Table, *, come_back: bool = False) -> None:
         """Those that are no members any more are not waited for; what they have pushed may be committed yet if they `come_back`."""
-        wanted = {self._pusher(worker) for worker in self.members}
+        wanted = set() if table.number in self.over else {self._pusher(worker) for worker in self.members}
         gone = table.shard.members - wanted
         table.shard.members |= wanted
         for pusher in gone:
@@ -240,7 +249,7 @@ class Part:
         self._answer_fetches()
 
     def _suspend(self, worker: int, frame: Frame, payload: Any) -> None:
-        has_begun = self.tables and all(table.is_set for table in self.tables.values())
+        has_begun = (self.tables or self.over) and all(table.is_set for table in self.tables.values())
         if has_begun:  # else it may yet give the first values
             self._drop(worker, comes_back=True)
 
@@ -257,12 +266,31 @@ class Part:
         self._reply(worker, frame)
 
     def _tell_statistics(self, worker: int, frame: Frame, payload: Any) -> None:
-        staleness = {str(t.number): {str(n): c for n, c in t.staleness.items()} for t in self.tables.values()}
-        self._reply(worker, frame, packed({"staleness": staleness, "members": sorted(self.members)}))
+        counts = sum((table.staleness for table in self.tables.values()), self._staleness)
+        self._reply(worker, frame, packed({str(staleness): count for staleness, count in counts.items()}))
 
     def _hear_description(self, worker: int, frame: Frame, payload: Any) -> None:
         self._descriptions.append((worker, frame, bytes(payload)))
         self._describe_all()
+
+    def _retire(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._users.get(frame.table, set()).discard(worker)
+        if worker not in self.substitutes:  # the others have met before they say so, and none of them trains it
+            self.over.add(frame.table)
+            if table := self.tables.get(frame.table):
+                self._wait_for_members(table)
+        self._end_tables()
+        self._reply(worker, frame)
+
+    def _end_tables(self) -> None:
+        """Forgets what is trained no more once nobody has it. Who was away so long describes it anew when it calls."""
+        for number in self.over & self.tables.keys():
+            if self._users.get(number, set()).isdisjoint(self.members | self._there.keys()):
+                self._staleness += self.tables.pop(number).staleness
+                self._shared = {key: shared for key, shared in self._shared.items() if key[1] != number}
+                self.pool.clear()
+                if self.follower:
+                    self.follower.send(Frame(Kind.RETIRE, table=number))
 
     def _push(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
         if frame.flags & SHARED:
@@ -338,7 +366,7 @@ class Part:
         while waiting := [
             said
             for said in self._descriptions
-            if said[1].table in self.tables or self.anyone or said[0] == self._main()
+            if said[1].table in self.tables.keys() | self.over or self.anyone or said[0] == self._main()
         ]:
             self._descriptions.remove(waiting[0])
             self._describe(*waiting[0])
@@ -348,9 +376,10 @@ class Part:
 
     def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
         description = msgspec.json.decode(payload, type=Description)
-        table = self.tables.get(frame.table)
+        table, is_over = self.tables.get(frame.table), frame.table in self.over
+        self._users.setdefault(frame.table, set()).add(worker)
         if table is None:
-            pushers = {self._pusher(member) for member in self.members}
+            pushers = set() if is_over else {self._pusher(member) for member in self.members}
             table = Table(frame.table, description, self.shard, pushers, self.strategy, self.pool)
             needed, free = table.memory_bytes(len(self.members)), psutil.virtual_memory().available
             if needed > free:
@@ -371,7 +400,7 @@ class Part:
                 ),
             )
             return
-        self._reply(worker, frame, packed({"give": not table.is_set and worker == self._main()}))
+        self._reply(worker, frame, packed({"give": not table.is_set and (is_over or worker == self._main())}))
 
     def _set(self, table: Table, frame: Frame, payload: Any) -> None:
         """A value: the first one, of which one worker's is enough, or (a step is named) one that replaces all before."""
@@ -474,6 +503,9 @@ class Part:
     def follow(self, follower: Connection | None) -> None:
         """From now on `follower` gets all that this part learns; None: nobody does, and nobody is waited for."""
         self.follower, self._awaits_follower = follower, False
+        for number in self.over:
+            if follower:
+                follower.send(Frame(Kind.RETIRE, table=number))
         for table in self.tables.values():
             self._begin_replica(table)
         for number in self.kept:
@@ -522,8 +554,8 @@ class Part:
 
     def acknowledge(self, frame: Frame) -> None:
         """The replica has an entry."""
-        table = self.tables[frame.table]
-        self._carry_out(table, table.shard.replicate(frame.step))
+        if table := self.tables.get(frame.table):
+            self._carry_out(table, table.shard.replicate(frame.step))
 
     # -- the replica: the other side --------------------------------------------------------------------------------------
 
@@ -542,6 +574,9 @@ class Part:
             self.tables[frame.table] = table
         elif frame.kind is Kind.STATE and frame.flags & APPLIED:
             primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
+        elif frame.kind is Kind.RETIRE:
+            self.tables.pop(frame.table, None)
+            self.over.add(frame.table)
         elif frame.kind is Kind.STATE:
             self.tables[frame.table].load(frame.chunk, payload)
         elif frame.flags & MORE:
@@ -578,6 +613,7 @@ ASKED_OF_PART: dict[Kind, Callable[[Part, int, Frame, Any], None]] = {
     Kind.LEAVE: Part._leave,
     Kind.STATISTICS: Part._tell_statistics,
     Kind.DESCRIBE: Part._hear_description,
+    Kind.RETIRE: Part._retire,
 }
 ASKED_OF_TABLES: dict[Kind, Callable[[Part, Table, int, Frame, Any], None]] = {
     Kind.PUSH: Part._push,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,13 +34,17 @@ class Arena:
         self.values = {chunk: whole[at : at + sizes[chunk]] for chunk, (_, at) in starts.items()}
         self.about = {"process": os.getpid(), "descriptor": self._descriptor, "word": word.hex()}
         """What others need to find it."""
+        weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     def pin(self) -> None:
         """Keeps it where this process's GPU copies to and from fastest."""
         if torch.cuda.is_available():
             whole = torch.frombuffer(self._memory, dtype=torch.uint8)
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if int(runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)):  # slower, not wrong, if it fails
+            if not int(runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0)):
+                # The driver would keep pages that nobody maps any more.
+                weakref.finalize(self, runtime.cudaHostUnregister, whole.data_ptr()).atexit = False
+            else:  # slower, not wrong
                 with contextlib.suppress(RuntimeError):
                     torch.zeros(1, device="cuda")  # or torch would blame the next kernel for it
 

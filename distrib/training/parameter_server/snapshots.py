@@ -79,7 +79,8 @@ class Snapshots:
         if now < self._next or entries == self._seen or (self._writer and self._writer.is_alive()) or not self.usable:
             return
         self._next, self._seen = now + EVERY_SECONDS, entries
-        content = {"time": time.time(), "tables": [_saved(table) for table in part.tables.values() if table.is_set]}
+        tables = [_saved(table) for table in part.tables.values() if table.is_set]
+        content = {"time": time.time(), "tables": tables, "over": sorted(part.over)}
         self._writer = threading.Thread(
             target=self._write, args=(self.path.name, functools.partial(torch.save, content)), daemon=True
         )
@@ -118,6 +119,7 @@ class Snapshots:
             table.shard.restore(saved["shard"])
             table.shard.members = set(part.members)
             part.tables[table.number] = table
+        part.over.update(snapshot["over"])
         taken: float = snapshot["time"]
         return max(0.0, time.time() - taken)
 

@@ -58,6 +58,7 @@ class Speaker:
         self._lines: dict[int, Line] = {}
         self._memory: dict[tuple[int, int], Shared] = {}  # the others', by worker and table
         self._early: list[tuple[Line, Frame, Any]] = []  # of tables that this worker does not have yet
+        self._over: set[int] = set()  # tables that nobody trains any more
         self._elsewhere: dict[int, float] = {}  # who waits elsewhere, and since when
         self._expected_until = time.monotonic() + CALL_SECONDS
 
@@ -78,6 +79,13 @@ class Speaker:
         waiting, self._early = self._early, []
         for line, frame, payload in waiting:
             self._listen(line, frame, payload)
+
+    def forget(self, number: int) -> None:
+        """Nobody trains this table any more."""
+        for known in (self._tables, self._mergers, self._slots):
+            known.pop(number, None)
+        self._memory = {at: memory for at, memory in self._memory.items() if at[1] != number}
+        self._over.add(number)
 
     # -- what workers of the host want, this one among them -----------------------------------------------------------
 
@@ -138,6 +146,8 @@ class Speaker:
             line.send(Frame(Kind.WELCOME), packed(line.worker in self._members))
         elif frame.kind is Kind.SUSPEND:
             self.leave(line.worker)
+        elif frame.table in self._over:
+            return
         elif frame.table not in self._mergers:
             self._early.append((line, frame, payload))
         elif frame.kind is Kind.SHARE:

@@ -84,6 +84,10 @@ class Pool:
             return
         self._free.setdefault(memory.numel(), []).append(memory)
 
+    def clear(self) -> None:
+        """What is free now is of sizes that nobody may need again."""
+        self._free.clear()
+
 
 class _Published:
     """A chunk as it is sent to workers; kept while it is under way."""

@@ -49,7 +49,7 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to GROUP; from servers: WELCOME to MAIN; between servers: HELLO, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to RETIRE; from servers: WELCOME to MAIN; between servers: HELLO, RETIRE, STATE to LOGGED."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -71,6 +71,7 @@ class Kind(enum.IntEnum):
     FETCH = 18
     SHARE = 19
     GROUP = 20
+    RETIRE = 21
     WELCOME = 32
     VALUE = 33
     DONE = 34

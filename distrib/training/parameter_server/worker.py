@@ -291,6 +291,7 @@ class Asynchronous(Backend):
             handle.remove()
         if self.is_main:
             optimizer.state.update(table.state())  # it may be saved, or prepared again
+        table.end()
         self.tables.remove(table)
         del self._called[table]
         for model in self._models:
@@ -507,9 +508,8 @@ class Asynchronous(Backend):
         found: dict[int, int] = {}
         for shard in range(len(self.client.addresses)):
             told = unpacked(self.client.result(self.client.ask(shard, Frame(Kind.STATISTICS)))[1])
-            for counts in told["staleness"].values():
-                for staleness, count in counts.items():
-                    found[int(staleness)] = found.get(int(staleness), 0) + count
+            for staleness, count in told.items():
+                found[int(staleness)] = found.get(int(staleness), 0) + count
         return summary(found)
 
     def settle(self) -> None:
