@@ -351,8 +351,10 @@ def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several
     cluster = parameter_servers(workers=4, gradients=Gradients(wire))
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aabb")
     for server in cluster.servers:
-        shard = server.parts[server.number].tables[0].shard
-        assert {shard.version(chunk) for chunk in shard._chunks} == {2 * 8}
+        table = server.parts[server.number].tables[0]
+        assert {table.shard.version(chunk) for chunk in table.chunks} == {2 * 8}
+        # Values, what is under way, and of each host a momentum and a gradient.
+        assert table.memory_bytes() == (2 + 1 + 2 * 2) * sum(chunk.bytes for chunk in table.chunks.values())
 
 
 def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_hosts, monkeypatch):

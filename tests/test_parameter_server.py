@@ -539,6 +539,22 @@ def test_parameters_that_no_optimizer_trains_begin_as_main_s(make):
     assert make(workers=2).each(begin) == [[0.0] * 4] * 2
 
 
+def test_only_what_differs_of_what_no_optimizer_trains_goes_through_the_servers(make):
+    cluster = make(servers=1, workers=2)
+
+    def begin(backend: Asynchronous) -> tuple[list[int], bool]:
+        model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
+        model[0].requires_grad_(False).register_buffer("order", torch.arange(4).roll(backend.world.rank))
+        nn.init.ones_(model[0].weight)
+        for _ in range(3):  # as a script does that prepares it again for each of its stages
+            backend.model(model, find_unused_parameters=False)
+        return model[0].order.tolist(), len(model[0]._forward_pre_hooks) == 1 == len(backend._models)
+
+    assert cluster.each(begin) == [([0, 1, 2, 3], True)] * 2
+    kept = cluster.servers[0].parts[0].kept.values()
+    assert sum(len(piece) for pieces in kept for piece in pieces) < 50_000  # of 360 kB, three times
+
+
 def test_what_learns_only_since_it_was_prepared_and_what_does_not_any_more_are_named(make):
     cluster, models = make(), [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)) for _ in range(3)]
     backend = cluster.worker(0)

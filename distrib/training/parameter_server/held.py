@@ -39,8 +39,9 @@ class HeldTable:
         wire: Wire,
         *,
         counted: bool,
+        pushers: int,
     ) -> None:
-        """`counted`: whether other workers wait for this one's steps, also for those that it leaves out."""
+        """`counted`: whether other workers wait for this one's steps, also for those that it leaves out. `pushers`: how many push."""
         self.number, self.client, self.optimizer = number, client, optimizer
         self.parameters: list[torch.Tensor] = []
         self._names = names
@@ -57,7 +58,7 @@ class HeldTable:
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
         shared = self._on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
         self.description = Description(
-            recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire, shared
+            recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire, shared, pushers
         )
         self.chunks: Sequence[Chunk] = self.description.chunks()
         self._sizes = {chunk.number: chunk.elements * wire_dtype(wire, chunk.kind).itemsize for chunk in self.chunks}

@@ -381,7 +381,7 @@ class Part:
         if table is None:
             pushers = set() if is_over else {self._pusher(member) for member in self.members}
             table = Table(frame.table, description, self.shard, pushers, self.strategy, self.pool)
-            needed, free = table.memory_bytes(len(self.members)), psutil.virtual_memory().available
+            needed, free = table.memory_bytes(), psutil.virtual_memory().available
             if needed > free:
                 where = f"parameter server {self.shard} on {socket.gethostname()}"
                 what = f"{where} needs {format_size(needed)} for its part of the model and has {format_size(free)} free"

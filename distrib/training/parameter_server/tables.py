@@ -35,6 +35,8 @@ class Description(msgspec.Struct, frozen=True):
     wire: Wire = "fp32"
     shared: bool = False
     """Whether all workers share the servers' memory."""
+    pushers: int = 1
+    """How many there are of hosts whose workers push as one, and of other workers."""
 
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks of all servers."""
@@ -126,16 +128,19 @@ class Table:
         """The size of the chunk on the wire."""
         return self.chunks[chunk].elements * self.dtype(chunk).itemsize
 
-    def memory_bytes(self, workers: int) -> int:
-        """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of every worker."""
+    def memory_bytes(self) -> int:
+        """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of all who push."""
+        pushers = self.description.pushers
         state = STATES.get(self.description.recipe.name, 2)
         if (
             self.strategy.momentum_correction
             and state
             and any(group.get("momentum") for group in self.description.options)
         ):
-            state += workers  # of which each has its own
-        return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + workers)
+            state += pushers  # of which each has its own
+        if self.strategy.delay_compensation:
+            state += pushers  # the values that each has
+        return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + pushers)
 
     def set(self, chunk: int, value: Any, *, replace: bool) -> None:
         """Gives a chunk its value, bytes in the servers' format: the first one, or any with `replace`."""

@@ -20,7 +20,7 @@ import os
 import pickle
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy
-from distrib.training.alike import total
+from distrib.training.alike import digest_of, total
 from distrib.training.backend import Backend
 from distrib.training.flat import as_bytes
 from distrib.training.parameter_server.client import Client
@@ -73,6 +73,7 @@ class Asynchronous(Backend):
         self._handles: dict[Optimizer, list[RemovableHandle]] = {}
         self._models: list[nn.Module] = []
         self._own: weakref.WeakKeyDictionary[nn.Module, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that have their hook
         self._begun: dict[
             nn.Module, dict[str, torch.Tensor]
         ] = {}  # of each model, its parameters' totals at its first call
@@ -85,6 +86,7 @@ class Asynchronous(Backend):
         self._exact = False  # the models hold the servers' values, all of them
         self._closed = False
         self._met = False  # the other workers of this host
+        self._pushers = world.size  # hosts of which the workers push as one, and the other workers
         self._kept = 0
         self._place: int | None = None  # how often all have met since an evaluation began
 
@@ -124,24 +126,19 @@ class Asynchronous(Backend):
         model = super().model(model, find_unused_parameters=find_unused_parameters)
         # Also buffers that are not saved, and whatever a model's own state_dict leaves out.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        told = self.from_main(lambda: as_bytes({n: v.detach() for n, v in state.items() if not v.requires_grad}))
-        fixed = torch.load(io.BytesIO(told), weights_only=True, map_location=self.device)
-        with torch.no_grad():
-            for name, value in fixed.items():
-                own = state.get(name)
-                if own is None or own.shape != value.shape:  # a buffer that has grown here
-                    continue
-                # What is the same is let be: it may be expanded, and not to be written.
-                if own.layout is not torch.strided or not torch.equal(own, value):
-                    own.copy_(value)
+        self._begin_as_main({name: value for name, value in state.items() if not value.requires_grad})
         if any(parameter.requires_grad for parameter in model.parameters()):
-            self._models.append(model)
-            model.register_forward_pre_hook(self._hook(model, self._before_model))
+            self._models = [*without(self._models, model), model]
+            if model not in self._watched:
+                self._watched.add(model)
+                model.register_forward_pre_hook(self._hook(model, self._before_model))
             for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
-                if next(module.parameters(recurse=False), None) is not None:
-                    self._own[module] = [*module.parameters(recurse=False)]
+                had, self._own[module] = self._own.get(module), [*module.parameters(recurse=False)]
+                if self._own[module] and not had:
                     # First of all: others compute from parameters, as those of torch.nn.utils.weight_norm and prune do.
                     module.register_forward_pre_hook(self._hook(module, self._before_forward), prepend=True)
+                if had is not None:  # it was prepared before
+                    continue
                 module.register_state_dict_pre_hook(self._hook(module, self._before_saving))
                 module.register_load_state_dict_post_hook(self._hook(module, self._after_loading))
                 # Those two have public names only since torch 2.5.
@@ -150,6 +147,23 @@ class Asynchronous(Backend):
                 self._leave_no_trace(module)
             self._leave_no_trace(model)
         return model
+
+    def _begin_as_main(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Gives these main's values on every rank. Only what is another on some rank travels, and stays with the servers."""
+        own = [digest_of(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
+        told = [unpacked(part) for _, part in self._gather(f"{len(own)} values", packed(own))]
+        all_told = len(told) == self.world.size
+        alike = {n for n, *words in zip(tensors, *told, strict=True) if all_told and words[0] and len({*words}) == 1}
+        content = self.from_main(lambda: as_bytes({n: v.detach() for n, v in tensors.items() if n not in alike}))
+        with torch.no_grad():
+            # In host memory, as a GPU may have no room for a second copy of all of them.
+            for name, value in torch.load(io.BytesIO(content), weights_only=True, map_location="cpu").items():
+                mine = tensors.get(name)
+                if mine is None or mine.shape != value.shape:  # a buffer that has grown here
+                    continue
+                # What is the same is let be: it may be expanded, and not to be written.
+                if mine.layout is not torch.strided or not torch.equal(mine, value.to(mine.device)):
+                    mine.copy_(value)
 
     def _hook(self, owner: nn.Module, work: Callable[..., None]) -> _Hook:
         return _Hook(owner, lambda *told: None if self._closed else work(*told))
@@ -243,7 +257,7 @@ class Asynchronous(Backend):
         self._meet()
         wire: Any = self.strategy.gradients.format
         counted = self.strategy.staleness is not None  # others wait for this worker's steps
-        table = HeldTable(self._made, optimizer, names, self.client, wire, counted=counted)
+        table = HeldTable(self._made, optimizer, names, self.client, wire, counted=counted, pushers=self._pushers)
         self._made += 1
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
         table.begin()
@@ -311,10 +325,11 @@ class Asynchronous(Backend):
             return
         self._met = True
         door = open_door()
-        host = host_identity()
+        host = f"rank {self.world.rank}" if self._beside_all_servers else host_identity()
         told = {who: unpacked(part) for who, part in self._gather("doors", packed([host, door.getsockname().hex()]))}
         doors = {who: bytes.fromhex(name) for who, (where, name) in told.items() if where == host}
-        if len(doors) == 1 or self.world.rank not in doors or self._beside_all_servers:
+        self._pushers = len({where for where, _ in told.values()})
+        if len(doors) == 1 or self.world.rank not in doors:
             door.close()
             return
         number, in_step = self.world.size + min(doors), self.strategy.staleness == 0
@@ -325,11 +340,7 @@ class Asynchronous(Backend):
         models = [model for model in self._models if not table.chunks_of.keys().isdisjoint(model.parameters())]
         rest = [p for model in models for p in model.parameters() if p.requires_grad and p not in self._holders]
         if rest:
-            values = self.from_main(lambda: as_bytes([parameter.detach() for parameter in rest]))
-            given = torch.load(io.BytesIO(values), weights_only=True, map_location=self.device)
-            with torch.no_grad():
-                for parameter, value in zip(rest, given, strict=True):
-                    parameter.copy_(value)
+            self._begin_as_main({str(number): parameter for number, parameter in enumerate(rest)})
 
     def left_out(self, optimizer: Optimizer) -> None:
         for table in self.tables:
