@@ -83,6 +83,11 @@ class Part:
         self._log: tuple[Frame, Any] | None = None  # the first half of an entry
         self.notes: list[str] = []
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is anything to train, and all of it has its first values."""
+        return bool(self.tables) and all(table.is_set for table in self.tables.values())
+
     # -- who is there -------------------------------------------------------------------------------------------------
 
     def welcome(self, worker: int, hello: dict[str, Any], connection: Connection) -> None:
@@ -334,7 +339,10 @@ class Part:
                 table.options[one] = table.last_options
 
     def _set_values(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._set(table, frame, payload)
+        """The first values, of which one worker's are enough, or with FINAL those that replace all before."""
+        table.set(frame.chunk, payload, replace=bool(frame.flags & FINAL))
+        self._send_state(table, frame.chunk)
+        self._answer_pulls()
         self._reply(worker, frame)
 
     def _give_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
@@ -401,12 +409,6 @@ class Part:
             )
             return
         self._reply(worker, frame, packed({"give": not table.is_set and (is_over or worker == self._main())}))
-
-    def _set(self, table: Table, frame: Frame, payload: Any) -> None:
-        """A value: the first one, of which one worker's is enough, or (a step is named) one that replaces all before."""
-        table.set(frame.chunk, payload, replace=bool(frame.flags & FINAL))
-        self._send_state(table, frame.chunk)
-        self._answer_pulls()
 
     def _answer_pulls(self) -> None:
         waiting, self._pulls = self._pulls, []

@@ -2,8 +2,8 @@
 
 The parameters of one optimizer group are laid end to end and cut into chunks of nearly equal size, a multiple of
 the number of servers: every server gets the same share of each group, a large tensor has several chunks, and many small
-tensors share one, so that what is said about a chunk is small beside its bytes. A chunk goes to a server by its
-number, so those that the forward pass needs first are spread over all servers.
+tensors share one, so that what is said about a chunk is small beside its bytes. A chunk goes to the server with the
+least so far, so those that the forward pass needs first are spread over all servers.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class _Peer:
         self.connection = Connection(
             sock, server.key, listener=True, room=self.room, receive=self.receive, queued=lambda: server.talk_to(self)
         )
-        self.attend = lambda events: server.attend(self, events)
+
+    def attend(self, events: int) -> None:
+        self.server.attend(self, events)
 
     def room(self, frame: Frame) -> memoryview | None:
         if frame.kind is Kind.PUSH and not self.is_refused and self.part and self.worker is not None:
@@ -259,8 +261,7 @@ class Server:
             part = None  # of a server that went on without this replica
         replica: Replica = "none"
         if part:
-            is_whole = part.tables and all(table.is_set for table in part.tables.values())
-            replica = "whole" if is_whole else "partial"
+            replica = "whole" if part.is_whole else "partial"
         dead = {rank - self.workers for rank in self._dead} - {self.number}
         servers = len(self.addresses)
         place = [at for at in ((shard + n) % servers for n in range(servers)) if at not in dead].index(self.number)
@@ -283,8 +284,7 @@ class Server:
         if part:
             part.members = part.members or set(range(self.workers))
             part.take_charge(part.epoch + 1)
-            whole = part.tables and all(table.is_set for table in part.tables.values())
-            source = "its replica" if whole else "what was copied of it, and the parameters that workers have"
+            source = "its replica" if part.is_whole else "what was copied of it, and the parameters that workers have"
             say(f"takes charge of shard {shard}, whose server is gone, from {source}")
         else:
             self.give_up(shard)

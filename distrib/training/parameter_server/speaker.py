@@ -18,7 +18,7 @@ from distrib.training.parameter_server.wire import APPLIED, FINAL, SHARED, Frame
 if TYPE_CHECKING:
     from distrib.training.parameter_server.client import Client, Slot
 
-CALL_SECONDS = 5.0
+NEIGHBOUR_SECONDS = 5.0
 """How long one that takes another's place waits for the workers that are left."""
 
 AWAY_SECONDS = 0.5
@@ -60,7 +60,7 @@ class Speaker:
         self._early: list[tuple[Line, Frame, Any]] = []  # of tables that this worker does not have yet
         self._over: set[int] = set()  # tables that nobody trains any more
         self._elsewhere: dict[int, float] = {}  # who waits elsewhere, and since when
-        self._expected_until = time.monotonic() + CALL_SECONDS
+        self._expected_until = time.monotonic() + NEIGHBOUR_SECONDS
 
     def begin(self, number: int, table: GroupTable, *, outside: bool) -> None:
         """From now on there is this table; whether this worker has yet to join in it."""

@@ -49,7 +49,8 @@ TURN_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to RETIRE; from servers: WELCOME to MAIN; between servers: HELLO, RETIRE, STATE to LOGGED."""
+    """What a frame is. From workers: HELLO to RETIRE; from servers: WELCOME to MAIN; between servers: HELLO, RETIRE, STATE to LOGGED;
+    between workers of a host, those of both that they need."""
 
     HELLO = 1
     DESCRIBE = 2
@@ -85,9 +86,9 @@ class Kind(enum.IntEnum):
 
 
 FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
-"""Flags: of a PUSH, that it needs no COMMIT; of a VALUE, that the gradient counted; of a LOG or STATE, that more belong to it; of a PUSH or VALUE,
-that its payload lies in memory that both share; of a STATE, that it is what main has kept for the others; of the answer to a KEEP, that it is
-complete (FINAL), and this worker's (APPLIED)."""
+"""Flags, in this order. FINAL: a PUSH needs no COMMIT; a SET replaces all values before; a STATE says who are members; what was kept is complete.
+APPLIED: the gradient counted that a VALUE answers; a table's STATE is complete; what was kept is this worker's. MORE: to a LOG or STATE. SHARED: the payload
+of a PUSH or VALUE lies in memory that both share; a STATE is what main has kept for the others. In a REFUSED, any: the worker's voice did not count."""
 
 
 class Frame(NamedTuple):
@@ -366,7 +367,7 @@ class Loop:
         except KeyError:
             self._selector.register(sock, events, attend)
             return
-        if key.events != events or key.data is not attend:
+        if key.events != events or key.data != attend:
             self._selector.modify(sock, events, attend)
 
     def forget(self, sock: socket.socket) -> None:
