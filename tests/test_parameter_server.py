@@ -485,12 +485,12 @@ def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make):
 
 
 def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.worker.PIECE_BYTES", 100)
+    monkeypatch.setattr("distrib.training.parameter_server.meeting.PIECE_BYTES", 100)
     cluster = make(workers=2, replicas=1)
     large = bytes(range(250)) * 4
     assert cluster.each(lambda backend: straight(backend) and backend.from_main(lambda: large)) == [large] * 2
     first = next(backend for backend in cluster.backends if backend.world.rank == 0)
-    assert first._keep(1, b"another's") is False  # who becomes main asks after what was kept
+    assert first._meeting._keep(1, b"another's") is False  # who becomes main asks after what was kept
     cluster.backends[0].client.close()
     substitute = again(cluster, cluster.backends[0].world.rank)
     straight(substitute)

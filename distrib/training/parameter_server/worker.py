@@ -14,46 +14,35 @@ what all workers do together, and it is never main.
 
 from __future__ import annotations
 
-import concurrent.futures
 import io
 import os
-import pickle
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from distrib.errors import DistribError, TrainingError
+from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.alike import digest_of, total
 from distrib.training.backend import Backend
 from distrib.training.flat import as_bytes
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
+from distrib.training.parameter_server.hooks import Hook, leave_no_trace
 from distrib.training.parameter_server.hostgroup import HostGroup, host_identity
 from distrib.training.parameter_server.line import open_door
+from distrib.training.parameter_server.meeting import VIEW, Meeting
 from distrib.training.parameter_server.server import servers_from
 from distrib.training.parameter_server.tables import raw
-from distrib.training.parameter_server.wire import APPLIED, FINAL, Frame, Kind, check_size, packed, unpacked
+from distrib.training.parameter_server.wire import Frame, Kind, packed, unpacked
 from distrib.training.synchronous import follow_parameters, unwrapped, without
 from distrib.training.world import World
 
 T = TypeVar("T")
-
-PIECE_BYTES = 256 << 20
-"""In which pieces what main reads for all travels: a frame has an end, and a server others to answer."""
-
-INDEX_BYTES = 32
-"""What is said of each part of what all workers bring, at most."""
-
-VIEW = "view"
-"""What is brought to the beginning of an evaluation."""
 
 
 class Asynchronous(Backend):
@@ -67,6 +56,7 @@ class Asynchronous(Backend):
         self.substitute = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
         self.client = Client(world.rank, addresses, key, replicas=bool(strategy.replicas), again=self.substitute)
         self.client.rejoin = self._rejoin
+        self._meeting = Meeting(self.client, world, substitute=self.substitute)
         self.tables: list[HeldTable] = []
         self._made = 0  # tables, with those of optimizers that were replaced
         self._pushing: dict[torch.Tensor, RemovableHandle] = {}
@@ -87,8 +77,6 @@ class Asynchronous(Backend):
         self._closed = False
         self._met = False  # the other workers of this host
         self._pushers = world.size  # hosts of which the workers push as one, and the other workers
-        self._kept = 0
-        self._place: int | None = None  # how often all have met since an evaluation began
 
     @property
     def waited_seconds(self) -> float:
@@ -144,8 +132,8 @@ class Asynchronous(Backend):
                 # Those two have public names only since torch 2.5.
                 module._register_state_dict_hook(self._hook(module, self._leave))
                 module._register_load_state_dict_pre_hook(self._hook(module, self._before_loading), with_module=True)
-                self._leave_no_trace(module)
-            self._leave_no_trace(model)
+                leave_no_trace(module, self._before_copying)
+            leave_no_trace(model, self._before_copying)
         return model
 
     def _begin_as_main(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -165,19 +153,13 @@ class Asynchronous(Backend):
                 if mine.layout is not torch.strided or not torch.equal(mine, value.to(mine.device)):
                     mine.copy_(value)
 
-    def _hook(self, owner: nn.Module, work: Callable[..., None]) -> _Hook:
-        return _Hook(owner, lambda *told: None if self._closed else work(*told))
+    def _hook(self, owner: nn.Module, work: Callable[..., None]) -> Hook:
+        return Hook(owner, lambda *told: None if self._closed else work(*told))
 
-    def _leave_no_trace(self, module: nn.Module) -> None:
-        """What is copied or saved of `module`, as by torch.save(model), has the servers' values and no hooks: it needs no servers."""
-
-        def reduced(protocol: Any) -> Any:
-            if not self._closed:
-                self._refresh()
-            return _without_hooks(module, protocol)
-
-        if _REDUCE not in vars(module):
-            setattr(module, _REDUCE, reduced)
+    def _before_copying(self) -> None:
+        """What is copied or saved of a model, as by torch.save(model), has the servers' values, and needs no servers."""
+        if not self._closed:
+            self._refresh()
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if model not in self._begun:
@@ -387,61 +369,8 @@ class Asynchronous(Backend):
 
     def from_main(self, work: Callable[[], T]) -> T:
         """What `work` returns on main; what it raises is raised on every rank. It stays known: substitutes ask for it later."""
-        self._step_aside()
         self._exact = False
-        number, self._kept = self._kept, self._kept + 1
-        problem: Exception | None = None
-        kept = self._fetched(number)
-        if kept is None:
-            try:
-                answer: tuple[Any, str | None] = work(), None
-            except (OSError, DistribError) as error:
-                problem, answer = error, (None, str(error))
-            own = pickle.dumps(answer)
-            fetch = Frame(Kind.FETCH, version=number)
-            kept = own if self._keep(number, own) else self._whole(*self.client.result(self.client.ask(0, fetch)))
-        value, why = pickle.loads(kept)  # written by a rank of this job, whose key it proved
-        if why is not None:
-            raise problem or TrainingError(f"on the main rank: {why}")
-        result: T = value
-        return result
-
-    def _step_aside(self) -> None:
-        """Others of this host may be in another step, and must not wait for one who waits for them."""
-        if self.client.group:
-            self.client.group.leave()
-
-    def _keep(self, number: int, content: bytes) -> bool:
-        """Has the servers keep this under `number`, in pieces. False where they had another's already, who was main before."""
-        whole, count = memoryview(content), -(-len(content) // PIECE_BYTES)
-        pieces = [
-            (Frame(Kind.KEEP, chunk=piece, version=number, weight=count), whole[piece * PIECE_BYTES :][:PIECE_BYTES])
-            for piece in range(count)
-        ]
-        while True:  # again from the first piece where the server was lost between two
-            for frame, data in pieces:
-                if (flags := self.client.result(self.client.ask(0, frame, data))[0].flags) & FINAL:
-                    if flags & APPLIED:
-                        self.client.keep(number, pieces)
-                    return bool(flags & APPLIED)
-
-    def _fetched(self, number: int) -> Any:
-        """What main has kept under this number; None where this worker is main, or becomes it while it waits."""
-        asked = None if self.is_main else self.client.ask(0, Frame(Kind.FETCH, version=number))
-        while asked and not self.is_main:
-            concurrent.futures.wait([asked], timeout=0.2)
-            if asked.done():
-                return self._whole(*asked.result())
-            self.client.check()
-        return None
-
-    def _whole(self, first: Frame, content: Any) -> Any:
-        """All of what main has kept, of which the first piece has come."""
-        rest = []
-        for piece in range(1, first.weight):
-            frame = Frame(Kind.FETCH, chunk=piece, version=first.version)
-            rest.append(self.client.result(self.client.ask(0, frame))[1])
-        return b"".join([content, *rest]) if rest else content
+        return self._meeting.from_main(work)
 
     def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The reduction over the workers that are there; a new tensor."""
@@ -458,43 +387,8 @@ class Asynchronous(Backend):
         return result.to(tensor.device)
 
     def _gather(self, what: str, part: Any = b"") -> list[tuple[int, Any]]:
-        """What every worker that is there has brought to the same place of the script, as bytes, and who brought it.
-
-        A substitute, which is elsewhere in the script, is alone. One that was cut off may have come back in the middle of what
-        the others do there: whoever brings something else is not counted, and its next evaluation begins with that of the others.
-        Raises TrainingError where all of it is too large for a frame.
-        """
         self._exact = False
-        if self.substitute:
-            return [(self.world.rank, part)]
-        self._step_aside()
-        if what == VIEW:
-            self._place = 0
-        elif self._place is not None:
-            self._place += 1
-        head = packed([what, self._place]) + b"\n"
-        own = b"".join([head, part])
-        check_size(self.world.size * (len(own) + INDEX_BYTES), hint="reduce one part of it after the other")
-        while True:
-            parts = self._round(own)
-            here = [(who, whole[len(head) :]) for who, whole in parts if whole[: len(head)] == head]
-            if what != VIEW or not self.client.astray or len(here) == len(parts):
-                break
-        if what == VIEW:
-            self.client.astray = False
-        return here or [(self.world.rank, part)]
-
-    def _round(self, part: bytes) -> list[tuple[int, memoryview]]:
-        """What the members have brought to the next round, whatever it is."""
-        number, self.client.round = self.client.round, self.client.round + 1
-        asked = self.client.ask(0, Frame(Kind.GATHER, version=number), part)
-        answer = self.client.result(asked)[1]
-        offset = 4 + int.from_bytes(answer[:4], "big")
-        parts = []
-        for who, size in unpacked(answer[4:offset]):
-            parts.append((who, answer[offset : offset + size]))
-            offset += size
-        return parts
+        return self._meeting.gather(what, part)
 
     def view(self, epoch: int, training: bool) -> tuple[int, int]:
         """Which share of how many this rank reads in an epoch of a loader.
@@ -556,39 +450,6 @@ class Asynchronous(Backend):
 def _like(own: torch.Tensor, part: Any) -> torch.Tensor:
     """The tensor of the type and shape of `own` that these bytes are."""
     return torch.frombuffer(part, dtype=own.dtype).view(own.shape) if own.numel() else own
-
-
-class _Hook:
-    """What a module calls, and no copy of it."""
-
-    def __init__(self, owner: nn.Module, work: Callable[..., None]) -> None:
-        self._owner, self._work = owner, work
-
-    @_disable_dynamo  # torch.compile would read on into it, and say at length what it cannot compile there
-    def __call__(self, module: nn.Module, *told: Any) -> None:
-        if module is self._owner:
-            self._work(module, *told)
-
-
-_HOOKS = (
-    *("_forward_pre_hooks", "_state_dict_pre_hooks", "_state_dict_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
-"""Where torch keeps them in a module."""
-_REDUCE = "__reduce_ex__"
-
-
-def _without_hooks(module: nn.Module, protocol: Any) -> Any:
-    reduced = type(module).__reduce_ex__(module, protocol)
-    if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
-        return reduced
-    state = {name: value for name, value in reduced[2].items() if name != _REDUCE}
-    for name in _HOOKS:
-        kept = [
-            pair for pair in state.get(name, {}).items() if not isinstance(getattr(pair[1], "hook", pair[1]), _Hook)
-        ]
-        state[name] = OrderedDict(kept)
-    return (*reduced[:2], state, *reduced[3:])
 
 
 def _without_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
