@@ -455,6 +455,7 @@ def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(para
             gone = {"process": 4194303, "descriptor": 5, "word": "00"}
             assert comes_true(lambda: group._welcomed)
             client.loop.call(lambda: group._line.send(Frame(Kind.SHARE, table=0), packed(gone)))
+            backend.model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
             told.wait(20)
             return -1.0
         assert comes_true(lambda: bool(group.speaks and group._speaker._early))
