@@ -1176,7 +1176,7 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
 def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     snapshots = Snapshots(0)
-    with Path("/dev/full").open("wb", buffering=0) as full:  # where torch raises a RuntimeError
+    with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:  # where torch raises a RuntimeError
         assert not snapshots._write("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
     assert not any(snapshots.folder.iterdir())
 
