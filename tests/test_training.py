@@ -342,6 +342,20 @@ def test_an_epoch_ends_with_the_steps_of_its_last_batches(script):
         assert not ended
 
 
+@pytest.mark.parametrize(("group", "late"), [(2, 1), (3, 1), (4, 0)])
+def test_epochs_of_a_single_step_end_with_it(group, late):
+    """Where a few batches make it, that they were not read ahead of others is known when no more steps have come in the next epoch."""
+    steps, ended = 0, []
+    lessons = Lessons(lambda: steps, lambda: ended.append(steps))
+    loader = sharded(DataLoader(range(group), 1), 0, 1, lessons=lessons)
+    for _ in range(4):
+        for number, _ in enumerate(loader, 1):
+            if number == group:
+                steps += 1
+                lessons.step()
+    assert ended == [1, 2, 3, 4][late:]
+
+
 def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):
     generator = torch.Generator().manual_seed(11)
     state, before = generator.get_state(), torch.get_rng_state()

@@ -132,11 +132,10 @@ def _described(thing: Any) -> list[str]:
         # Of other lengths some ranks would wait for a last batch that others do not have.
         size = f" in batches of {thing.batch_size}" if thing.batch_size else ""
         rest = ", without an incomplete last one" if thing.drop_last else ""
+        counted: Any = thing.dataset if hasattr(thing.dataset, "__len__") else thing.sampler
         samples = ""
-        with contextlib.suppress(
-            TypeError
-        ):  # neither may have a length, where batches come from a sampler of the script's
-            samples = f" of {len(thing.dataset if hasattr(thing.dataset, '__len__') else thing.sampler)} samples"  # type: ignore[arg-type]
+        with contextlib.suppress(TypeError):  # batches of a sampler of the script's need no length
+            samples = f" of {len(counted)} samples"
         return [f"a {kind}{samples}{size}{rest}"]
     if not isinstance(thing, nn.Module):
         return [f"a {kind}"]

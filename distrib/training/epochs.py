@@ -13,6 +13,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+MOST_AHEAD = 2
+"""Who has taken more batches before the first step has made one step of them, or skips those of an epoch that was begun elsewhere."""
+
 
 class Lessons:
     """From which passes, of all the loaders of a job, its steps have learnt.
@@ -32,6 +35,7 @@ class Lessons:
         self._thread = threading.main_thread().ident
         self._last: int | None = None
         """With which step those of a pass that was read ahead of them are taken."""
+        self._may_be_ahead = True
 
     @property
     def are_here(self) -> bool:
@@ -50,7 +54,11 @@ class Lessons:
         taken = self.steps()
         if not self.are_here or (taken is not None and not one.has_learnt):  # a rank may look at its samples by itself
             return
-        if one.ahead and taken is not None and taken > one.steps:
+        # Of an earlier pass the steps have not come: all of its batches were for one step.
+        self._may_be_ahead &= self._last is None
+        self._last = None
+        is_ahead = self._may_be_ahead and 0 < one.ahead <= MOST_AHEAD
+        if is_ahead and taken is not None and taken > one.steps:
             self._last = taken + one.ahead * (taken - one.steps)
         else:
             self._ended()
@@ -106,9 +114,8 @@ class Pass:
         steps = self._epochs.lessons.steps() or 0
         if steps > self.steps >= 0:
             self._steps_come = True
-        elif (
-            self.steps >= 0
-        ):  # again and again where the script makes one step of several batches: those are not read ahead
+        elif self.steps >= 0:
+            # Again and again where the script makes one step of several batches: those are not read ahead.
             self.ahead = 0 if self._steps_come else self.ahead + 1
         self.steps = steps
         self.is_open = True

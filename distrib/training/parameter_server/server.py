@@ -164,9 +164,8 @@ class Server:
                 peer.connection.read()
         except (OSError, WireError):
             self._end(peer)
-        except (
-            Exception
-        ) as error:  # the other workers still need this server, and this one would ask again on the next connection
+        except Exception as error:
+            # The other workers still need this server, and this one would ask again on the next connection.
             what = str(error) if isinstance(error, DistribError) else repr(error)
             say(f"{'a server' if peer.worker is None else f'worker rank {peer.worker}'} sent what cannot be: {what}")
             if peer.worker is None:

@@ -92,13 +92,10 @@ class Snapshots:
             with partial.open("wb") as file:
                 fill(file)
             partial.replace(self.folder / name)
-        except (
-            OSError,
-            RuntimeError,
-        ):  # a full disk (torch raises RuntimeError): the one before still counts; or the folder is gone
+        except (OSError, RuntimeError):  # the disk is full, as torch says by a RuntimeError; or the folder is gone
             with contextlib.suppress(OSError):
                 partial.unlink()  # or the disk would stay full
-            return False
+            return False  # the one before still counts
         return True
 
     def restore(self, part: Part) -> float | None:
