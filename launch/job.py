@@ -290,11 +290,16 @@ def _with_outlook(
 
 def _refuse_broken_text(words: list[str]) -> None:
     """Plans are JSON, and so UTF-8; bytes that are not cannot be kept or passed on."""
+    from distrib_launch.plan import is_secret
+
     for word in words:
         try:
             word.encode()
         except UnicodeEncodeError:
             shown = word.encode(errors="backslashreplace").decode()
+            name, is_variable, _ = shown.partition("=")
+            if is_variable and is_secret(name):
+                shown = f"{name}=***"
             raise ConfigError(
                 f"{shown}: not UTF-8 text", hint="rename the file, or encode the argument or variable"
             ) from None
@@ -359,8 +364,8 @@ def _launch(
             f"cannot write into the run directory {run_dir}: {error.strerror}",
             hint="make room, or name another with --run-dir",
         ) from error
-    # Whoever waits for the result is to find it. A job that runs hears of an interrupt in another way.
-    except (DistribError, KeyboardInterrupt) as end:
+    except (DistribError, KeyboardInterrupt) as end:  # a job that runs hears of an interrupt in another way
+        # Whoever waits for the result is to find it.
         with contextlib.suppress(OSError):
             results.write_json(run_dir / results.RESULT, results.not_started(plan, end, time.time() - began))
         raise

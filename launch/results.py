@@ -105,7 +105,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, seconds: float) -> Result:
     """The result of a job of which no rank has run its script, as there was an error or somebody stopped it."""
-    failure, code = None, signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
+    code = signals.exit_code(end) if isinstance(end, KeyboardInterrupt) else end.exit_code
+    failure = None
     if isinstance(end, DistribError):
         failure = Failure(
             rank=None, host="", time=time.time(), exit_code=code, signal=None, message=str(end), traceback="", log=""
@@ -209,7 +210,7 @@ _SIGNS = (("plan.json", "job", str), (RESULT, "world_size", int), (PREFLIGHT, "i
 def _is_of_a_run(path: Path) -> bool:
     """Whether a run has been in this folder, be it one that was killed."""
     for name, key, kind in _SIGNS:
-        with contextlib.suppress(OSError, msgspec.DecodeError, TypeError, KeyError):
+        with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, TypeError, KeyError):
             if isinstance(msgspec.json.decode((path / name).read_bytes())[key], kind):
                 return True
     return False

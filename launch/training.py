@@ -116,7 +116,7 @@ def _bucket(text: str | None) -> int | None:
 
 
 def _staleness(text: str) -> int | None:
-    return None if text == "unbounded" else number("steps", least=0)(text)
+    return None if text == "unbounded" else number("steps (or unbounded)", least=0)(text)
 
 
 def _strength(text: str) -> float:

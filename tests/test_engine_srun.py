@@ -141,22 +141,14 @@ class TestInAnAllocation:
                 (["--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
                 (["--ntasks-per-node=1", "--gpus-per-task=2"], (), ["n1", "n1", "n2", "n2"]),
                 (["--ntasks-per-node=2", "--gpus-per-task=1"], (), ["n1", "n1", "n2", "n2"]),
-                (
-                    [
-                        "--ntasks-per-node=1",
-                        "--export=ALL,SRUN_CPUS_PER_TASK=4",
-                        "--cpus-per-task=4",
-                        "--gpus-per-node=2",
-                    ],
-                    (),
-                    ["n1", "n1", "n2", "n2"],
-                ),
+                (["--ntasks-per-node=1", "--export=ALL,SRUN_CPUS_PER_TASK=4", "--cpus-per-task=4", "--gpus-per-node=2"], (),
+                 ["n1", "n1", "n2", "n2"]),
                 (["--exclusive", "--gpus=4"], (), ["n1", "n1", "n2", "n2"]),
                 (["--ntasks-per-node=1", "--gpus-per-node=2"], ("-np", "2", "--spread"), ["n1", "n2"]),
                 (["--exclusive"], (), ["n1", "n1", "n2", "n2"]),
                 (["--ntasks-per-node=2"], (), ["n1", "n1", "n2", "n2"]),
             ]
-        ):
+        ):  # fmt: skip
             folder = tmp_path / str(number)
             folder.mkdir()
             code, out = batch(cluster, folder, "--no-check", *words, WHERE, allocation=["-N2", *allocation])

@@ -242,8 +242,10 @@ def test_daemons_that_are_starting_are_waited_for_when_the_launcher_is_killed(tm
     plan = job.make_plan(cli.parser().parse_args(["-H", "n1", "--run-dir", ".", str(JOB)]))
     plan = msgspec.structs.replace(plan, command=("sh", "-c", "sleep 1; touch all-there"))
     if not (launcher := os.fork()):
-        EngineProcess(plan, token="", addresses="")
-        os._exit(0)
+        try:
+            EngineProcess(plan, token="", addresses="")
+        finally:
+            os._exit(0)
     os.waitpid(launcher, 0)
     deadline = time.monotonic() + 10
     while not (tmp_path / "all-there").exists():

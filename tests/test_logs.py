@@ -11,6 +11,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import pytest
 from distrib_launch import console
 from distrib_launch.console import Folder
 from hypothesis import given
@@ -40,12 +41,13 @@ def test_a_flood_from_eight_ranks_arrives_without_loss_or_tearing(launch, tmp_pa
             assert [line[len(tag) :] for line in text.splitlines() if line.startswith(tag)] == expected
 
 
-def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path):
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_terminal_that_stands_still_does_not_hold_up_the_job(tmp_path, blocks):
     script = tmp_path / "flood.py"
     script.write_text(PRINTER + "open(f'done-{rank}', 'w').close()\n")
     process = subprocess.Popen(
         [str(LAUNCH), "-np", "2", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: os.set_blocking(1, False),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda: os.set_blocking(1, blocks),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 20  # nobody reads the pipe, which holds 64 KiB

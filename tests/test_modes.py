@@ -81,10 +81,10 @@ TOLD = {
                      "unequal", id="sync, steps"),
         pytest.param({"gradients": {"format": "bf16"}}, 2, "rates sparse released kept stepped", "rates sparse kept", id="sync, bf16"),
         pytest.param({"accumulate": 3}, 2,
-                     "exact scaled fused thrown_away uncounted sharpness again one_model two_optimizers by_hand stepped", "by_hand",
+                     "sharpness exact scaled fused thrown_away uncounted again one_model two_optimizers by_hand stepped", "by_hand",
                      id="accumulate"),
         pytest.param({**AVERAGE, "inner_steps": 2}, 2,
-                     "uncounted sharpness closures two_optimizers masks methods handed_out by_hand released", "", id="local, steps"),
+                     "sharpness uncounted closures two_optimizers masks methods handed_out by_hand released", "", id="local, steps"),
         pytest.param(
             {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step", "",
             id="local, overlapped",

@@ -319,12 +319,16 @@ def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
     broken = "n2, rank 1: CUDA driver too old"
     monkeypatch.setattr(collective.rendezvous, "join", lambda *args: pytest.fail("it would wait for rank 1"))
     for rank in (0, 1):
-        comm = SimpleNamespace(rank=rank, size=2, allgather=lambda own: ["", own or broken])
+        barrier = mock.Mock(return_value=SimpleNamespace(Test=lambda: True))
+        comm = SimpleNamespace(rank=rank, size=2, Ibarrier=barrier, allgather=lambda own: ["", own or broken])
         with monkeypatch.context() as there, pytest.raises(RuntimeError, match=broken):
             if rank == 1:
                 error = TrainingError("CUDA driver too old", hint="see to it")
                 there.setattr(collective, "find_device", mock.Mock(side_effect=error))
             collective.Ranks(comm, f"n{rank + 1}", 1.0)
+    gone = SimpleNamespace(rank=0, size=2, Ibarrier=lambda: SimpleNamespace(Test=lambda: False))
+    with pytest.raises(ProbeTimeout, match="not every rank"):
+        collective.Ranks(gone, "n1", 0.1)
 
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------

@@ -377,10 +377,10 @@ def run_rank(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variable", "do"), [("SLURM_JOB_ID", "no PMIx: use --engine mpirun"), ("HOME", "another MPI's")]
+    ("variable", "do"), [("SLURM_PROCID", "no PMIx: use --engine mpirun"), ("OMPI_COMM_WORLD_RANK", "another MPI's")]
 )
 def test_ranks_that_mpi_started_each_alone_measure_nothing(run_rank, monkeypatch, capsys, variable, do):
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("OMPI_COMM_WORLD_RANK", raising=False)
     monkeypatch.setenv(variable, "1")
     assert run_rank(Comm(1)) == 1
     err = capsys.readouterr().err

@@ -326,7 +326,7 @@ def test_an_epoch_ends_with_the_steps_of_its_last_batches(script):
     loader = sharded(DataLoader(range(script.count("r") - 1), 1), 0, 1, lessons=lessons)
     for in_thread in (False, True):
         batches = iter(loader)
-        for act in script:
+        for place, act in enumerate(script):
             if act == "s":
                 steps += 1
                 lessons.step()
@@ -338,7 +338,7 @@ def test_an_epoch_ends_with_the_steps_of_its_last_batches(script):
             elif act == "!":
                 assert len(ended) == 1 - in_thread
                 ended.clear()
-            assert not ended or act == script[script.index("!") - 1]
+            assert not ended or place == script.index("!") - 1
         assert not ended
 
 
@@ -353,7 +353,7 @@ def test_epochs_of_a_single_step_end_with_it(group, late):
             if number == group:
                 steps += 1
                 lessons.step()
-    assert ended == [1, 2, 3, 4][late:]
+    assert [*dict.fromkeys(ended)] == [1, 2, 3, 4][late:]
 
 
 def test_the_order_follows_from_the_generator_and_leaves_it_alone(job):

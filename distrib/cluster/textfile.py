@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-_SAID: dict[tuple[int, int] | None, bytes] = {}
+_SAID: dict[tuple[int, int], bytes] = {}
 """What pipes have said, as in `-H <(...)`: they say it once, and a file may be read again, as where a job is started again."""
 
 
@@ -24,12 +24,15 @@ def read_text(path: str | os.PathLike[str], kind: str, hint: str, most_bytes: in
     Raises Unreadable.
     """
     try:
-        with Path(path).open("rb") as file:
-            status = os.fstat(file.fileno())
-            pipe = (status.st_dev, status.st_ino) if stat.S_ISFIFO(status.st_mode) else None
-            data = _SAID.get(pipe) or file.read(most_bytes + 1)  # never all of it: it may be /dev/zero
-            if pipe:
-                _SAID[pipe] = data
+        status = Path(path).stat()
+        place = status.st_dev, status.st_ino
+        if place in _SAID:  # before it is opened, which waits for somebody who writes
+            data = _SAID[place]
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(most_bytes + 1)  # never all of it: it may be /dev/zero
+            if stat.S_ISFIFO(status.st_mode):
+                _SAID[place] = data
     except FileNotFoundError:
         raise Unreadable(f"no such {kind}", hint) from None
     except IsADirectoryError:

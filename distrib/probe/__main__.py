@@ -24,7 +24,7 @@ from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
 START_SECONDS = 60.0
-"""Rank 0 waits so long for each word of the others, and so they wait longer for its first one: as for all later ones."""
+"""So long rank 0 waits for each rank's first word. The others wait IDLE_SECONDS for rank 0, who can then say whom it misses."""
 
 IDLE_SECONDS = 3600.0
 """A rank that hears nothing for so long ends; the launcher ends it sooner when rank 0 is gone."""
@@ -71,11 +71,8 @@ def main() -> int:
 
 def _say_alone(started: int, planned: int) -> int:
     """MPI has started each rank as if it were alone; what one measures then would pass for the whole. Returns the exit code."""
-    how = (
-        "this Slurm has no PMIx: use --engine mpirun"
-        if "SLURM_JOB_ID" in os.environ
-        else "was it another MPI's mpirun?"
-    )
+    by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+    how = "was it another MPI's mpirun?" if by_mpirun else "this Slurm has no PMIx: use --engine mpirun"
     print(f"MPI started {started} of {planned} ranks; {how}", file=sys.stderr, flush=True)
     return 1
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from distrib.cluster.measured import Collective, Point
 from distrib.errors import TrainingError
 from distrib.probe import samples
+from distrib.probe.deadline import wait
 from distrib.probe.messages import AllReduce, first_line
 from distrib.training import rendezvous
 from distrib.training.world import World, find_device
@@ -44,6 +45,9 @@ class Ranks:
             self.device = find_device(self.world.local_rank)
         except Exception as error:
             problem = f"{host}, rank {comm.rank}: {first_line(error)}"
+        # One that has died, or hangs while it loads torch or finds its GPU: a collective of MPI would wait for it for good.
+        deadline = time.monotonic() + patience_seconds / 2
+        wait(comm.Ibarrier().Test, deadline, "not every rank has come to the all-reduce", idle=True)
         _raise_first(comm.allgather(problem))
         try:
             rendezvous.join(self.world, self.device, self._timeout)

@@ -335,10 +335,8 @@ def _failed_pair(source: str, target: str, why: str) -> Finding:
     kind: Kind = "not_measured"
     what, advice = "could not be measured", "see whether a firewall is between them"
     if _stalls(why):
-        kind, what = (
-            "mtu",
-            "small messages pass, and next to nothing of large ones: MTU mismatch, or a link that is nearly dead?",
-        )
+        kind = "mtu"
+        what = "small messages pass, and next to nothing of large ones: MTU mismatch, or a link that is nearly dead?"
         advice = (
             "distrib-topo check tells whether it is the MTU: then set the same on both hosts and every switch between; "
             "else look at rate, duplex and errors on the way (ethtool, ethtool -S)"

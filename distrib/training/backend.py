@@ -306,7 +306,7 @@ class Synchronous(Together):
 
 def _was_called(model: nn.Module) -> bool:
     """Whether a model of DistributedDataParallel has computed anything to train: torch sets itself up in any first forward."""
-    return model.averages if isinstance(model, Wrapped) else getattr(model, "_lazy_init_ran", True)
+    return model._averages if isinstance(model, Wrapped) else getattr(model, "_lazy_init_ran", True)
 
 
 def _without_gradient(model: DistributedDataParallel) -> list[str] | None:

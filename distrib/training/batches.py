@@ -126,7 +126,9 @@ class ShardedLoader(Iterable[Any]):
         # Also that of a batch sampler which the script has made.
         inner = getattr(loader.batch_sampler, "sampler", loader.sampler)
         sharing: Any = next(filter(_shares_out, (loader.batch_sampler, inner)), None)
-        counting = next((one for one in (loader.batch_sampler, inner) if hasattr(one, "set_epoch")), None)
+        counting = next(
+            (one for one in (loader.batch_sampler, inner) if hasattr(one, "set_epoch") and hasattr(one, "epoch")), None
+        )
         self._sampler: Any = counting if sharing is None else sharing
         self._note_epoch()
         if isinstance(self._epoch_set, int) and self._epoch_set > 0:
@@ -181,7 +183,7 @@ class ShardedLoader(Iterable[Any]):
         return DataLoader(loader.dataset, batch_size=None, sampler=self._shard, **options)
 
     def _note_epoch(self) -> None:
-        """What the sampler's epoch is, as nobody but this loader has set it since it was prepared."""
+        """Keeps the sampler's epoch: when it is another one later, the script has set it."""
         self._epoch_set: Any = getattr(self._sampler, "epoch", None)
 
     def _evenly(self) -> bool:

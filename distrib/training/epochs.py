@@ -13,8 +13,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 MOST_AHEAD = 2
-"""Who has taken more batches before the first step has made one step of them, or skips those of an epoch that was begun elsewhere."""
+"""So many batches a script may be ahead of its steps. One that takes more before its first step makes one step of them, or skips what an
+earlier run has had."""
 
 
 class Lessons:
@@ -35,7 +38,14 @@ class Lessons:
         self._thread = threading.main_thread().ident
         self._last: int | None = None
         """With which step those of a pass that was read ahead of them are taken."""
+        self._ahead = 0
+        """How far it was."""
         self._may_be_ahead = True
+
+    @property
+    def ahead(self) -> int:
+        """How far a pass was read ahead whose steps have not all come yet."""
+        return 0 if self._last is None else self._ahead
 
     @property
     def are_here(self) -> bool:
@@ -44,7 +54,8 @@ class Lessons:
 
     def step(self) -> None:
         """One was taken just now."""
-        self._thread = threading.get_ident()
+        if torch._C._current_graph_task_id() == -1:  # within the backward pass of a GPU it is a thread of autograd's
+            self._thread = threading.get_ident()
         if self._last is not None and (self.steps() or 0) >= self._last:
             self._last = None
             self._ended()
@@ -54,12 +65,13 @@ class Lessons:
         taken = self.steps()
         if not self.are_here or (taken is not None and not one.has_learnt):  # a rank may look at its samples by itself
             return
-        # Of an earlier pass the steps have not come: all of its batches were for one step.
-        self._may_be_ahead &= self._last is None
-        self._last = None
-        is_ahead = self._may_be_ahead and 0 < one.ahead <= MOST_AHEAD
+        # Where steps of an earlier pass have not come, all of its batches were for one; where this one's first batches made no step, though
+        # they came before the steps of the one before, some are skipped in each.
+        self._may_be_ahead &= self._last is None and not (one.follows and one.ahead)
+        self._last, self._ahead = None, one.ahead or one.follows
+        is_ahead = self._may_be_ahead and 0 < self._ahead <= MOST_AHEAD
         if is_ahead and taken is not None and taken > one.steps:
-            self._last = taken + one.ahead * (taken - one.steps)
+            self._last = taken + self._ahead * (taken - one.steps)
         else:
             self._ended()
 
@@ -95,6 +107,8 @@ class Pass:
         """How many had been taken as its latest batch was handed out; -1 before the first."""
         self.ahead = 0
         """So many batches are handed out before the step that learns from the first of them, as it seems."""
+        self.follows = 0
+        """How far the pass before was read ahead, where not all of its steps had come when this one's first batch was handed out."""
         self._steps_come = False
         self._batches: weakref.ref[Iterator[Any]] | None = None
 
@@ -117,6 +131,8 @@ class Pass:
         elif self.steps >= 0:
             # Again and again where the script makes one step of several batches: those are not read ahead.
             self.ahead = 0 if self._steps_come else self.ahead + 1
+        else:
+            self.follows = self._epochs.lessons.ahead
         self.steps = steps
         self.is_open = True
 

@@ -181,7 +181,7 @@ class Forgotten:
             self._told_apart = True
             self._note(
                 "an evaluation in the middle of a round of --mode local is of a model that every rank has of its own: job.settle(), called "
-                "by every rank before it, makes them one; at the end of an epoch they are"
+                "by every rank before it, makes them one; at the end of an epoch they are, unless a thread of the script's reads the loader"
             )
 
     def tell_what_was_read(self, read: Mapping[int, bool | None], loaders: int, *, added_up: bool) -> None:

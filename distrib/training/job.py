@@ -463,7 +463,7 @@ class Job:
         """Makes the models the same on all ranks, now: every rank must call it.
 
         They are so in mode sync. In mode local they become so by themselves after `--inner-steps` steps, at the end of each epoch
-        of a prepared loader on which a model trains, and when the job is closed; in mode async, where nobody else waits for
+        of a prepared loader on which a model trains (and that no thread of the script's reads), and when the job is closed; in mode async, where nobody else waits for
         anybody, when a prepared loader is read for an evaluation.
         """
         self._check_open()

@@ -53,7 +53,7 @@ class Wrapped(DistributedDataParallel):
     _called = False
     """Whether it has computed as a whole, by `model(...)`."""
 
-    averages = False
+    _averages = False
     """Whether it has computed anything of which gradients are wanted: those it averages."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -73,7 +73,7 @@ class Wrapped(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         """What torch does before the model computes."""
         if torch.is_grad_enabled():  # an evaluation prepares for no backward
-            self._called = self.averages = True
+            self._called = self._averages = True
             _backward.begins(averaged=self.require_backward_grad_sync)
         return self._begin(*inputs, **named)
 
@@ -98,7 +98,7 @@ class Wrapped(DistributedDataParallel):
         """A method of the model has computed `output`: the next backward is to average the gradients, as after `model(...)`."""
         if not torch.is_grad_enabled() or not (tensors := _with_gradients(output)):
             return
-        self.averages = True
+        self._averages = True
         if not self._called:
             self._begin(torch.empty(0, device=self.device))
         # Ranks may call methods that the others do not, where the model is called, too: nothing that they do together. And

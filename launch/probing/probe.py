@@ -211,7 +211,9 @@ def _output(
     from distrib.probe import baseline, finding, findings
 
     found = findings.find(records, _described(options))
-    told = {host for finding in found if finding.kind == "host_lost" for host in finding.hosts}
+    # A warning of this kind is of a further network, or of the way that does not judge the links: such a host is there.
+    lost = [each for each in found if (each.kind, each.severity) == ("host_lost", "error")]
+    told = {host for each in lost for host in each.hosts}
     gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
     now = measured(records) or Measured(when="", software={}, hosts=hosts)
     now = msgspec.structs.replace(now, hosts=tuple(host for host in now.hosts if host not in outcome.left_out))

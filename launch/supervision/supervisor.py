@@ -427,19 +427,26 @@ class Supervisor:
             record["exit_code"],
             record["signal"],
             record["stopped_by"],
-            time=record["ended"] - self._clock_offset(state.plan.host),
+            time_=record["ended"] - self._clock_offset(state.plan.host),
             message=record["message"],
         )
 
     def _lost(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         """The rank is gone without a record."""
         stopped_by = "launcher" if self.stopping else ""
-        self._settle(state, None, None, stopped_by, time=time.time(), message=why, lost=lost)
+        self._settle(state, None, None, stopped_by, time_=time.time(), message=why, lost=lost)
 
     def _settle(
-        self, state: RankState, exit_code: int | None, number: int | None, stopped_by: str, **told: Any
+        self,
+        state: RankState,
+        exit_code: int | None,
+        number: int | None,
+        stopped_by: str,
+        *,
+        time_: float,
+        message: str,
+        lost: Literal["", "closed", "silence"] = "",
     ) -> None:
-        """`told` are those fields of its `Ending` that nothing else depends on."""
         if state.ending:
             return
         state.ending = failures.Ending(
@@ -452,7 +459,9 @@ class Supervisor:
             closing=state.closing,
             words=failures.words_of(state.error_log) if stopped_by and exit_code else "",
             consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
-            **told,
+            time=time_,
+            message=message,
+            lost=lost,
         )
         self.console.finish_rank(state.plan.rank)
         state.close_files()
