@@ -37,7 +37,7 @@ from distrib.training.parameter_server import worker
 from distrib.training.parameter_server.hostgroup import host_identity
 from distrib.training.parameter_server.merging import Commit, Merger, Send
 from distrib.training.parameter_server.shard import Answer, Apply, Shard
-from distrib.training.parameter_server.wire import Frame, Kind, packed
+from distrib.training.parameter_server.wire import SHARED, Frame, Kind, packed
 from distrib.training.parameter_server.worker import Asynchronous
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
@@ -454,11 +454,12 @@ def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(para
         if backend.world.rank:  # what it says of its memory is read when it is gone
             gone = {"process": 4194303, "descriptor": 5, "word": "00"}
             assert comes_true(lambda: group._welcomed)
-            client.loop.call(lambda: group._line.send(Frame(Kind.SHARE, table=0), packed(gone)))
+            early = ((Frame(Kind.SHARE, table=0), packed(gone)), (Frame(Kind.PUSH, SHARED, chunk=0, step=1), b""))
+            client.loop.call(lambda: [group._line.send(*each) for each in early])
             backend.model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
             told.wait(20)
             return -1.0
-        assert comes_true(lambda: bool(group.speaks and group._speaker._early))
+        assert comes_true(lambda: bool(group.speaks and len(group._speaker._early) > 1))
         model, optimizer = straight(backend)
         told.set()
         take_step(model, optimizer)

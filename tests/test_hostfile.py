@@ -538,9 +538,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*_: object) -> None:  # mode bits do not stop root
         raise PermissionError(13, "Permission denied")
 
+    (tmp_path / "hosts.txt").touch()
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(HostfileError, match="Permission denied"):
-        read_hostfile("hosts.txt")
+        read_hostfile(tmp_path / "hosts.txt")
 
 
 def test_hosts_that_come_through_a_pipe_are_known_when_they_are_asked_for_again() -> None:

@@ -29,6 +29,8 @@ from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
 from distrib.training import checkpoint
 from distrib.training.job import Job
+from distrib.training.parameter_server import client as client_module
+from distrib.training.parameter_server import wire
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
 from distrib.training.parameter_server.part import Part
@@ -475,13 +477,55 @@ def test_a_state_of_another_model_is_refused_where_tensors_are_whole(make):
         optimizer.load_state_dict(other.state_dict())
 
 
-def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make):
+def test_the_next_optimizer_is_made_though_all_have_lost_another_server_meanwhile(make):
+    cluster, together = make(servers=1, workers=2), threading.Barrier(2, timeout=20)
+
+    def work(backend: Asynchronous) -> bool:
+        straight(backend)
+        suspend(backend, cluster)
+        together.wait()
+        model, optimizer = straight(backend)
+        step(model, optimizer)
+        backend.settle()
+        return weight(model) < 0
+
+    assert cluster.each(work) == [True, True]
+
+
+def test_gradients_on_their_way_do_not_come_after_the_end_of_their_optimizer(make, monkeypatch):
+    monkeypatch.setattr(client_module._Link, "share", lambda self, table: None)
+    held_until, own = [0.0], wire.Connection._next
+
+    def slow(self: wire.Connection) -> bool:
+        is_push = self._queue and self._queue[0][2].frame.kind is Kind.PUSH
+        return False if is_push and time.monotonic() < held_until[0] else own(self)
+
+    monkeypatch.setattr(wire.Connection, "_next", slow)
+
+    def work(backend: Asynchronous) -> float:
+        model, optimizer = straight(backend)
+        step(model, optimizer)
+        backend.settle()
+        held_until[0] = time.monotonic() + 0.5
+        model(torch.ones(1, 4)).sum().backward()
+        backend.left_out(optimizer)
+        backend.retire(optimizer)
+        backend.release(model)
+        time.sleep(0.7)
+        return backend.reduce(torch.tensor(1.0), "sum").item()
+
+    assert make(servers=1, workers=2).each(work) == [2.0, 2.0]
+
+
+def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make, capfd):
     (backend, model, optimizer), (other, *_) = make(servers=1, workers=2).each(lambda one: (one, *straight(one)))
     with pytest.raises(TrainingError, match="cannot do what was asked"):
         other.client.result(other.client.ask(0, Frame(Kind.SET_STATE, table=0), b"no tensors"))
     step(model, optimizer)
     backend.settle()
     assert weight(model) == -1
+    time.sleep(1)
+    assert capfd.readouterr().err.count("sent what cannot be") == 1  # and it does not ask again
 
 
 def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):

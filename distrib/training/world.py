@@ -77,12 +77,8 @@ def _note_others(environ: Mapping[str, str]) -> None:
 def planned_world(environ: Mapping[str, str] | None = None) -> World:
     """The world as the variables that torchrun and `distrib-launch` set tell it. Raises TrainingError when they are broken."""
     environ = os.environ if environ is None else environ
-    rank, size, local_rank = (
-        _integer(environ, "RANK"),
-        _integer(environ, "WORLD_SIZE"),
-        _integer(environ, "LOCAL_RANK", 0),
-    )
-    local_size = _integer(environ, "LOCAL_WORLD_SIZE", 0)
+    rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+    local_rank, local_size = _integer(environ, "LOCAL_RANK", 0), _integer(environ, "LOCAL_WORLD_SIZE", 0)
     if not (0 <= rank < size and 0 <= local_rank < (local_size or size) <= size):
         told = f" LOCAL_WORLD_SIZE={local_size}" if "LOCAL_WORLD_SIZE" in environ else ""
         raise TrainingError(

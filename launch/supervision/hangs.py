@@ -135,6 +135,8 @@ def place_of(stack: Stack) -> Place:
         return Place(waits=True, what="a wait for the parameter servers", where=where)
     if _is_average(stack):
         return Place(waits=True, what="the average of all ranks (mode local)", where=where)
+    if is_meeting(stack) and not stack.running:
+        return Place(waits=True, what="distrib.init, for the other ranks", where=where)
     for frame in inner:
         if (
             COLLECTIVE_FILES.search(frame.filename)

@@ -142,7 +142,8 @@ class _Link:
 
     def tick(self, now: float) -> None:
         if self._sock is None:
-            self.call()
+            if not self.client.failed:
+                self.call()
         elif not self.welcomed and now - self._called > CALL_SECONDS:
             self.hang_up()
             self.call()
@@ -245,6 +246,9 @@ class _Link:
         """There is nothing to tell of this table any more."""
         self.options.pop(table, None)
         self.shared.discard(table)
+        for at, push in self.pushes.items():
+            if at[0] == table and push.outgoing:
+                push.outgoing.cancelled = True
         self.pushes = {at: push for at, push in self.pushes.items() if at[0] != table}
 
     def share(self, table: int) -> None:
@@ -394,6 +398,11 @@ class Client:
 
         self.group = group
         self.loop.call(join)
+
+    @property
+    def failed(self) -> bool:
+        """Whether what is waited for will never come."""
+        return self._error is not None
 
     def forget(self, table: int) -> None:
         """A table is trained no more: returns when nothing here holds its memory."""

@@ -184,12 +184,10 @@ class HeldTable:
 
     def end(self) -> None:
         """Nobody trains this table any more: this worker and the servers forget it. The last call."""
-        answers = [
-            self.client.ask(shard, Frame(Kind.RETIRE, table=self.number)) for shard in range(len(self.client.addresses))
-        ]
-        for answer in answers:
+        self.client.forget(self.number)  # gradients that are on their way would come after the end
+        shards = range(len(self.client.addresses))
+        for answer in [self.client.ask(shard, Frame(Kind.RETIRE, table=self.number)) for shard in shards]:
             self.client.result(answer)
-        self.client.forget(self.number)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 

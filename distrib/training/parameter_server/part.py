@@ -85,8 +85,8 @@ class Part:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is anything to train, and all of it has its first values."""
-        return bool(self.tables) and all(table.is_set for table in self.tables.values())
+        """Whether anything is trained, or was, and all of it has its first values."""
+        return bool(self.tables or self.over) and all(table.is_set for table in self.tables.values())
 
     # -- who is there -------------------------------------------------------------------------------------------------
 
@@ -234,9 +234,13 @@ class Part:
         else:
             raise DistribError(f"a frame {frame.kind.name}, which no worker sends")
 
+    def _present(self) -> set[int]:
+        """The members but for substitutes; where all have lost another server nobody is one, and yet they come."""
+        return (self.members - self.substitutes) or (self._there.keys() - self._left - self.substitutes)
+
     def _gatherers(self) -> set[int]:
-        """Who is waited for in what all do together: where all have lost another server nobody is a member, and yet they come."""
-        return ((self.members or self._there.keys() - self._left) | self._gathered) - self.substitutes
+        """Who is waited for in what all do together."""
+        return self._present() | (self._gathered - self.substitutes)
 
     def _gather(self, worker: int, frame: Frame, payload: Any) -> None:
         self._gathered.add(worker)
@@ -254,8 +258,7 @@ class Part:
         self._answer_fetches()
 
     def _suspend(self, worker: int, frame: Frame, payload: Any) -> None:
-        has_begun = (self.tables or self.over) and all(table.is_set for table in self.tables.values())
-        if has_begun:  # else it may yet give the first values
+        if self.is_whole:  # else it may yet give the first values
             self._drop(worker, comes_back=True)
 
     def _group(self, worker: int, frame: Frame, payload: Any) -> None:
@@ -380,7 +383,7 @@ class Part:
             self._describe(*waiting[0])
 
     def _main(self) -> int | None:
-        return min(self.members - self.substitutes, default=None)
+        return min(self._present(), default=None)
 
     def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
         description = msgspec.json.decode(payload, type=Description)
@@ -495,6 +498,10 @@ class Part:
         connection.send(frame, payload or b"", priority=chunk, sent=sent)
 
     # -- the replica: this server's side --------------------------------------------------------------------------------
+
+    def lose_follower(self) -> None:
+        """The replica is gone. Tables that are new meanwhile wait for another, too, or for leave to go on without."""
+        self.follower, self._awaits_follower = None, True
 
     def await_follower(self) -> None:
         """Nobody is answered before there is a replica, or it is agreed that there is none."""

@@ -432,7 +432,7 @@ class _ReplicaLink:
             self._sock.close()
             self._sock = self.connection = None
             if self.part.follower:
-                self.part.follower = None
+                self.part.lose_follower()
                 self._broken = True
                 self._since = time.monotonic()
 

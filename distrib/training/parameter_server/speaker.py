@@ -78,7 +78,8 @@ class Speaker:
         self._client.offer(number, arenas)
         waiting, self._early = self._early, []
         for line, frame, payload in waiting:
-            self._listen(line, frame, payload)
+            if self._lines.get(line.worker) is line:  # it may have died meanwhile
+                self._listen(line, frame, payload)
 
     def forget(self, number: int) -> None:
         """Nobody trains this table any more."""
@@ -153,7 +154,7 @@ class Speaker:
         elif frame.kind is Kind.SHARE:
             try:
                 self._memory[line.worker, frame.table] = Shared(unpacked(payload), self._tables[frame.table].sizes)
-            except OSError:  # it has died meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # it has died meanwhile
                 line.close()
                 self._hung_up(line)
                 return
