@@ -1,7 +1,8 @@
 """How the ranks find each other, and part: a store on rank 0, then torch's process group.
 
-Rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both. Nothing
-collides, and the store (which asks for no password) listens on that one address only.
+Where MPI has started the ranks, rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both:
+nothing collides, and the store (which asks for no password) listens on that one address only. Else MASTER_ADDR and MASTER_PORT tell
+where the store is.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Part:
         """Whether any worker may say what a table is: all have agreed on it before."""
         self.tables: dict[int, Table] = {}
         self.over: set[int] = set()
-        """Tables that are trained no more. Who begins the script anew comes by them, and has them for itself."""
+        """Tables that are trained no more. A substitute still passes through them, and trains a copy of its own."""
         self._users: dict[int, set[int]] = {}  # by table, the workers that have not said so yet
         self._staleness: Counter[int] = Counter()  # of tables that are gone
         self.members = set(range(workers))
