@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,10 +27,12 @@ from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.local import Round
 from distrib.training.parameter_server.sharing import Arena
 from distrib.training.synchronous import synchronous
-from tests.conftest import ROOT, TOPO
+from tests.conftest import ROOT, SCRIPTS, TOPO
 from tests.test_training import run_ranks
 
 pytestmark = pytest.mark.gpu
+
+ON_ONE = SCRIPTS / "on_one_gpu.py"
 
 
 @pytest.fixture
@@ -110,9 +113,12 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
         for model in (plain, wrapped):
             model.zero_grad()
             model(x).square().mean().backward()
+        largest = max(parameter.grad.abs().max().item() for parameter in plain.parameters())
         for mine, theirs in zip(wrapped.module.parameters(), plain.parameters(), strict=True):
             scale = theirs.grad.abs().max().item() + 1e-6
-            assert torch.allclose(mine.grad, theirs.grad, atol=0.05 * scale), (gradients, step)
+            # A block of int8 has one scale, whatever parameters it is of; it rounds by 1/254, and what is left comes a step later.
+            off = 0.01 * largest if gradients == "int8" else 0.05 * scale
+            assert torch.allclose(mine.grad, theirs.grad, atol=off), (gradients, step)
 
 
 @pytest.mark.parametrize(
@@ -145,17 +151,22 @@ def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
 
 
 @pytest.mark.parametrize(
-    "strategy",
-    [{}, {"accumulate": 2}, {"mode": "local", "inner_steps": 4}],
-    ids=["sync", "accumulate", "local"],
+    ("way", "strategy"),
+    [
+        ("nccl", {}),
+        ("gloo", {}),
+        ("nccl", {"accumulate": 2}),
+        ("nccl", {"mode": "local", "inner_steps": 4}),
+        ("gloo", {"mode": "local", "inner_steps": 4}),
+    ],
+    ids=["sync", "sync by Gloo", "accumulate", "local", "local by Gloo"],
 )
-def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, strategy):
-    """By Gloo, as NCCL gives no GPU to two."""
+def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, way, strategy):
     told = []
     for place in ("cuda:0", "cpu"):
         words = {"DISTRIB_DEVICE": place, "DISTRIB_STRATEGY": json.dumps(strategy)}
         in_step = ["nan"] if strategy.get("mode") != "local" else []
-        run = run_ranks(2, ROOT / "tests/scripts/shared_gpu.py", *in_step, seconds=100, **words)
+        run = run_ranks(2, SCRIPTS / "shared_gpu.py", way, *in_step, seconds=100, **words)
         assert run.returncode == 0, run
         learnt, *nan = run.stdout.splitlines()
         assert len(nan) == len(in_step) and all("is nan or infinite on rank 1" in line for line in nan), nan
@@ -163,6 +174,94 @@ def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, strategy):
     here, cpu = told
     assert here["state"] == pytest.approx(cpu["state"], rel=1e-2, abs=1e-2)
     assert here["means"] == pytest.approx(here["state"], rel=1e-5, abs=1e-5)  # alike on both
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lessons"),
+    [
+        ({}, "apart exact wrapped several scaled nan mistakes unused targets"),
+        ({}, "itself compiled averaged normalized ported unfrozen frozen methods"),
+        ({}, "in_evaluation released fused late unwrapped again refrozen in_turn closures handed_out by_hand unequal"),
+        ({"balance": True}, "exact"),
+        ({"gradients": {"format": "bf16"}}, "rates released stepped"),
+        ({"accumulate": 3}, "sharpness exact scaled fused thrown_away uncounted again one_model two_optimizers stepped"),
+        ({"mode": "local", "inner_steps": 4, "outer": {"lr": 1.0, "momentum": 0.0}},
+         "wrapped itself compiled several scaled streamed targets averaged ported unfrozen"),
+        ({"mode": "local", "inner_steps": 7}, "outer unfrozen momentum"),
+        ({"mode": "local", "inner_steps": 8, "gradients": {"format": "bf16"},
+          "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, "streamed scaled"),
+        ({"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, "one_outer_step"),
+    ],
+)  # fmt: skip
+def test_lessons_over_nccl(device, strategy, lessons, tmp_path):
+    words = json.dumps(strategy)
+    run = run_ranks(2, ON_ONE, SCRIPTS / "modes.py", tmp_path, *lessons.split(), seconds=100, DISTRIB_STRATEGY=words)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.splitlines() == [f"{lesson}: learnt" for lesson in lessons.split()]
+    assert run.stderr.count("the ranks train apart") == len({"apart", "rates", "unequal"} & {*lessons.split()})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lessons"),
+    [
+        ({}, "methods distributions frozen_later growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
+        ({}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
+        ({}, "compiled second_backward unused_zeros step_in_backward closure_numbers reduced"),
+        ({"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),
+        ({"mode": "local", "inner_steps": 2},
+         "growing_buffers has_its_turn_again restored_within_a_round weights_alone followers"),
+    ],
+)  # fmt: skip
+def test_habits_over_nccl(device, strategy, lessons):
+    words = json.dumps(strategy)
+    run = run_ranks(2, ON_ONE, SCRIPTS / "habits.py", *lessons.split(), seconds=100, DISTRIB_STRATEGY=words)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert sorted(run.stdout.splitlines()) == sorted(f"done: {lesson}" for lesson in lessons.split() for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    "lessons", ["exact", "formats", "halves", "numbers,begins,seldom,scales", "restored", "arrives"]
+)
+def test_averages_over_nccl(device, lessons):
+    run = run_ranks(2, ON_ONE, SCRIPTS / "averages.py", lessons, "0,1", seconds=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("done") == 1 + lessons.count(",")
+
+
+def test_workers_that_share_a_gpu_learn_without_a_common_step(device, launch):
+    hidden = ("-np", "2", "-x", "CUDA_VISIBLE_DEVICES=", "--mode", "async")
+    lessons = "begins_as_main has_its_turn_again weights_alone evaluated_by_a_method averages_put_in large_gradients"
+    run = launch(*hidden, ON_ONE, SCRIPTS / "habits.py", *lessons.split())
+    assert run.code == 0, run
+    for rank in range(2):
+        told = (run.run_dir / "ranks" / f"{rank}.out").read_text()
+        assert re.findall("^done: (.+)$", told, re.MULTILINE) == lessons.split(), run
+    run = launch(*hidden, "--staleness", "0", ON_ONE, SCRIPTS / "asynchronous.py", "left_out")
+    assert run.code == 0, run
+
+
+@pytest.mark.parametrize(
+    ("order", "says"),
+    [
+        ("kill", r"rank 1 on localhost failed first: .*SIGKILL"),
+        ("raise", r"rank 1 on localhost failed first: ValueError: a bug"),
+        ("sleep", r"failed first: no progress for 10 s: rank 1 on localhost is in its own code \(beside_nccl"),
+    ],
+)
+def test_a_rank_that_ends_or_stands_still_beside_nccl_is_named(device, launch, order, says):
+    hidden = ("-np", "2", "-x", "CUDA_VISIBLE_DEVICES=", "--hang-timeout", "10s", ON_ONE)
+    run = launch(*hidden, SCRIPTS / "beside_nccl.py", order, timeout=100)
+    assert run.code == {"kill": 137}.get(order, 1), run
+    assert re.search(says, run.err), run
+    assert run.seconds < 60, run
+
+
+def test_all_reduce_of_the_probe_by_nccl(device):
+    run = run_ranks(2, ON_ONE, SCRIPTS / "beside_nccl.py", "measure", seconds=100)
+    assert run.returncode == 0, run
+    (told,) = json.loads(run.stdout)
+    assert told["backend"] == "nccl" and told["ranks"] == 2 and len(told["curve"]) == 3, told
+    assert all(seconds > 0 for _, seconds, _ in told["curve"]), told
 
 
 def test_a_nan_is_told_a_step_late_and_nobody_waits(device):

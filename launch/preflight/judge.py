@@ -282,8 +282,10 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
                 continue
             if holders:
                 who = ", ".join(_holder(holder) for holder in holders[:3])
+                who += f" and {len(holders) - 3} more" * (len(holders) > 3)
                 pids = " ".join(str(holder.pid) for holder in holders if holder.user is not None)
-                fix = f"if nobody needs them: ssh {host} kill {pids}" if pids else "end them where they were started"
+                there = "" if host == "localhost" else f"ssh {host} "
+                fix = f"if nobody needs them: {there}kill {pids}" if pids else "end them where they were started"
             else:
                 file = f"/dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}"
                 who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v {file}"

@@ -37,7 +37,9 @@ def plot(view: View, path: str) -> None:
         axes.axis("off")
         top = height - 0.3
         axes.text(0.3, top, view.name or "Cluster", size=17, weight="bold", color=INK, va="center")
-        counts = f"{view.hosts} host{'' if view.hosts == 1 else 's'}" + (f", {view.gpus} GPUs" if view.gpus else "")
+        counts = f"{view.hosts} host{'' if view.hosts == 1 else 's'}" + (
+            f", {view.gpus} GPU{'' if view.gpus == 1 else 's'}" if view.gpus else ""
+        )
         if len(described) > len(groups):
             counts += f" ({len(described) - len(groups)} more kinds of hosts than drawn)"
         when = f"measured {view.measured_when}" if view.measured_when else "rates by data sheet, nothing measured"

@@ -32,7 +32,7 @@ def tree_text(view: View, *, colour: bool, width: int | None) -> str:
 def _tree(view: View) -> Tree:
     from rich.tree import Tree
 
-    counts = f"{view.hosts} host{_s(view.hosts)}" + (f", {view.gpus} GPUs" if view.gpus else "")
+    counts = f"{view.hosts} host{_s(view.hosts)}" + (f", {view.gpus} GPU{_s(view.gpus)}" if view.gpus else "")
     source = " and ".join(name for name in (view.hostfile, view.topology) if name)
     title = _text((f"{view.name}: " if view.name else "", "bold"), (counts, "bold"), (f"  ({source})", "dim"))
     root = Tree(title, guide_style="dim")

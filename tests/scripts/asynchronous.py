@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distrib
+from devices import seeded
 
 
 def network() -> nn.Sequential:
@@ -25,7 +26,7 @@ def network() -> nn.Sequential:
 
 
 def samples(count: int = 400) -> TensorDataset:
-    made = torch.Generator().manual_seed(5)
+    made = seeded(5)
     images = torch.randn(count, 1, 8, 8, generator=made)
     return TensorDataset(images, images.mean((1, 2, 3)).mul(20).long().clamp(0, 3))
 
@@ -148,7 +149,7 @@ def left_out(job: distrib.Job) -> None:
 
     bad, one, ten = torch.tensor([[torch.inf]]), torch.ones(1, 1), torch.full((1, 1), 10.0)
     model, optimizer = prepared()
-    scaler = job.prepare(torch.amp.GradScaler("cpu", init_scale=4.0))
+    scaler = job.prepare(torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0))
     for step in range(6):
         optimizer.zero_grad()
         scaler.scale(model(bad if step == 3 else one).sum()).backward()

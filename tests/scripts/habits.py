@@ -25,6 +25,7 @@ from torch.distributions import Independent, Normal
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import distrib
+from devices import seeded
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
 from distrib.training import balance
@@ -174,7 +175,7 @@ def step_in_backward(job: distrib.Job) -> None:
 def gathered_batches(job: distrib.Job) -> None:
     """Batches of a group that train two heads in turns; gradients that are cleared after real steps alone."""
     ranks = job.world_size
-    inputs = torch.randn(ranks, 4, 8, 4, generator=torch.Generator().manual_seed(3))
+    inputs = torch.randn(ranks, 4, 8, 4, generator=seeded(3))
     for clear in ("always", "after steps", "to zero"):
         model, reference = Heads(), Heads()
         rate = torch.optim.SGD(reference.parameters(), lr=0.1)
@@ -255,10 +256,7 @@ def growing_buffers(job: distrib.Job) -> None:
 
 def ragged_normalization(job: distrib.Job) -> None:
     """Batch normalization over tokens, of which ranks have different numbers in as many samples."""
-    data = [
-        torch.randn(4 + 8 * rank, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-        for rank in range(job.world_size)
-    ]
+    data = [torch.randn(4 + 8 * rank, 3, dtype=torch.float64, generator=seeded(rank)) for rank in range(job.world_size)]
 
     def net() -> nn.Module:
         torch.manual_seed(3)
@@ -271,7 +269,7 @@ def ragged_normalization(job: distrib.Job) -> None:
     model(data[job.rank]).square().mean().backward()
     for one, other in zip(job.unwrap(model).parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12)
-    whole = (torch.randn(8, job.world_size, 4, generator=torch.Generator().manual_seed(0)) + 20).bfloat16()
+    whole = (torch.randn(8, job.world_size, 4, generator=seeded(0)) + 20).bfloat16()
     rounded, _ = made(job, nn.BatchNorm1d(4), sync_batchnorm=True)
     plain = nn.BatchNorm1d(4)(whole.flatten(0, 1)).view_as(whole)
     torch.testing.assert_close(rounded(whole[:, job.rank]), plain[:, job.rank], rtol=0.01, atol=1e-4)
@@ -544,10 +542,10 @@ def learn(model: Any, optimizer: Any, steps: int) -> None:
 def begins_as_main(job: distrib.Job) -> None:
     """What rank 0 alone has loaded before `prepare`, and buffers that are not saved."""
     model = nn.Linear(4, 1)
-    model.register_buffer("drawn", torch.randn(3, generator=torch.Generator().manual_seed(job.rank)), persistent=False)
+    model.register_buffer("drawn", torch.randn(3, generator=seeded(job.rank)), persistent=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=16.0)
     if job.is_main:
         scaler.scale(model(torch.ones(1, 4)).sum()).backward()
         scaler.step(optimizer)
@@ -555,7 +553,7 @@ def begins_as_main(job: distrib.Job) -> None:
         schedule.step()
     model, optimizer, schedule, scaler = job.prepare(model, optimizer, schedule, scaler)
     assert (optimizer.param_groups[0]["lr"], schedule.last_epoch, scaler.get_scale()) == (0.05, 1, 32.0)
-    assert torch.equal(job.unwrap(model).drawn, torch.randn(3, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(job.unwrap(model).drawn, torch.randn(3, generator=seeded(0)))
     job.barrier()
     job.release(model, optimizer)
 
@@ -612,7 +610,7 @@ def compiled_step(job: distrib.Job) -> None:
 
 def scaler_lets_go(job: distrib.Job) -> None:
     """One GradScaler for models that are trained one after the other."""
-    scaler, kept = job.prepare(torch.amp.GradScaler("cpu", init_scale=4.0)), []
+    scaler, kept = job.prepare(torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)), []
     for _ in range(2):
         model, optimizer = made(job, nn.Linear(4, 1))
         scaler.scale(model(torch.randn(8, 4)).sum()).backward()

@@ -1,0 +1,11 @@
+"""Random numbers on the device that torch makes tensors on: the CPU, or the GPU of `on_one_gpu.py`."""
+
+import torch
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def on_gpu() -> bool:
+    return torch.get_default_device().type == "cuda"
