@@ -1,4 +1,4 @@
-"""What only an NVIDIA GPU can show: streams, NCCL with one rank, pinned memory, NVML. `pytest -m gpu`."""
+"""What only an NVIDIA GPU can show: streams, NCCL with one rank and with two that share it, pinned memory, NVML. `pytest -m gpu`."""
 
 from __future__ import annotations
 
