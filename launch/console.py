@@ -37,7 +37,7 @@ FOLD_SECONDS = 0.1
 FOLD_LIMIT_LINES = 2000
 """How long, and among how many lines, a line waits for the same line of other ranks."""
 
-LOG_TIME = re.compile(rb"^\[([IWE])\d{4} [\d:.]+ ")
+LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
 """How torch's own log lines begin; the time tells them apart where nothing else does."""
 
 RANK = re.compile(rb"^\[rank(\d+)\]: ?")

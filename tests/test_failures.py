@@ -486,13 +486,84 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
     assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
 
 
-def test_what_torch_logs_by_itself_is_no_last_word(tmp_path):
+def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
+    caught = (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600029 ms before timing out."
+    )
+    log = tmp_path / "0.err"
+    log.write_text(f"  what():  {caught}\n")
+    first, other = (ending(rank, exit_code=None, signal=6, consequence=True) for rank in (0, 1))
+    endings = [first, other, ending(2, exit_code=None, signal=15, stopped_by="launcher")]
+    failure = failures.describe(first, endings, log, "/py")
+    assert failure.message.endswith(
+        "or the network stood still) (still there, and perhaps what they waited for: rank 2)"
+    )
+    assert "rank 1: timed out, too" in failures.report(failure, endings, started=0)
+
+
+def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
+    log = tmp_path / "3.err"
+    log.write_text(
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        "  what():  [PG 0 Rank 3] Process group watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call.\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\nframe #0: c10::Error\n"
+    )
+    told = failures.describe(ending(3, exit_code=None, signal=6), [], log, "/py").message
+    assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (a GPU that fails" in told, told
+
+
+def test_what_nccl_says_of_an_error_is_part_of_it(tmp_path):
+    log = tmp_path / "3.err"
+    head = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled system error, NCCL version 2.28.9"
+    why = (
+        "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888), error: No space left on device (28)"
+    )
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/train.py", line 3, in <module>',
+        "    job = distrib.init()",
+    ]
+    lines += [
+        head,
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
+        "Last error:",
+        why,
+    ]
+    log.write_text(
+        "".join(f"[rank3]: {line}\n" for line in [*lines, ""]) + "[rank3]:[W122 07:38:15.6 pg.cpp:1] not called\n"
+    )
+    told = failures.describe(ending(3, exit_code=1), [], log, "/py")
+    assert told.message == f"{head}: {why} (a disk or /dev/shm of the host is full)"
+    assert told.traceback.splitlines() == lines
+
+
+@pytest.mark.parametrize(
+    "aside", ["Exception in thread Thread-3 (_pin_memory_loop):", "Exception ignored in: <function f>"]
+)
+def test_what_a_thread_says_at_the_end_is_not_what_the_script_died_of(tmp_path, aside):
+    log = tmp_path / "3.err"
+    own = 'Traceback (most recent call last):\n  File "/train.py", line 3, in <module>\n    step()\ntorch.OutOfMemoryError: CUDA out of memory.\n'
+    its = 'Traceback (most recent call last):\n  File "/lib/threading.py", line 9, in run\n    self.run()\nConnectionResetError: [Errno 104] Connection reset by peer\n'
+    log.write_text(f"{own}{aside}\n{its}")
+    told = failures.describe(ending(3, exit_code=1), [], log, "/py").message
+    assert told.startswith(
+        "torch.OutOfMemoryError: CUDA out of memory. (out of GPU memory"
+    ) and not failures.is_consequence(log)
+    log.write_text(f"{aside}\n{its}")
+    assert failures.words_of(log).startswith("ConnectionResetError")
+
+
+@pytest.mark.parametrize("day", ["W1122", "W122"])
+def test_what_torch_logs_by_itself_is_no_last_word(tmp_path, day):
     log = tmp_path / "1.err"
     log.write_text(
-        "[W1122 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
+        f"[{day} 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
     )
     assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
-    log.write_text("no licence\n[rank1]:[W1122 07:38:15.6 ProcessGroup.cpp:1] destroy_process_group() was not called\n")
+    log.write_text(
+        f"no licence\n[rank1]:[{day} 07:38:15.6 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
+    )
     assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9; last words: no licence"
 
 
@@ -654,6 +725,23 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
     assert hangs.wait_for_ended(further) and not hangs.ask_in_vain(further)
     on_cpu = stack(1, reads, running=True, gpu=False)
     assert not hangs.place_of(on_cpu).waits
+
+
+def test_a_rank_that_copies_to_its_gpu_waits_for_it(tmp_path):
+    """Of memory that is not pinned; with pinned memory it stops anywhere, and the one behind is named."""
+    script = tmp_path / "train.py"
+    script.write_text("images = images.to(device)\n")
+    moving = frames(("moved", "/venv/distrib/training/moving.py", 30), ("train", "/home/me/train.py", 50))
+    copies = [stack(1, moving, step=8), stack(2, frames(("train", str(script), 1)), step=8)]
+    elsewhere = frames(("forward", "/home/me/train.py", 90))
+    stacks = [stack(0, elsewhere), *copies]
+    assert [s.rank for s in hangs.culprits(stacks)] == [0]
+    assert "2 ranks wait for it in a call that waits for its GPU" in hangs.report(stacks, 9)[0]
+    anywhere = [stack(rank, elsewhere, step=7 if rank == 2 else 9) for rank in range(4)]
+    assert [s.rank for s in hangs.culprits(anywhere)] == [2]
+    assert "3 ranks wait for it in kernels on their GPUs" in hangs.report(anywhere, 9)[0]
+    on_cpus = [stack(rank, elsewhere, step=7 if rank == 2 else 9, gpu=False) for rank in range(4)]
+    assert len(hangs.culprits(on_cpus)) == 4
 
 
 def test_a_rank_without_a_stack_is_still_told_of():

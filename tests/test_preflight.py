@@ -501,6 +501,14 @@ def test_a_variable_that_names_gpus_where_there_are_none_is_told_of():
     assert found.fix.startswith("unset CUDA_VISIBLE_DEVICES there, ")
 
 
+def test_a_host_whose_variable_shows_fewer_gpus_than_it_has_ranks():
+    assert judged(gpu_hosts(gpus=gpus(4)), ranks=2, visible="0,1") == {}
+    found = judged(gpu_hosts(gpus=gpus(4)), ranks=2, visible="3")["n4", "gpus"]
+    assert found.status == "error"
+    assert found.reason == "2 rank(s), and CUDA_VISIBLE_DEVICES=3 shows them 1 of 4 GPU(s)"
+    assert found.fix == "unset it there, or give the host 1 slot(s)"
+
+
 def test_a_driver_that_is_too_old_for_the_cuda_of_torch():
     hosts = gpu_hosts()
     for host, facts in hosts.items():

@@ -29,7 +29,7 @@ HASH_LIMIT_BYTES = 16 << 20
 GIDS = 16
 """So many of a port's addresses are looked at for the interfaces that they are of."""
 DRIVER_FILE = "/proc/driver/nvidia/version"
-NOT_JOBS = ("nvidia-persiste", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
+NOT_JOBS = ("nvidia-persiste", "nvidia-cuda-mps", "nv-hostengine", "dcgm", "nvidia-smi", "Xorg", "gnome-shell")
 """Processes that hold a GPU's device file and none of its work."""
 
 

@@ -13,6 +13,7 @@ import msgspec
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.preflight.checks import Check, Want, Way, error, warning
 from distrib_launch.ranges import ranges
+from distrib_launch.rank.placement import count_gpus
 
 from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
 from distrib.units import format_rate, format_size
@@ -259,6 +260,15 @@ def gpus(e: Evidence) -> Iterator[Check]:
                 why += f", as CUDA_VISIBLE_DEVICES is {want.visible_gpus}"
                 fix = f"unset CUDA_VISIBLE_DEVICES there, {fix}"
             yield error(host, "gpus", f"no GPU there, {why}", fix)
+        elif (
+            count
+            and want.visible_gpus is not None
+            and ((shown := count_gpus({"CUDA_VISIBLE_DEVICES": want.visible_gpus})) < want.ranks)
+        ):
+            yield error(
+                host, "gpus", f"{want.ranks} rank(s), and CUDA_VISIBLE_DEVICES={want.visible_gpus} shows them {shown} of {count} GPU(s)",
+                f"unset it there, or give the host {shown} slot(s)",
+            )  # fmt: skip
         elif count and (missing := [n for n in _gpu_indices(e, host) if n >= count]):
             yield error(
                 host, "gpus", f"{want.ranks} rank(s) on {count} GPU(s): there is no GPU {missing[0]}",

@@ -27,13 +27,18 @@ CONSEQUENCE = re.compile(
 )
 """What Gloo, NCCL, torch's store, MPI and Horovod say when another rank is gone."""
 
+TIMED_OUT = re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE)
+"""What torch says where NCCL's time is up: of ranks that are there, about one that is not."""
+
 KINDS = (
-    (re.compile(r"torch\.(cuda\.)?OutOfMemoryError|CUDA out of memory|hipErrorOutOfMemory"),
+    (re.compile(r"torch\.(cuda\.)?OutOfMemoryError|CUDA out of memory|hipErrorOutOfMemory|Cuda failure \d+ 'out of memory'"),
      "out of GPU memory: a smaller batch, gradient accumulation or a larger GPU would help"),
     (re.compile(r"CUDA error: device-side assert"), "a kernel's check failed: run once with -x CUDA_LAUNCH_BLOCKING=1"),
+    (re.compile(r"uncorrectable ECC error|GPU is lost|CUDA error: unspecified launch failure"),
+     "a GPU that fails, or a kernel that wrote where it must not: nvidia-smi -q and dmesg (Xid) on that host tell"),
     (re.compile(r"No space left on device"), "a disk or /dev/shm of the host is full"),
     (re.compile(r"EOFError: EOF when reading a line"), "ranks have no standard input: give what is asked for as arguments"),
-    (re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE),
+    (TIMED_OUT,
      "not all ranks came to this collective: one was elsewhere, or the network stood still"),
     (re.compile(r"bus error", re.IGNORECASE), "often a /dev/shm that is too small for the DataLoader's workers"),
 )  # fmt: skip
@@ -48,8 +53,17 @@ CHILD = re.compile(r'File "[^"]*/multiprocessing/\w+\.py", line \d+, in (?:_boot
 MISMATCH = re.compile(r"gloo::EnforceNotMet|[Cc]ollective mismatch")
 """What Gloo dies of where ranks meet in different collectives: by SIGABRT, with a C++ stack for last words."""
 
-TORCH_LOG = re.compile(r"(\[rank\d+\]:)?\[[IWE]\d{4} ")
-"""How torch's own log lines begin, which come and go with no failure."""
+TORCH_LOG = re.compile(r"(\[rank\d+\]:)?\[[IWE]\d{3,4} ")
+"""How torch's own log lines begin, which come and go with no failure: month and day, in C++ without a zero before them."""
+
+WHAT = re.compile(r"^\s*(what\(\):.*\S)", re.MULTILINE)
+"""What C++ says of an exception that ends a process; what it advises comes after it."""
+
+NCCL_SAYS = re.compile(r"nccl[A-Z]\w+: |Last error:")
+"""How NCCL's own words begin, in lines of their own below the exception."""
+
+ASIDE = re.compile(r"Exception (in thread|ignored)")
+"""Before a traceback that ends no script: of a thread, or of a destructor."""
 
 STACK_LINE = re.compile(r"(\[rank\d+\]:)?\s*(frame #|Exception raised from |$)")
 """A line of the stack that C++ prints after what it says."""
@@ -137,7 +151,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
                 " (the ranks called different collectives: each must make the same calls of all_reduce, barrier and "
                 f"step, as often as the others{_at_end(first, endings)})"
             )
-        elif aborted and (last := _last_line(words)):
+        elif aborted and (last := (WHAT.findall(words) or [_last_line(words)])[-1]):
             message += f"; last words: {last}"
     elif not message:
         last = _last_line(words)
@@ -148,7 +162,10 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         if known.search(message) or (traceback and known.search(traceback)):
             message += f" ({meaning})"
             break
-    if first.consequence and not first.stopped_by:
+    if TIMED_OUT.search(message):
+        elsewhere = [e.rank for e in endings if e.stopped_by == "launcher"]
+        message += f" (still there, and perhaps what they waited for: rank {ranges(elsewhere)})" if elsewhere else ""
+    elif first.consequence and not first.stopped_by:
         done = [e.rank for e in endings if not e.failed and not e.stopped_by and e.time <= first.time]
         why = (
             f"rank {ranges(done)} had ended with exit code 0"
@@ -226,6 +243,11 @@ def last_traceback(text: str) -> str:
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""
+    while ASIDE.match(text[:start].rstrip("\n").rpartition("\n")[2]):
+        earlier = text.rfind("Traceback (most recent call last):", 0, start)
+        if earlier < 0:
+            break
+        start = earlier
     # A chained exception has several; the story begins with the first of the chain.
     chained = ("\nThe above exception was the direct cause", "\nDuring handling of the above exception")
     while (link := max(text.rfind(words, 0, start) for words in chained)) > 0:
@@ -240,11 +262,16 @@ def last_traceback(text: str) -> str:
         line = lines[index]
         if line and not line[0].isspace() and not line.startswith(("Traceback", "The above", "During")):
             end = index + 1
-            while end < len(lines) and lines[end][:1].isspace():  # more of what the exception says
+            while end < len(lines) and _goes_on(lines[end - 1], lines[end]):
                 end += 1
             if not any(words.strip() in "\n".join(lines[index : index + 4]) for words in chained):
                 break
     return "\n".join(lines[:end])
+
+
+def _goes_on(before: str, line: str) -> bool:
+    """Whether a line below that which names an exception is more of what it says."""
+    return line[:1].isspace() or bool(NCCL_SAYS.match(line)) or before.startswith("Last error:")
 
 
 def _plain(text: str) -> str:
@@ -253,7 +280,10 @@ def _plain(text: str) -> str:
 
 def last_words(traceback: str) -> str:
     """The line of a traceback that names the exception."""
-    lines = [line for line in traceback.splitlines() if line.strip()]
+    traceback, _, nccl = traceback.partition("\nLast error:\n")
+    lines = [line for line in traceback.splitlines() if line.strip() and not NCCL_SAYS.match(line)]
+    if nccl:
+        return ": ".join((last_words("\n".join(lines)), nccl.splitlines()[0]))
     group = next((line.strip(" |") for line in lines if re.match(r"\s+\| \w[\w.]*Group: ", line)), "")
     return group or next((line for line in reversed(lines) if not line[0].isspace()), lines[-1])
 
@@ -286,8 +316,9 @@ def report(failure: Failure, endings: Iterable[Ending], *, started: float) -> st
         """Whether one that was being stopped had died of the same thing, as where a module is missing everywhere."""
         return bool(ending.words) and failure.message.startswith(ending.words)
 
+    lost = "timed out, too" if TIMED_OUT.search(failure.message) else "lost the connection to it"
     for words, ranks in (
-        ("lost the connection to it", [e.rank for e in others if e.consequence and not e.stopped_by]),
+        (lost, [e.rank for e in others if e.consequence and not e.stopped_by]),
         ("failed too", [e.rank for e in others if e.failed and not e.consequence and (not e.stopped_by or alike(e))]),
         ("were stopped", [e.rank for e in others if e.stopped_by and not alike(e)]),
         ("had finished", [e.rank for e in others if not e.failed and not e.stopped_by]),

@@ -26,9 +26,10 @@ MEET_FILES = re.compile(r"/distrib/training/rendezvous\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
-GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/finite\.py$")
-GPU_CALL = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\s*\(")
-"""Calls that wait for what a GPU computes, which may itself wait for other ranks: the script runs on past its collectives."""
+GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/(finite|moving)\.py$")
+GPU_CALL = re.compile(r"\.(item|cpu|cuda|to|tolist|numpy|synchronize|nonzero)\s*\(")
+"""Calls that wait for what a GPU computes, as copies to it of memory that is not pinned do; it may itself wait for other ranks, as the
+script runs on past its collectives."""
 LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|/distrib/training/|^<")
 
 
@@ -182,12 +183,16 @@ def is_training(stack: Stack) -> bool:
 
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
-    """The ranks that the others wait for: those that do not wait themselves; else those that left their script early, or are
-    at a place of their own."""
+    """The ranks that the others wait for: those that do not wait themselves (on GPUs, where none is seen to wait, those with the fewest
+    steps); else those that left their script early, or are at a place of their own."""
     if all(stack.problem for stack in stacks):
         return []
     places = {stack.rank: place_of(stack) for stack in stacks}
     absent = [stack for stack in stacks if not places[stack.rank].waits]
+    slowest = min(stack.step for stack in stacks)
+    if len(absent) == len(stacks) and all(stack.gpu for stack in stacks):
+        # With GPUs they stop anywhere, once so many kernels wait that no more are taken.
+        return [stack for stack in stacks if stack.step == slowest]
     if absent:
         return absent
     by_place = _grouped(stacks)
@@ -197,7 +202,6 @@ def culprits(stacks: Sequence[Stack]) -> list[Stack]:
             or by_place.get(GONE)
             or min(by_place.values(), key=lambda one: (len(one), min(s.step for s in one)))
         )
-    slowest = min(stack.step for stack in stacks)
     return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
 
 
@@ -253,7 +257,8 @@ def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
     guilty = culprits(stacks)
     waiting = [stack for stack in stacks if stack not in guilty]
     groups = _grouped(waiting)
-    waits_in = " and ".join(dict.fromkeys(place.what for place in groups)) or "a collective"
+    waits_in = " and ".join(dict.fromkeys(place.what for place in groups if place.waits))
+    waits_in = waits_in or ("kernels on their GPUs" if waiting else "a collective")
     if guilty and waiting:
         rank = guilty[0]
         others = f"{len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} for it in {waits_in}"
