@@ -204,7 +204,7 @@ def test_lessons_over_nccl(device, strategy, lessons, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "lessons"),
     [
-        ({}, "methods distributions frozen_later growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
+        ({}, "methods distributions frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
         ({}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
         ({}, "compiled second_backward unused_zeros step_in_backward closure_numbers reduced"),
         ({"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),

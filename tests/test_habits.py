@@ -24,7 +24,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (
             2,
             {},
-            "methods distributions frozen_later growing_buffers ragged_normalization looked_at_alone",
+            "methods distributions frozen_later inferred_buffers growing_buffers ragged_normalization looked_at_alone",
         ),
         (2, {}, "gathered_batches two_models_in_turns"),
         (2, {}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
@@ -39,7 +39,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (
             2,
             {"mode": "local", "inner_steps": 2},
-            "read_ahead growing_buffers has_its_turn_again restored_within_a_round weights_alone followers",
+            "read_ahead inferred_buffers growing_buffers has_its_turn_again restored_within_a_round weights_alone followers",
         ),
     ],
 )

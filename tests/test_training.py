@@ -41,6 +41,7 @@ from torch.utils.data import (
 
 import distrib
 from distrib.errors import TrainingError
+from distrib.strategy import Strategy, parse_gradients
 from distrib.training import Job, ShardedLoader, alike, checkpoint, drift
 from distrib.training import job as job_module
 from distrib.training.batches import every_nth
@@ -49,6 +50,7 @@ from distrib.training.moving import moved
 from distrib.training.normalization import with_synchronized_batches
 from distrib.training.rendezvous import choose_interface, compare, own_address
 from distrib.training.shards import global_batches, share
+from distrib.training.synchronous import _on_gpu
 from distrib.training.world import World, _from_mpi, find_device, find_world
 
 ROOT = Path(__file__).parent.parent
@@ -1367,6 +1369,42 @@ def test_the_example_learns_on_two_ranks():
     assert result.returncode == 0, result.stderr
     last = result.stdout.splitlines()[-1]
     assert last.startswith("validation accuracy ") and float(last.split()[2]) >= 95
+
+
+def test_a_scaler_that_leaves_out_all_steps_is_told_of(job, capfd):
+    model, optimizer = job.prepare(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), 0.1))
+    scaler = job.prepare(torch.amp.GradScaler("cpu"))
+
+    def step(factor):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for factor in [float("inf")] * 39 + [1.0] + [float("inf")] * 39:
+        step(factor)
+    assert "GradScaler" not in capfd.readouterr().err
+    for _ in range(50):
+        step(float("nan"))
+    assert capfd.readouterr().err.count("the GradScaler has left out 40 steps of SGD in a row") == 1
+
+
+def test_what_an_optimizer_has_learnt_follows_a_model_that_is_prepared_after_it(job, monkeypatch):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    monkeypatch.setattr(job._backend, "device", torch.device("meta"))  # for a GPU
+    optimizer, model = job.prepare(optimizer, model)
+    state = optimizer.state[model.weight]
+    assert state["exp_avg"].device == model.weight.device == torch.device("meta")
+    assert state["step"].device == torch.device("cpu")
+
+
+def test_balance_with_powersgd_on_gpus_is_refused():
+    strategy = Strategy(balance=True, gradients=parse_gradients("powersgd:2"))
+    with pytest.raises(TrainingError, match="powersgd waits on GPUs"):
+        _on_gpu(nn.Linear(2, 1), torch.device("cuda", 0), strategy, False)
 
 
 @pytest.mark.gpu

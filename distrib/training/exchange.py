@@ -21,6 +21,8 @@ _WIDER = {
     **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64),
     **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),
 }
+_CARRIED = {torch.int16: torch.int32}
+"""What neither Gloo nor NCCL adds up, and in which type it travels."""
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -46,7 +48,7 @@ class Exchange:
         if value.dtype is torch.bool and op in ("mean", "sum"):
             result = result.to(torch.int64)  # how many are true: the sum of truths is one
         # The sum that a mean is made of may be more than the type of the values can hold.
-        wider = _WIDER.get(value.dtype) if op == "mean" else None
+        wider = _WIDER.get(value.dtype) if op == "mean" else _CARRIED.get(value.dtype)
         if wider:
             result = result.to(wider)
         if self._elastic:
@@ -59,6 +61,8 @@ class Exchange:
             if wider:
                 result = result.to(value.dtype if value.is_floating_point() else torch.get_default_dtype())
             setattr(result, IS_MEAN, True)
+        elif wider:
+            result = result.to(value.dtype)
         return result
 
     def from_main(self, work: Callable[[], T]) -> T:

@@ -77,9 +77,10 @@ class Finite:
         def keep(gradient: torch.Tensor | None) -> None:
             if gradient is None:  # of an output that the loss does not use
                 return
-            # Itself: a detached one would be averaged with it. The sum of several is no number if one of them is none.
-            before = self._witnesses.get(parameter)
-            self._witnesses[parameter] = gradient if before is None else before + gradient
+            # On a CPU itself: a detached one would be averaged with it. On a GPU a copy: CUDA graphs write the next gradient
+            # over this one. The sum of several is no number if one of them is none.
+            before, own = self._witnesses.get(parameter), gradient.detach().clone() if gradient.is_cuda else gradient
+            self._witnesses[parameter] = own if before is None else before + own
 
         return keep
 

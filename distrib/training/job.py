@@ -43,7 +43,7 @@ from distrib.training.rendezvous import join, meet_at_end
 from distrib.training.samples import Samples
 from distrib.training.saving import Checkpoints
 from distrib.training.steps import Steps, follow_scaler
-from distrib.training.synchronous import unwrapped, without
+from distrib.training.synchronous import follow_parameters, is_elsewhere, unwrapped, without
 from distrib.training.telemetry import StatusPipe
 from distrib.training.world import find_device, find_world, planned_world
 
@@ -356,6 +356,9 @@ class Job:
             elif self.device.type == "cpu":
                 normalization.bear_cpus(thing)
             model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
+            for steps in self._steps:  # of optimizers that were prepared before their model moved
+                if not steps.is_retired and is_elsewhere(steps.optimizer):
+                    follow_parameters(steps.optimizer)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._add(model)
             return model

@@ -59,6 +59,7 @@ class Steps:
         """What is said of a step where it is to take no more, and what to do."""
         self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
         self._scaled = False
+        self._overflows = 0
         self.calls = 0
         """Batches after which a step was asked for, also such as are accumulated."""
         self._counts: list[torch.Tensor] = []  # of all ranks, once the work is done
@@ -354,8 +355,25 @@ class Steps:
         result = own(self.optimizer, *arguments, **options)
         if self.taken == taken:
             self.take(None)
+            self._overflows += 1
+            if self._overflows == OVERFLOWS_IN_A_ROW:
+                self._tell_overflows()
+        else:
+            self._overflows = 0
         return result
 
+    def _tell_overflows(self) -> None:
+        if not self._backend.together or not self._backend.world.rank:
+            told = f"the GradScaler has left out {self._overflows} steps of {type(self.optimizer).__name__} in a row"
+            print(
+                f"distrib: warning: {told}: gradients are nan or infinite whatever the scale is; look at the loss and the batches",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+OVERFLOWS_IN_A_ROW = 40
+"""A scale that was halved so often makes gradients 1e12 times smaller: it is not what is too large."""
 
 _OFTEN = {10**power for power in range(1, 10)}
 """After so many steps that were left out something is said."""

@@ -128,6 +128,12 @@ def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
 def _on_gpu(
     model: nn.Module, device: torch.device, strategy: Strategy, find_unused_parameters: bool
 ) -> DistributedDataParallel:
+    gradients = strategy.gradients
+    if gradients.format == "powersgd" and strategy.balance:
+        raise TrainingError(
+            "powersgd waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
+            hint="use other --gradients, or leave out --balance",
+        )
     cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
     wrapped = _wrapped(
         model,
@@ -135,7 +141,6 @@ def _on_gpu(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=cap,
     )
-    gradients = strategy.gradients
     if gradients.format == "fp16":
         wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif gradients.format == "bf16":
@@ -167,3 +172,20 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Moves the optimizer's state, where it has some already, to the devices of its parameters."""
     if optimizer.state:
         optimizer.load_state_dict(optimizer.state_dict())
+
+
+def is_elsewhere(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what the optimizer keeps of a parameter's numbers lies on another device than the parameter."""
+    kept = [
+        (key, state)
+        for key, state in optimizer.state.items()
+        if isinstance(key, torch.Tensor) and isinstance(state, dict)
+    ]
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.shape == parameter.shape
+        and value.dim()
+        and value.device != parameter.device
+        for parameter, state in kept
+        for value in state.values()
+    )

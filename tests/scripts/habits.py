@@ -89,6 +89,36 @@ def methods(job: distrib.Job) -> None:
         assert_alike(job, model)
 
 
+class Remembers(nn.Module):
+    """Makes a buffer of its own anew whenever it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.5 * self.mean + 0.5 * inputs.detach().mean(0)
+        return self.linear(inputs - self.mean)  # type: ignore[no-any-return]
+
+
+def inferred_buffers(job: distrib.Job) -> None:
+    """What an evaluation in inference mode has made, nobody may write to: training goes on all the same."""
+    model, optimizer = made(job, Remembers())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        if step == 1:
+            with torch.inference_mode():
+                model(torch.randn(8, 4))
+    job.settle()
+    assert_alike(job, model)
+    spread = job.all_reduce(job.unwrap(model).mean, "max") - job.all_reduce(job.unwrap(model).mean, "min")
+    assert not spread.any(), spread  # type: ignore[union-attr]
+
+
 def distributions(job: distrib.Job) -> None:
     """A method returns an object that has its tensors inside of another one."""
     for evaluated in (False, True):

@@ -49,6 +49,10 @@ def collectives(job: distrib.Job) -> None:
     given = torch.full((2, 3), job.rank, requires_grad=False)
     assert torch.equal(job.all_reduce(given), torch.full((2, 3), last / 2))
     assert torch.equal(given, torch.full((2, 3), job.rank))
+    short = torch.tensor([300 * job.rank, -job.rank], dtype=torch.int16)  # which no backend adds up
+    for op, told in (("sum", [150 * ranks * last, -ranks * last // 2]), ("max", [300 * last, 0]), ("min", [0, -last])):
+        found = job.all_reduce(short, op)  # type: ignore[arg-type]
+        assert isinstance(found, torch.Tensor) and found.dtype == torch.int16 and found.tolist() == told, (op, found)
     streamed = [int(x) for x in job.prepare(DataLoader(Stream(), batch_size=None))]
     assert streamed == list(range(job.rank, 10, ranks)), streamed
     augmented = job.prepare(DataLoader(range(8 * ranks), 4, num_workers=1, worker_init_fn=_noise))  # type: ignore[arg-type]
