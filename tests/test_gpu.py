@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import distrib
 from distrib.cluster.inventory import Question, own_inventory
 from distrib.errors import TrainingError
 from distrib.probe import inside
 from distrib.probe.facts import own_facts
 from distrib.strategy import Outer, Strategy, parse_gradients
 from distrib.training import flat, rendezvous
+from distrib.training import job as job_module
 from distrib.training.clock import Clock
 from distrib.training.finite import Finite
 from distrib.training.gradients.compression import EXACT_STEPS
@@ -278,6 +280,19 @@ def test_a_nan_is_told_a_step_late_and_nobody_waits(device):
     assert finite.after(3)
     with pytest.raises(TrainingError, match=r"step 3: the gradient of 3\.weight is nan or infinite"):
         finite.flush()
+
+
+def test_what_an_optimizer_has_learnt_follows_a_model_that_is_prepared_after_it(device, monkeypatch):
+    monkeypatch.setattr(job_module, "_job", None)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with distrib.init() as job:
+        optimizer, model = job.prepare(optimizer, model)
+        model(torch.ones(1, 2, device=device)).sum().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].device == device
 
 
 def test_buffers_of_all_types_are_sent(group, device):
