@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from distrib_launch import topo
 from distrib_launch.draft import as_yaml, describe
 from distrib_launch.show import asked
 from hypothesis import given
@@ -209,6 +210,33 @@ def test_mistakes_are_told(tmp_path, words, says):
     done = show(*words, cwd=tmp_path)
     assert done.returncode == 2 and says in done.stderr, done
     assert not (tmp_path / "new.yaml").exists()
+
+
+def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(asked, "ask", lambda *of: pytest.fail("asked hosts"))
+    assert topo.main(["show", "--ask", "-H", "localhost", "-o", "new.yaml", "--plot", "x.jpg"]) == 2
+    assert "--plot x.jpg: no kind of picture" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["nodes:\n  - hosts: n1\n    gpus: {count: 4}\n", "nodes: [\n"])
+def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_that_are_asked(
+    tmp_path, monkeypatch, capsys, text
+):
+    (tmp_path / "cluster.txt").write_text("n1 slots=8\n")
+    (tmp_path / "cluster.yaml").write_text(text)
+    given = []
+
+    def ask(hosts, topology, *of):
+        given.append(topology)
+        drafted = as_yaml(describe({"n1": dgx("n1")}))
+        return asked.Said({"n1": dgx("n1")}, drafted, parse_topology(drafted, asked.SOURCE), ())
+
+    monkeypatch.setattr(asked, "ask", ask)
+    assert topo.main(["show", "--ask", "-H", str(tmp_path / "cluster.txt")]) == 0
+    assert given == [None] and "A100" in capsys.readouterr().out
+    assert topo.main(["show", "-H", str(tmp_path / "cluster.txt")]) == (2 if "[" in text else 0)
 
 
 def test_that_no_host_answers_is_told(tmp_path):

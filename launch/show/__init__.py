@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrib_launch.options import add_hosts, add_ssh
 
+from distrib import pictures
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.job import read_hosts, read_topology_for
     from distrib_launch.show.view import view_of
 
+    for path in options.plot:  # what is written before would stand in the way of the corrected command
+        pictures.check_name(path)
     hosts = read_hosts(options.hosts)
-    topology = read_topology_for(options.topology, options.hosts)
+    # What is beside the hostfile may be of other days; hosts that are asked tell all that is needed.
+    unread = options.ask and options.topology is None
+    topology = None if unread else read_topology_for(options.topology, options.hosts)
     said = None
     if options.ask or (hosts is None and topology is None):
         from distrib_launch import check
@@ -74,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     return 3 if said and said.silent else 0
 
 
-def _tell(view: View, pictures: Sequence[str], said: Said | None, written: str | None) -> None:
+def _tell(view: View, drawn: Sequence[str], said: Said | None, written: str | None) -> None:
     from distrib_launch.show.tree import tree_text
 
     terminal = sys.stdout.isatty()
@@ -90,7 +95,7 @@ def _tell(view: View, pictures: Sequence[str], said: Said | None, written: str |
             _print(f"warning: {line}")
     for note in view.notes:
         _print(f"note: {note}")
-    for path in pictures:
+    for path in drawn:
         _print(f"the picture is in {path}")
     if written:
         _print(f"written in {written}: what is not known there, such as racks and their uplinks, is for you to add")
