@@ -36,7 +36,7 @@ from distrib.probe.records import (
     StepDone,
     encode,
 )
-from tests.test_probe import Network
+from tests.test_probe import Network, facts
 
 RATE = 100e6
 OTHER_NETWORK = "10.1.0.0/16"
@@ -624,6 +624,24 @@ def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
     assert "n3 is left out: no route to host" in err
     assert probe("-H", "n[1-4]", "--exclude", "n3") == 0
     assert jobs.specs[-1].hosts == jobs.specs[-1].present == ("n1", "n2", "n4")
+
+
+def test_what_was_measured_of_a_host_that_became_unfit_is_kept(jobs, capsys, tmp_path):
+    start, *seen = Network(3).records()
+    start = msgspec.structs.replace(start, facts=tuple(facts(f"n{n + 1}") for n in range(3)))
+    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
+
+    def records(spec):
+        if "n3" in spec.present:
+            raise PreflightError("n3: no route to host", hosts={"n3": "no route to host"})
+        return [msgspec.structs.replace(start, facts=start.facts[:2]), Ended(seconds=1.0)]
+
+    jobs.records = records
+    assert probe("-H", "n[1-3]", "-o", "t.yaml", "--drop-bad-hosts") == 0
+    assert "n3 was left out when the probe was gone on with: no route to host" in capsys.readouterr().out
+    kept = read_topology("t.yaml").measured
+    assert kept.hosts == ("n1", "n2", "n3") and len(kept.pairs) == 6
 
 
 def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):

@@ -216,13 +216,19 @@ def _output(
     told = {host for each in lost for host in each.hosts}
     gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
     now = measured(records) or Measured(when="", software={}, hosts=hosts)
-    now = msgspec.structs.replace(now, hosts=tuple(host for host in now.hosts if host not in outcome.left_out))
+    # One that is unfit by now, but was measured before the probe was interrupted, is in what was measured.
+    known = {facts.host for record in records if isinstance(record, Started) for facts in record.facts}
+    there = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
+    now = msgspec.structs.replace(now, hosts=there)
     worse = baseline.worse(before, now) if before else ()
     compared = [baseline.unchanged(before, now)] if before and not worse else []
     seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
     # What was said of a step counts until the step is done again.
     by_step = {record.step: record.notes for record in records if isinstance(record, StepDone)}
-    notes = [f"{host} was left out from the beginning: {why}" for host, why in outcome.left_out.items()]
+    notes = [
+        f"{host} was left out {'when the probe was gone on with' if host in known else 'from the beginning'}: {why}"
+        for host, why in outcome.left_out.items()
+    ]
     notes += [note for of_step in by_step.values() for note in of_step]
     notes += [note for record in records if isinstance(record, Ended) for note in record.notes]
     return Output(
