@@ -36,6 +36,8 @@ from distrib.probe.records import (
     StepDone,
     encode,
 )
+from distrib.probe.settings import DEFAULT
+from distrib.probe.steps import LINKS_DONE
 from tests.test_probe import Network, facts
 
 RATE = 100e6
@@ -316,7 +318,10 @@ def test_a_probe_that_was_interrupted_in_its_second_look_looks_again(mode):
     assert of(GroupsSeen, records) or notes(records)
     # After the second look it is not taken again.
     done = tuple(record.step for record in of(StepDone, first))
-    assert of(PairSeen, Cluster(8, answer=uplink).probe(mode, done, before)) == []
+    third = Cluster(8, answer=uplink).probe(mode, tuple(step for step in done if step != "all-reduce"), before)
+    assert of(PairSeen, third) == []
+    # That the all-reduces begin is said each time.
+    assert [record.step for record in of(StepDone, third)] == (["links", "all-reduce"] if mode == "default" else [])
 
 
 def test_what_was_measured_over_another_network_does_not_count():
@@ -334,7 +339,7 @@ def test_what_was_measured_over_another_network_does_not_count():
 def test_one_machine_has_an_all_reduce_over_its_ranks():
     cluster = Cluster(1, ranks=4)
     records = cluster.probe()
-    assert [record.step for record in of(StepDone, records)] == ["inside", SECOND_LOOK, "all-reduce"]
+    assert [record.step for record in of(StepDone, records)] == ["inside", SECOND_LOOK, "links", "all-reduce"]
     assert {task.counts for task in cluster.tasks if isinstance(task, AllReduce)} == {(1,)}
     assert of(CollectiveSeen, records) and of(InsideSeen, records) and not notes(records)
     assert [r.step for r in of(StepDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
@@ -558,6 +563,61 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
     assert "without GPUDirect RDMA was not measured to its end: mpirun did not start" in capsys.readouterr().out
     assert read_topology("t.yaml").measured.collectives == (made,)
+
+
+def fails_in_all_reduce(monkeypatch, host):
+    """As NCCL's watchdog ends a rank: by SIGABRT, whoever is to blame."""
+    launch = job.launch
+
+    def failing(*plan, **to):
+        result = launch(*plan, **to)
+        failure = results.Failure(
+            rank=0, host=host, time=0.0, exit_code=None, signal=6, message="killed by SIGABRT", traceback="", log=""
+        )
+        return msgspec.structs.replace(result, status="failed", first_failure=failure)
+
+    monkeypatch.setattr(job, "launch", failing)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monkeypatch, capsys, tmp_path, resumed):
+    fails_in_all_reduce(monkeypatch, "n2")
+    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    start, *seen = Network(3).records(DEFAULT)
+    jobs.records = lambda spec: [start, *seen, begins]
+    if resumed:  # and all but the all-reduces was done before
+        kept = (start, *seen, msgspec.structs.replace(begins, step=SECOND_LOOK), begins)
+        (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in kept))
+        jobs.records = lambda spec: [start, begins]
+    assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
+    assert len(jobs.specs) == 1
+    out, err = capsys.readouterr()
+    assert "note: all-reduce failed: killed by SIGABRT (n2)" in out and "lost" not in out
+    assert "did not come to its end: all-reduce failed: killed by SIGABRT (n2)" in err and "t.yaml.partial.jsonl" in err
+    measured = read_topology("t.yaml").measured
+    assert len(measured.pairs) == 6 and measured.hosts == ("n1", "n2", "n3")
+
+
+def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monkeypatch, tmp_path):
+    fails_in_all_reduce(monkeypatch, "n2")
+    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    start, *seen = Network(3).records(DEFAULT)
+    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in (start, *seen, begins)))
+    jobs.records = lambda spec: [start, done]  # what had failed before is measured again
+    assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
+    assert [spec.present for spec in jobs.specs][:3] == [("n1", "n2", "n3")] * 2 + [("n1", "n3")]
+
+
+def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_there(jobs, monkeypatch, capsys):
+    fails_in_all_reduce(monkeypatch, "localhost")
+    start = Started(when="2026-01-01", mode="default", hosts=("localhost",), primary="tcp", facts=())
+    link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
+    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    jobs.records = lambda spec: [start, InsideSeen(link=link), begins]
+    assert topo.main(["probe", "-H", "localhost:4", "-o", "t.yaml"]) == 1
+    assert "all-reduce failed: killed by SIGABRT (localhost)" in capsys.readouterr().out
+    assert len(jobs.specs) == 1 and read_topology("t.yaml").measured.inside == (link,)
 
 
 @pytest.mark.parametrize("how", ["here", "there"])

@@ -30,7 +30,7 @@ from distrib.probe.records import (
 )
 from distrib.probe.schedule import Pair, Round
 from distrib.probe.settings import MODES, Way
-from distrib.probe.steps import COLLECTIVE_START_SECONDS, Step, alone_share, steps
+from distrib.probe.steps import COLLECTIVE_START_SECONDS, LINKS_DONE, Step, alone_share, steps
 from distrib.probe.worker import Worker
 from distrib.units import format_size
 
@@ -137,7 +137,10 @@ class Leader:
         if self.spec.gpudirect and (before_collectives or SECOND_LOOK not in self.done):
             notes = self._look_again(left)
             self._done(Step(key=SECOND_LOOK, what="a second look"), left, notes=notes)
-        for step in todo[len(before_collectives) :]:
+        collectives = todo[len(before_collectives) :]
+        if collectives and self.spec.gpudirect is not False:
+            self._done(Step(key=LINKS_DONE, what="all but all-reduce"), left)
+        for step in collectives:
             left -= step.estimate_seconds
             self._step(step, left)
         for rank in range(1, self._size):

@@ -18,6 +18,9 @@ OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
 
 COLLECTIVE_START_SECONDS = 4.0
+LINKS_DONE = "links"
+"""The step that says in what is done that all is but the all-reduces, which begin."""
+
 LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
 """How long a round of large messages may last, least and most, and all rounds together."""
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,11 +107,11 @@ def run(options: argparse.Namespace) -> int:
     result = outcome.result
     if result and result.status == "stopped" and not output.whole:
         return _interrupted(options, journal, result.exit_code)
-    problems = _tell(options, output, outcome.lost, records, earlier, journal)
+    problems = _tell(options, output, outcome, records, earlier, journal)
     if not output.whole:
-        why = journal.problem or (
-            result.first_failure.message if result and result.first_failure else "no host is left to measure with"
-        )
+        failure = result.first_failure if result else None
+        why = journal.problem or outcome.without_all_reduce
+        why = why or (failure.message if failure else "no host is left to measure with")
         told = LaunchError(f"the probe did not come to its end: {why}", hint=_how_to_go_on(options, journal))
         problems.append(told)  # not raised: what was found has been shown
     for problem in problems:
@@ -262,14 +262,15 @@ def _described(options: argparse.Namespace) -> dict[str, tuple[Nic, ...]]:
 def _tell(
     options: argparse.Namespace,
     output: Output,
-    lost: Collection[str],
+    outcome: probejob.Outcome,
     records: Sequence[Record],
     earlier: Measured | None,
     journal: Journal,
 ) -> list[DistribError]:
     """Write, draw and show; what is wrong with a file is returned, as it must not keep the findings from being shown.
 
-    Of `lost` hosts the job went on without, so that what it has of the others is whole.
+    Of hosts that were lost the job went on without, so that what it has of the others is whole. So are the links where only
+    the all-reduces failed.
     """
     start = next((record for record in records if isinstance(record, Started)), None)
     problems: list[DistribError] = []
@@ -277,7 +278,8 @@ def _tell(
     if options.output:
         from distrib.cluster.measured_part import write_measured
 
-        if why := probefile.why_not(earlier, output.measured, whole=output.whole, lost=lost):
+        whole = output.whole or bool(outcome.without_all_reduce)
+        if why := probefile.why_not(earlier, output.measured, whole=whole, lost=outcome.lost):
             kept = f"what was measured is in {journal.path}"
             problems.append(LaunchError(f"{options.output} stays as it was: {why}", hint=kept))
         else:

@@ -14,7 +14,8 @@ from distrib_launch.probing.journal import Journal
 
 from distrib.errors import DistribError, LaunchError, PreflightError
 from distrib.probe.messages import Spec
-from distrib.probe.records import CollectiveSeen, Ended, PairSeen, Record
+from distrib.probe.records import CollectiveSeen, Ended, PairSeen, Record, Started, StepDone
+from distrib.probe.steps import LINKS_DONE
 
 if TYPE_CHECKING:
     from distrib_launch.plan import LaunchPlan
@@ -32,6 +33,8 @@ class Outcome(msgspec.Struct, kw_only=True):
     lost: dict[str, str] = {}
     left_out: dict[str, str] = {}
     notes: list[str] = []
+    without_all_reduce: str = ""
+    """Why the last job failed in its all-reduces, where all else was measured."""
     stopped: int | None = None
     """The exit code where the last job, without which there is enough to tell, was interrupted."""
     result: Result | None = None
@@ -55,7 +58,8 @@ def hosts_of(options: argparse.Namespace) -> tuple[HostList, tuple[str, ...]]:
 def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> Outcome:
     """Run the job, and go on after a failure, without the hosts that are lost.
 
-    A host that vanished, or is found unfit before the probe goes on, is left out; one where a process died gets a second try.
+    A host that vanished, or is found unfit before the probe goes on, is left out; one where a process died gets a second try,
+    unless that was in an all-reduce: NCCL has processes end that are well, on hosts that are, and a second one would end alike.
     """
     outcome = Outcome()
     failed: set[str] = set()
@@ -90,12 +94,17 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
         if result.status != "failed" or any(isinstance(record, Ended) for record in journal.read()):
             break
         failure = result.first_failure
+        vanished = failure and failure.rank is not None and failure.exit_code is None and failure.signal is None
+        if not vanished and _links_done(journal.read()):
+            why = f"{failure.message} ({failure.host})" if failure else "it is not known why"
+            outcome.without_all_reduce = f"all-reduce failed: {why}"
+            outcome.notes.append(outcome.without_all_reduce)
+            break
         if failure is None or failure.host not in present:
             break
         journal.take_over()
         if failure.exit_code and not journal.done_steps:
             break  # a mistake of the installation, which would be made again
-        vanished = failure.rank is not None and failure.exit_code is None and failure.signal is None
         if vanished or failure.host in failed:
             outcome.lost[failure.host] = failure.message
             _say_lost({failure.host: failure.message})
@@ -107,7 +116,8 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
         why, outcome.stopped = _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
         if why:
             outcome.notes.append(f"all-reduce without GPUDirect RDMA was not measured to its end: {why}")
-    if last and last.status == "failed" and not any(_is_pair(r) or isinstance(r, Ended) for r in journal.read()):
+    told = outcome.without_all_reduce or any(_is_pair(r) or isinstance(r, Ended) for r in journal.read())
+    if last and last.status == "failed" and not told:
         failure = last.first_failure
         raise LaunchError(
             f"the probe failed: {failure.message if failure else last.status}", hint=f"see {folder}/ranks"
@@ -154,6 +164,14 @@ def _gpudirect_matters(records: Sequence[Record]) -> bool:
     """Whether all-reduce was measured with GPUDirect RDMA, and not yet without."""
     seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveSeen)}
     return True in seen and False not in seen
+
+
+def _links_done(records: Sequence[Record]) -> bool:
+    """Whether the last job has come to its all-reduces."""
+    done = False
+    for record in records:
+        done = not isinstance(record, Started) and (done or isinstance(record, StepDone) and record.step == LINKS_DONE)
+    return done
 
 
 def _is_pair(record: Record) -> bool:
