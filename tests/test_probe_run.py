@@ -28,6 +28,7 @@ from distrib.probe.records import (
     CollectiveSeen,
     Ended,
     Facts,
+    Gpu,
     GroupsSeen,
     InsideSeen,
     Interface,
@@ -336,6 +337,20 @@ def test_what_was_measured_over_another_network_does_not_count():
     }
 
 
+@pytest.mark.parametrize(("level", "on"), [(None, True), ("SYS", True), ("LOC", False), ("0", False)])
+def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, level, on):
+    """Whoever probes may have set how far it reaches."""
+    if level is not None:
+        monkeypatch.setenv("NCCL_NET_GDR_LEVEL", level)
+    cluster = Cluster(2)
+    gpu = Gpu(index=0, name="H100")
+    for number, hello in enumerate(cluster.hellos):
+        able = msgspec.structs.replace(hello.facts, gpus=(gpu,), rdma_bytes_per_second=25e9)
+        cluster.hellos[number] = Hello(facts=able)
+    cluster.probe()
+    assert {task.gpudirect for task in cluster.tasks if isinstance(task, AllReduce)} == {on}
+
+
 def test_one_machine_has_an_all_reduce_over_its_ranks():
     cluster = Cluster(1, ranks=4)
     records = cluster.probe()
@@ -405,12 +420,13 @@ def jobs(monkeypatch, tmp_path):
     """Jobs that print what `jobs.records` says instead of being started."""
     monkeypatch.chdir(tmp_path)
     made = SimpleNamespace(
-        specs=[], inputs=[], records=lambda spec: [*Network(len(spec.hosts)).records(), Ended(seconds=1.0)]
+        specs=[], inputs=[], plans=[], records=lambda spec: [*Network(len(spec.hosts)).records(), Ended(seconds=1.0)]
     )
 
     def launch(plan, options, *, streams, script_input=b"", input_ranks=None):
         spec = msgspec.json.decode(plan.script[-1], type=Spec)
         made.specs.append(spec)
+        made.plans.append(plan)
         made.inputs.append((script_input, input_ranks))
         for record in made.records(spec):
             streams[0].write(f"[0@{spec.present[0]}] {encode(record)}\n")
@@ -618,6 +634,14 @@ def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_the
     assert topo.main(["probe", "-H", "localhost:4", "-o", "t.yaml"]) == 1
     assert "all-reduce failed: killed by SIGABRT (localhost)" in capsys.readouterr().out
     assert len(jobs.specs) == 1 and read_topology("t.yaml").measured.inside == (link,)
+
+
+def test_the_look_without_gpudirect_is_without_it_whatever_was_set(jobs):
+    curve = (Point(1 << 20, 1.0),)
+    made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
+    jobs.records = lambda spec: [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
+    assert probe("-H", "n1,n2", "-x", "NCCL_NET_GDR_LEVEL=SYS") == 0
+    assert [plan.ranks[0].environment["NCCL_NET_GDR_LEVEL"] for plan in jobs.plans] == ["SYS", "LOC"]
 
 
 @pytest.mark.parametrize("how", ["here", "there"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -29,7 +30,7 @@ from distrib.probe.records import (
     by_machine,
 )
 from distrib.probe.schedule import Pair, Round
-from distrib.probe.settings import MODES, Way
+from distrib.probe.settings import GPUDIRECT_LEVEL, MODES, NEVER, Way
 from distrib.probe.steps import COLLECTIVE_START_SECONDS, LINKS_DONE, Step, alone_share, steps
 from distrib.probe.worker import Worker
 from distrib.units import format_size
@@ -281,7 +282,9 @@ class Leader:
     def _gpudirect(self) -> bool | None:
         """Whether GPUDirect RDMA was left on; None where there is nothing that could use it."""
         able = all(facts.gpus and facts.rdma_bytes_per_second for facts in self.facts.values())
-        return self.spec.gpudirect if able and len(self.ranks) > 1 else None
+        # Whoever probes may have turned it off: then there is nothing to compare.
+        is_on = self.spec.gpudirect and os.environ.get(GPUDIRECT_LEVEL, "").upper() not in NEVER
+        return is_on if able and len(self.ranks) > 1 else None
 
     def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""

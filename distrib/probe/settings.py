@@ -11,6 +11,13 @@ import msgspec
 
 Mode = Literal["quick", "default", "full"]
 Way = Literal["mpi", "tcp"]
+
+GPUDIRECT_LEVEL = "NCCL_NET_GDR_LEVEL"
+"""How far apart GPU and network card may be for NCCL to use GPUDirect RDMA."""
+
+NEVER = "LOC", "0"
+"""Values of it with which it does not."""
+
 KIB, MIB = 1024, 1024 * 1024
 
 

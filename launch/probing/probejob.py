@@ -15,6 +15,7 @@ from distrib_launch.probing.journal import Journal
 from distrib.errors import DistribError, LaunchError, PreflightError
 from distrib.probe.messages import Spec
 from distrib.probe.records import CollectiveSeen, Ended, PairSeen, Record, Started, StepDone
+from distrib.probe.settings import GPUDIRECT_LEVEL, NEVER
 from distrib.probe.steps import LINKS_DONE
 
 if TYPE_CHECKING:
@@ -203,9 +204,8 @@ def _launch(
     words = ["--run-dir", str(folder), "--bind", "none", "--only-rank", "0"]
     if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
         words += ["-np", str(len(present)), "--spread"]
-    if not gpudirect:
-        words += ["-x", "NCCL_NET_GDR_LEVEL=LOC"]
-    wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode())
+    variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]  # the last one counts
+    wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode(), variables)
     plan = _plan(wanted, without=[host for host in hosts if host not in present])
     planned = tuple(host.name for host in plan.hosts)
     if planned != present:
@@ -214,8 +214,10 @@ def _launch(
         return job.launch(plan, wanted, streams=view.streams, script_input=known, input_ranks=(0,))
 
 
-def _launcher_options(options: argparse.Namespace, words: Sequence[str], spec: str) -> argparse.Namespace:
-    """The launcher's own options: `words`, and those that were given to probe."""
+def _launcher_options(
+    options: argparse.Namespace, words: Sequence[str], spec: str, variables: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """The launcher's own options: `words`, and those that were given to probe; `variables` in the place of its own."""
     from distrib_launch import cli
 
     words = list(words)
@@ -224,7 +226,7 @@ def _launcher_options(options: argparse.Namespace, words: Sequence[str], spec: s
     ):  # fmt: skip
         if (value := getattr(options, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
-    for variable in options.environment:
+    for variable in options.environment if variables is None else variables:
         words += ["-x", variable]
     if options.no_check:
         words.append("--no-check")
