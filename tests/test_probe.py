@@ -824,6 +824,41 @@ def test_other_networks_are_found_by_their_subnets():
     assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
 
 
+def two_networks(rates, hosts=4, gbits=10):
+    """A quick probe of hosts with a second card, whose pairs have these rates: from the lower number to the higher alone."""
+    said = tuple(
+        facts(
+            f"n{n}",
+            interfaces=tuple(
+                Interface(name=f"eth{net}", physical=True, up=True, kind="physical", mtu=1500, addresses=(address(n, net),),
+                          speed_bytes_per_second=(gbits if net else 1) * 125 * MB)
+                for net in (0, 1)
+            ),
+        )
+        for n in range(1, hosts + 1)
+    )  # fmt: skip
+    further = [
+        PairSeen(step="alone/10.1.0.0/16/0", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", network="10.1.0.0/16",
+                 interface="eth1", bandwidth_bytes_per_second=rates(a, b), variation=0.01, repetitions=10, seconds=0.1)
+        for a in range(1, hosts + 1) for b in range(a + 1, hosts + 1)
+    ]  # fmt: skip
+    return [*Network(hosts, noise=0.002).records(QUICK, said), *further]
+
+
+@pytest.mark.parametrize("slow", [1, 2, 3, 4])
+def test_a_slow_card_of_a_further_network_is_found_by_the_shortest_probe(slow):
+    found = findings.find(two_networks(lambda a, b: (60 if slow in (a, b) else 118) * MB, gbits=1))
+    assert [(f.kind, f.hosts) for f in found] == [("slow_host", (f"n{slow}",))]
+    assert found[0].what == (
+        f"n{slow}: its link is slow: it runs at 51% of what is usual here (on 10.1.0.0/16, n{slow}'s eth1)"
+    )
+
+
+def test_a_card_that_was_measured_as_a_target_alone_was_tried():
+    found = findings.find(two_networks(lambda a, b: 1100 * MB))
+    assert [f.what for f in found] == ["10.1.0.0/16 is faster than the network that is used"]
+
+
 def card(gbits):
     interface = Interface(name="eth0", physical=True, up=True, mtu=1500, speed_bytes_per_second=gbits * 125 * MB)
     return (interface,)

@@ -11,6 +11,7 @@ from distrib.cluster.links import Link, parse_network
 from distrib.cluster.measured import Collective
 from distrib.cluster.node import Nic, shown_hosts
 from distrib.probe.finding import Finding, rate_text
+from distrib.probe.networks import measured_cards
 from distrib.probe.records import Facts, Gpu, Load, PairSeen
 from distrib.probe.settings import Way
 from distrib.probe.suspects import class_of_pair, classes_of, one_way
@@ -30,7 +31,7 @@ GPUDIRECT_GAIN = 1.05
 
 
 def card_speeds(
-    facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str | None] | None = None
+    facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str] | None = None
 ) -> dict[str, float]:
     """The nominal rates of the cards that are used, by host; none unless all are known. `cards`: which, where not the job's own."""
     found = {}
@@ -112,9 +113,10 @@ def of_facts(
         *_mpi_beside_rdma(facts),
         *_gpudirect(facts, collectives),
     ]
+    tried = measured_cards(seen, facts).values()
     for host, each in facts.items():
         if way == "tcp":
-            found += _faster_interface(each, {record.interface for record in seen if record.source == host})
+            found += _faster_interface(each, {cards[host] for cards in tried if host in cards})
         for gpu in used.get(host, each.gpus):
             width, possible = gpu.pcie_width, gpu.pcie_width_possible
             awake = host in used or gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
@@ -209,7 +211,7 @@ def _link(bytes_per_second: float, kind: LinkKind) -> Link:
     return parse_network(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
-def _faster_interface(facts: Facts, tried: Collection[str | None]) -> list[Finding]:
+def _faster_interface(facts: Facts, tried: Collection[str]) -> list[Finding]:
     """A card that is faster than the one that is used, and was not measured itself."""
     own = facts.named(facts.interface)
     if own is None or not own.speed_bytes_per_second:

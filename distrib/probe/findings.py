@@ -11,6 +11,7 @@ from distrib.cluster.node import Nic, name_hosts
 from distrib.probe.cards import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.copies import slow_copies
 from distrib.probe.finding import Finding, Kind, ranked, rate_text
+from distrib.probe.networks import measured_cards
 from distrib.probe.records import (
     CollectiveSeen,
     Facts,
@@ -94,9 +95,9 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
     """What is slow on the networks that the job does not use; and that one of them is faster than the one that it uses."""
     found: list[Finding] = []
     own = [record.bandwidth_bytes_per_second for record in one_way(seen, way, "alone")]
-    for network in sorted({record.network for record in seen if record.network}):
+    for network, cards in sorted(measured_cards(seen, facts).items()):
         here = [msgspec.structs.replace(record, network=None) for record in seen if record.network == network]
-        speeds = card_speeds(facts, "tcp", {record.source: record.interface for record in here})
+        speeds = card_speeds(facts, "tcp", cards)
         slow = slow_hosts(here, "tcp", speeds)
         slow += slow_links(here, "tcp", {host for finding in slow for host in finding.hosts}, speeds)
         # That a network nobody uses passes nothing is said when it is given up; that it passes little spoils no job.
@@ -104,8 +105,8 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
             failed = _failed(here, tuple({host for record in here for host in (record.source, record.target)}))
             slow += [msgspec.structs.replace(finding, severity="warning") for finding in failed]
         for finding in slow:
-            cards = {f"{r.source}'s {r.interface}" for r in here if r.source in finding.hosts and r.interface}
-            what = f"{finding.what} (on {network}, {', '.join(sorted(cards))})"
+            named = sorted(f"{host}'s {cards[host]}" for host in finding.hosts if host in cards)
+            what = f"{finding.what} (on {', '.join([network, *named])})"
             found.append(msgspec.structs.replace(finding, what=what))
         rates = [record.bandwidth_bytes_per_second for record in one_way(here, "tcp", "alone")]
         hosts = tuple(sorted({host for record in here for host in (record.source, record.target)}))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from distrib.probe.records import Facts
+from distrib.probe.records import Facts, PairSeen
 
 CARDS = frozenset({"physical", "bond", "team", "vlan", "ipoib", "veth", "macvlan", "ipvlan", "unknown"})
 """Kinds of interfaces that may lead to another host; bridges and tunnels of containers and virtual machines do not."""
@@ -34,6 +34,25 @@ def other_networks(facts: Sequence[Facts]) -> tuple[Network, ...]:
         # docker0 and its like have one address on all hosts
         if len(cards) > 1 and len({address for _, address in cards.values()}) == len(cards)
     )
+
+
+def measured_cards(seen: Sequence[PairSeen], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
+    """By network and host, the cards that were measured there, the job's own network left out.
+
+    Records name the source's card, and `--quick` has some hosts as targets only.
+    """
+    known = {network.name: network.cards for network in other_networks(tuple(facts.values()))}
+    found: dict[str, dict[str, str]] = {}
+    for record in seen:
+        if record.network is None:
+            continue
+        cards = found.setdefault(record.network, {})
+        for host in (record.source, record.target):
+            if card := known.get(record.network, {}).get(host):
+                cards[host] = card[0]
+        if record.interface:
+            cards[record.source] = record.interface
+    return found
 
 
 def own_addresses(facts: Facts) -> tuple[str, ...]:

@@ -34,25 +34,28 @@ DEVIATIONS = 6.0
 def slow_hosts(seen: Sequence[PairSeen], way: Way, speeds: Mapping[str, float] | None = None) -> list[Finding]:
     """Hosts that are slower than the others of their class with every other host, outwards or inwards."""
     classes = classes_of(speeds or {})
-    outwards, inwards = _shown(seen, way, "source", classes), _shown(seen, way, "target", classes)
-    by_class: dict[float, dict[str, tuple[float, float]]] = {}
-    for host in {*outwards, *inwards}:
-        shown = outwards.get(host, 0.0), inwards.get(host, 0.0)
-        by_class.setdefault(classes.get(host, 0.0), {})[host] = shown
+    pairs = {(record.source, record.target) for load in ("alone", "together") for record in one_way(seen, way, load)}
+    shown = {"sends": _shown(seen, way, ("source",), classes), "receives": _shown(seen, way, ("target",), classes)}
+    if not any(pair[::-1] in pairs for pair in pairs):  # --quick: some hosts have sent to the last ones only
+        shown = {"runs": _shown(seen, way, ("source", "target"), classes)}
+    by_class: dict[float, dict[str, dict[str, float]]] = {}
+    for how, rates in shown.items():
+        for host, rate in rates.items():
+            by_class.setdefault(classes.get(host, 0.0), {}).setdefault(host, {})[how] = rate
     # Of two hosts nobody can say which is slow.
     return [
         finding
-        for rates in by_class.values()
-        if len(rates) > 2
-        for finding in _slow_hosts_of_class(rates, list(one_way(seen, way, "alone")))
+        for of_class in by_class.values()
+        if len(of_class) > 2
+        for finding in _slow_hosts_of_class(of_class, list(one_way(seen, way, "alone")))
     ]
 
 
-def _slow_hosts_of_class(rates: dict[str, tuple[float, float]], alone: Sequence[PairSeen]) -> list[Finding]:
+def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[PairSeen]) -> list[Finding]:
     found = []
-    limit, usual = _limit([max(shown) for shown in rates.values()])
-    for host, (out, into) in rates.items():
-        low = [(rate, where) for rate, where in ((out, "sends"), (into, "receives")) if rate and rate < limit]
+    limit, usual = _limit([max(shown.values()) for shown in rates.values()])
+    for host, shown in rates.items():
+        low = [(rate, where) for where, rate in shown.items() if rate < limit]
         if not low:
             continue
         ratio = min(rate for rate, _ in low) / usual
@@ -76,9 +79,9 @@ def _slow_hosts_of_class(rates: dict[str, tuple[float, float]], alone: Sequence[
 
 
 def _shown(
-    seen: Sequence[PairSeen], way: Way, end: Literal["source", "target"], classes: Mapping[str, float]
+    seen: Sequence[PairSeen], way: Way, ends: Sequence[Literal["source", "target"]], classes: Mapping[str, float]
 ) -> dict[str, float]:
-    """By host, the rate that it has shown alone at one end of its links: the upper quartile over its peers.
+    """By host, the rate that it has shown alone at these ends of its links: the upper quartile over its peers.
 
     Not the median: the peers may be the slow ones. Nothing is said of hosts that were not measured alone, nor of those that
     were faster beside others: then the few links that were measured alone are slow, not the host. Peers of a slower class
@@ -87,11 +90,13 @@ def _shown(
     rates: dict[str, dict[str, list[float]]] = {"alone": {}, "together": {}}
     for load, of_host in rates.items():
         for record in best(one_way(seen, way, load)).values():
-            host = getattr(record, end)
-            if class_of_pair(classes, record) >= classes.get(host, 0.0):
-                of_host.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+            for host in (getattr(record, end) for end in ends):
+                if class_of_pair(classes, record) >= classes.get(host, 0.0):
+                    of_host.setdefault(host, []).append(record.bandwidth_bytes_per_second)
     found = {}
     for host, alone in rates["alone"].items():
+        if len(alone) < len(ends):
+            continue  # of a single peer nobody can say whether it is the slow one
         least = SLOW * upper_quartile(rates["together"].get(host, alone))
         # What was measured alone may mostly have been the slow peers.
         if shown := [rate for rate in (upper_quartile(alone), max(alone)) if rate >= least]:
