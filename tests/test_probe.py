@@ -983,6 +983,34 @@ def test_a_card_that_is_only_in_the_file_is_told_of():
     assert "ens5" in found.what and "eth0" in found.evidence
 
 
+@pytest.mark.parametrize(("nic", "told"), [
+    ({"name": "mlx5_0", "kind": "InfiniBand", "rate": "100Gb/s"}, set()),  # behind a switch that is slower than the card
+    ({"name": "mlx5_0", "kind": "InfiniBand", "rate": "200Gb/s"}, {"below_nominal"}),
+    ({"name": "ens1", "kind": "Ethernet", "rate": "10Gb/s"}, {"below_nominal", "no_such_card"}),
+    ({"name": "eth0", "kind": "Ethernet", "rate": "1GbE"}, {"below_nominal"}),
+])  # fmt: skip
+def test_links_over_rdma_are_measured_against_the_rate_that_the_topology_gives_them(nic, told):
+    said = tuple(facts(f"n{n}", rdma_bytes_per_second=25e9, rdma_kind="infiniband") for n in (1, 2, 3))
+    records = [
+        structs.replace(record, primary="mpi") if isinstance(record, Started) else structs.replace(record, way="mpi")
+        for record in Network(3, rate=11.5e9).records(DEFAULT, facts=said)
+        if isinstance(record, (Started, PairSeen))
+    ]
+    found = findings.find(records, {f"n{n}": (Nic(**nic),) for n in (1, 2, 3)})
+    assert {finding.kind for finding in found} == told
+
+
+@pytest.mark.parametrize(("name", "kind", "told"), [
+    ("mlx5_0", "RoCE", False), ("mlx5_0:1", "RoCE", False), ("eth0", "RoCE", False), ("mlx5_1", "RoCE", True), ("ens9", "RoCE", True),
+    ("mlx5_1", "InfiniBand", False),
+])  # fmt: skip
+def test_a_roce_card_that_is_only_in_the_file_is_told_of(name, kind, told):
+    said = tuple(facts(f"n{n}", rdma_devices=("mlx5_0",)) for n in (1, 2, 3))
+    nic = Nic(name=name, kind=kind, rate="100Gb/s")
+    found = findings.find(Network(3).records(facts=said), {f"n{n}": (nic,) for n in (1, 2, 3)})
+    assert ("no_such_card" in {finding.kind for finding in found}) == told
+
+
 def test_one_repetition_is_not_said_to_vary_by_nothing():
     records = [
         structs.replace(r, repetitions=1, variation=0.0) if isinstance(r, PairSeen) else r for r in Network(3).records()

@@ -178,15 +178,16 @@ def _below(who: str, hosts: tuple[str, ...], part: float, card: Link, advice: st
 def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]]) -> list[Finding]:
     """Cards that the topology gives to hosts that have none of that name."""
     absent: dict[str, list[str]] = {}
+    real = {host: (*(interface.name for interface in each.interfaces), *each.rdma_devices) for host, each in facts.items()}
     for host, each in facts.items():
-        real = {interface.name for interface in each.interfaces}
         for nic in described.get(host, ()):
-            if real and nic.name not in real and nic.link.kind == "ethernet":  # others go by the names of RDMA devices
+            # RoCE cards go by either name, and InfiniBand's by those of RDMA devices, which may not be seen in a container.
+            if each.interfaces and nic.name.partition(":")[0] not in real[host] and nic.link.kind != "infiniband":
                 absent.setdefault(nic.name, []).append(host)
     return [
         Finding(
             kind="no_such_card", severity="note", what=f"{shown_hosts(hosts)}: the topology gives {name}, which is not there",
-            evidence=f"{hosts[0]} has {', '.join(interface.name for interface in facts[hosts[0]].interfaces)}",
+            evidence=f"{hosts[0]} has {', '.join(real[hosts[0]])}",
             advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
         )
         for name, hosts in absent.items()
@@ -198,7 +199,10 @@ def _card(facts: Facts, way: Way, described: Sequence[Nic]) -> Link | None:
     use them all."""
     if way == "mpi":
         ports = facts.rdma_bytes_per_second
-        return _link(ports / facts.rdma_ports, facts.rdma_kind) if ports else None
+        if not ports:
+            return None
+        said = [nic.link.rate_bytes_per_second for nic in described if nic.link.kind == facts.rdma_kind]
+        return _link(max(said, default=ports / facts.rdma_ports), facts.rdma_kind)  # the fastest ports are used
     for nic in described:
         if nic.name == facts.interface and nic.link.kind != "infiniband":
             return _link(nic.link.rate_bytes_per_second, "ethernet")

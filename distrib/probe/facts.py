@@ -50,6 +50,7 @@ def own_facts(host: str, address: str) -> Facts:
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),
         rdma_kind="infiniband" if rdma and rdma[0].link_layer == "InfiniBand" else "roce",
+        rdma_devices=tuple(dict.fromkeys(port.device for port in inventory.rdma)),
         mpi_over_rdma=not rdma or opens_rdma(),
         gpudirect=inventory.gpudirect,
         gpus=gpu_links() if inventory.gpus else (),

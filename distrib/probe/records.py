@@ -60,6 +60,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The sum of its fastest active ports, all InfiniBand or all RoCE, whichever carry more; None where there are none."""
     rdma_ports: int = 1
     rdma_kind: Literal["infiniband", "roce"] = "infiniband"
+    rdma_devices: tuple[str, ...] = ()
+    """All that there are, such as `mlx5_0`."""
     mpi_over_rdma: bool = True
     """Whether MPI has opened such a port in the probe, where there are some."""
     gpudirect: bool = False
