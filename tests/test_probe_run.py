@@ -516,6 +516,35 @@ def test_a_probe_of_a_few_hosts_does_not_replace_one_of_many(jobs, capsys):
     assert read_topology("t.yaml").measured.hosts == ("n1", "n2", "n3")
 
 
+ALL_REDUCE = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, curve=(Point(1 << 20, 1.0),))
+OF_GPU = InsideLink(host="n1", source="gpu0", target="gpu0", bandwidth_bytes_per_second=1e12, variation=0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "has", "told"),
+    [
+        (["--quick"], {"collectives": (ALL_REDUCE,), "curve": True}, "all-reduce and curves of 2025; --quick measures neither"),
+        (["--quick"], {"curve": True}, "curves of 2025; --quick measures none"),
+        (["--quick"], {"collectives": (ALL_REDUCE,)}, "all-reduce of 2025; --quick measures none"),
+        (["--quick"], {}, ""),
+        (["-x", "CUDA_VISIBLE_DEVICES="], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,)},
+         "copies of GPUs and all-reduce over NCCL of 2025; this probe leaves GPUs alone"),
+        (["-x", "CUDA_VISIBLE_DEVICES="], {"collectives": (msgspec.structs.replace(ALL_REDUCE, backend="gloo"),)}, ""),
+        (["-x", "CUDA_VISIBLE_DEVICES=0"], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,)}, ""),
+        ([], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,), "curve": True}, ""),
+    ],
+)  # fmt: skip
+def test_what_is_not_measured_again_is_said_beforehand(jobs, capsys, words, has, told):
+    curve = (Point(8, 1e-5),) if has.pop("curve", False) else ()
+    pair = PairLink(
+        source="n1", target="n2", way="mpi", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0, curve=curve
+    )
+    write_measured("t.yaml", Measured(when="2025", software={}, hosts=("n1", "n2"), pairs=(pair,), **has))
+    assert topo.main(["probe", "-H", "n1,n2", "-o", "t.yaml", *words]) == 0
+    err = capsys.readouterr().err
+    assert f"note: t.yaml has {told}" in err if told else "t.yaml has" not in err
+
+
 def test_that_nothing_became_worse_is_said(jobs, capsys):
     jobs.records = lambda spec: [*Network(4).records(), Ended(seconds=1.0)]
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 0

@@ -155,7 +155,10 @@ def _check_files(
         from distrib.pictures import check_name
 
         check_name(path)
-    earlier = probefile.look(options.output, listed, hosts, options.mode) if options.output else None
+    earlier = None
+    if options.output:
+        no_gpus = probejob.without_gpus(options)
+        earlier = probefile.look(options.output, listed, hosts, options.mode, without_gpus=no_gpus)
     return earlier, _baseline(options.baseline, set(hosts)) if options.baseline else None
 
 

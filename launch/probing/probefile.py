@@ -22,8 +22,13 @@ FEW = 0.5
 """A probe that has less than this part of its hosts left, or of the links that the file has, does not take their place."""
 
 
-def look(path: str, listed: HostList, hosts: Collection[str], mode: Mode) -> Measured | None:
-    """What was measured earlier, of which is said what will be gone. Raises TopologyError where nothing could be written later."""
+def look(
+    path: str, listed: HostList, hosts: Collection[str], mode: Mode, *, without_gpus: bool = False
+) -> Measured | None:
+    """What was measured earlier, of which is said what will be gone. Raises TopologyError where nothing could be written later.
+
+    `without_gpus`: the ranks of this probe are shown no GPU.
+    """
     from distrib.cluster.measured_part import check_takes, check_writable
     from distrib.cluster.topology import check_hosts, read_topology
 
@@ -40,7 +45,7 @@ def look(path: str, listed: HostList, hosts: Collection[str], mode: Mode) -> Mea
         earlier = topology.measured
     check_takes(path, hosts)
     _refuse_a_part(path, earlier, hosts)
-    for note in (*notes, *_replaced(path, earlier, hosts, mode)):
+    for note in (*notes, *_replaced(path, earlier, hosts, mode, without_gpus)):
         print(f"distrib-topo: note: {note}", file=sys.stderr)
     return earlier
 
@@ -56,14 +61,23 @@ def _refuse_a_part(path: str, earlier: Measured | None, hosts: Collection[str]) 
         )
 
 
-def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode) -> list[str]:
+def _replaced(
+    path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode, without_gpus: bool
+) -> list[str]:
     """What the file has that this probe does not measure."""
     if earlier is None:
         return []
     found = []
-    if mode == "quick" and earlier.collectives:
+    curves = ["curves"] if any(pair.curve for pair in earlier.pairs) else []
+    if mode == "quick" and (had := ["all-reduce"] * bool(earlier.collectives) + curves):
+        what, not_measured = " and ".join(had), "neither" if len(had) > 1 else "none"
+        found.append(f"{path} has {what} of {earlier.when}; --quick measures {not_measured}, and will take their place")
+    by_gpus = ["copies of GPUs"] if any({link.source, link.target} != {"memory"} for link in earlier.inside) else []
+    by_nccl = mode != "quick" and any(each.backend == "nccl" for each in earlier.collectives)
+    by_gpus += ["all-reduce over NCCL"] * by_nccl
+    if without_gpus and by_gpus:
         found.append(
-            f"{path} has all-reduce and curves of {earlier.when}; --quick measures neither, and will take their place"
+            f"{path} has {' and '.join(by_gpus)} of {earlier.when}; this probe leaves GPUs alone, and will take their place"
         )
     if gone := [host for host in earlier.hosts if host not in hosts]:
         found.append(f"{path} has links of {name_hosts(gone)}, measured {earlier.when}; this probe leaves them out, and will take their place")  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,15 @@ def hosts_of(options: argparse.Namespace) -> tuple[HostList, tuple[str, ...]]:
             hosts=tuple(Host(name=host.name, slots=host.ranks) for host in planned), source="this machine", dialect=""
         )
     return listed, tuple(host.name for host in planned)
+
+
+def without_gpus(options: argparse.Namespace) -> bool:
+    """Whether ranks are shown no GPU, by `-x CUDA_VISIBLE_DEVICES=`."""
+    from distrib_launch.plan import forwarded
+    from distrib_launch.rank.placement import listed_gpus
+
+    visible = forwarded(os.environ, options.environment).get("CUDA_VISIBLE_DEVICES")
+    return visible is not None and not listed_gpus(visible)
 
 
 def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journal, run_dir: Path) -> Outcome:
