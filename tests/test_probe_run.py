@@ -337,6 +337,33 @@ def test_what_was_measured_over_another_network_does_not_count():
     }
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
+    """Such as one for parameter servers, be it the first."""
+
+    def answer(rank, task):
+        reply = usual(rank, task)
+        if isinstance(task, AllReduce):
+            made = usual(0, task).collectives
+            reply = msgspec.structs.replace(reply, collectives=made if rank == task.ranks[0] else ())
+        return reply
+
+    cluster = Cluster(3, ranks=2, answer=answer)
+    apart = (0, 1) if first else (4, 5)
+    on_gpus = tuple(rank for rank in range(6) if rank not in apart)
+    for rank in on_gpus:
+        cluster.hellos[rank] = msgspec.structs.replace(cluster.hellos[rank], on_gpu=True)
+    records = cluster.probe()
+    asked = [task for task in cluster.tasks if isinstance(task, AllReduce)]
+    assert {(task.ranks, task.counts) for task in asked} == {(on_gpus, (2,))}
+    assert len(asked) == (4 if first else 3)  # rank 0 asks itself
+    assert of(CollectiveSeen, records)
+    assert notes(records) == [f"all-reduce is that of GPUs, without {'n1' if first else 'n3'}"]
+    assert all(record.whole for record in of(StepDone, records))
+    # Those that have not loaded torch would wait at MPI's end for the others.
+    assert [task.at_once for task in cluster.tasks if isinstance(task, Leave)] == [True] * 5
+
+
 @pytest.mark.parametrize(("level", "on"), [(None, True), ("SYS", True), ("LOC", False), ("0", False)])
 def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, level, on):
     """Whoever probes may have set how far it reaches."""
@@ -388,7 +415,7 @@ def run_rank(monkeypatch):
         spec = msgspec.json.encode(Spec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
         monkeypatch.setattr(rank_of_probe.sys, "argv", ["probe", spec])
         monkeypatch.setattr(rank_of_probe, "_start_mpi", lambda: comm)
-        monkeypatch.setattr(rank_of_probe, "_leave", lambda: None)  # it ends the process
+        monkeypatch.setattr(rank_of_probe, "_leave", lambda at_once: None)  # it ends the process
         for name, value in {"WORLD_SIZE": 3, "GROUP_RANK": 1, "LOCAL_RANK": 1}.items():
             monkeypatch.setenv(name, str(value))
         return rank_of_probe.main()
@@ -462,6 +489,11 @@ def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
     assert probe("-H", "hosts", "-o", "t.yaml") == 0
     assert [spec.hosts for spec in jobs.specs] == [("n1", "n2", "n3")]
     assert len(read_topology("t.yaml").measured.pairs) == 6
+    # They need no GPU where the others have some.
+    assert {(rank.host, rank.device) for rank in jobs.plans[0].ranks} == {("n1", "auto"), ("n2", "auto"), ("n3", "cpu")}
+    (tmp_path / "hosts").write_text("n1 role=server\nn2 role=server\n")
+    assert probe("-H", "hosts") == 0
+    assert {rank.device for rank in jobs.plans[1].ranks} == {"auto"}
 
 
 def test_the_logs_of_a_job_that_is_running_are_left_alone(jobs, capsys, tmp_path):

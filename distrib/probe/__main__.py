@@ -37,12 +37,13 @@ def main() -> int:
     if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
         return _say_alone(comm.size, planned)
     host = spec.present[int(os.environ["GROUP_RANK"])]
-    hello, listeners = Hello(), {}
+    hello, listeners = Hello(on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
     if os.environ["LOCAL_RANK"] == "0":
         address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
         known = facts.own_facts(host, address)
         listeners = {each: tcp.Listener(each) for each in (address, *networks.own_addresses(known))}
-        hello = Hello(facts=known, ports={each: listener.port for each, listener in listeners.items()})
+        ports = {each: listener.port for each, listener in listeners.items()}
+        hello = msgspec.structs.replace(hello, facts=known, ports=ports)
     worker = Worker(comm, host, listeners)
     if comm.rank == 0:
         hellos = _meet(comm, hello, spec.present)
@@ -60,12 +61,13 @@ def main() -> int:
             sys.stdout.flush()
             print(f"{leader.silent} does not answer any more; the probe ends without it", file=sys.stderr, flush=True)
             os._exit(1)
+        at_once = leader.at_once
     else:
         comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
         _await(comm, SETUP)
         worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP), type=Setup)
-        _serve(comm, worker)
-    _leave()
+        at_once = _serve(comm, worker)
+    _leave(at_once)
     return 0
 
 
@@ -107,14 +109,14 @@ def _meet(comm: Any, own: Hello, hosts: Sequence[str]) -> list[Hello]:
     return [found[rank] for rank in range(comm.size)]
 
 
-def _serve(comm: Any, worker: Worker) -> None:
-    """Do what rank 0 says until it says that this was all."""
+def _serve(comm: Any, worker: Worker) -> bool:
+    """Do what rank 0 says until it says that this was all, and whether to end at once."""
     decoder = msgspec.msgpack.Decoder(Task)
     while True:
         _await(comm, TASK)
         task = decoder.decode(comm.recv(source=0, tag=TASK))
         if isinstance(task, Leave):
-            return
+            return task.at_once
         comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY)
 
 
@@ -126,11 +128,11 @@ def _print(record: Record) -> None:
     print(encode(record), flush=True)
 
 
-def _leave() -> None:
-    """End at once: messages that were given up are still posted, and MPI and Gloo would wait for them."""
+def _leave(at_once: bool) -> None:
+    """End at once where torch was used: messages that were given up are still posted, and MPI and Gloo would wait for them."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if "torch" in sys.modules:
+    if at_once or "torch" in sys.modules:
         os._exit(0)
     from mpi4py import MPI
 

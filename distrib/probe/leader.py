@@ -95,6 +95,12 @@ class Leader:
         """The rank that measures, by the number of its host."""
         self.missing = [number for number in range(len(spec.hosts)) if number not in self.ranks]
         self._size: int = comm.size
+        on_gpus = tuple(rank for rank, hello in enumerate(hellos) if hello.on_gpu)
+        self._some_on_gpus = bool(on_gpus)
+        self.at_once = False
+        """Whether some ranks have loaded torch, and end without MPI's end: the others must not wait for them there."""
+        self._reducing = on_gpus or tuple(range(comm.size))
+        """The ranks that take part in all-reduces: NCCL and Gloo do not meet, and hosts for parameter servers may have no GPU."""
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
         self.seen: list[PairSeen] = [] if anew else [record for record in before if isinstance(record, PairSeen)]
         self.sick: dict[int, int] = {}
@@ -129,7 +135,8 @@ class Leader:
                 for step in planned
                 if step.kind == "all_reduce"
             )
-        todo = [step for step in planned if step.key not in self.done and (self._size > 1 or step.kind != "all_reduce")]
+        several = len(self._reducing) > 1
+        todo = [step for step in planned if step.key not in self.done and (several or step.kind != "all_reduce")]
         left = sum(step.estimate_seconds for step in todo)
         before_collectives = [step for step in todo if step.kind != "all_reduce"]
         for step in before_collectives:
@@ -144,8 +151,9 @@ class Leader:
         for step in collectives:
             left -= step.estimate_seconds
             self._step(step, left)
+        self.at_once = bool(collectives) or self._some_on_gpus or any(facts.gpus for facts in self.facts.values())
         for rank in range(1, self._size):
-            self._send(rank, Leave())
+            self._send(rank, Leave(at_once=self.at_once))
         for _ in self._heard():
             pass  # it is no longer silent
         said = list(self._left_out)
@@ -250,19 +258,24 @@ class Leader:
             gone = self._named(self._silent)
             return False, [f"{step.what} was left out, as everyone is needed for it: no answer from {gone}"]
         self._number += 1
+        left_out = set(range(self._size)) - set(self._reducing)
         task = AllReduce(
             number=self._number,
-            counts=schedule.counts(len(self.ranks)) or (1,),
+            counts=schedule.counts(len(self._reducing_hosts())) or (1,),
             gpudirect=self._gpudirect(),
+            ranks=self._reducing if left_out else (),
             sizes=self.settings.collective_sizes,
             seconds=self.settings.collective_seconds,
             patience_seconds=60.0 + 3 * (COLLECTIVE_START_SECONDS + self.settings.collective_seconds),
         )
-        tasks: dict[int, Task] = dict.fromkeys(range(self._size), task)
+        tasks: dict[int, Task] = dict.fromkeys(self._reducing, task)
         replies = self._together(tasks, task.patience_seconds)
         failures = self._failures(tasks, replies, f"{step.what} failed")
         notes = list(failures)
-        for collective in replies[0].collectives if 0 in replies else ():
+        if left_out:
+            notes.append(f"{step.what} is that of GPUs, without {self._named(left_out)}")
+        first = replies.get(self._reducing[0])
+        for collective in first.collectives if first else ():
             self.emit(CollectiveSeen(collective=collective))
             largest = collective.curve[-1].size_bytes if collective.curve else 0
             if largest < task.sizes[-1]:
@@ -279,12 +292,16 @@ class Leader:
             return []
         return [f"for time, {alone} of {every} rounds were measured pair by pair too; every pair was beside others"]
 
+    def _reducing_hosts(self) -> set[str]:
+        return {self._host_names[rank] for rank in self._reducing}
+
     def _gpudirect(self) -> bool | None:
         """Whether GPUDirect RDMA was left on; None where there is nothing that could use it."""
-        able = all(facts.gpus and facts.rdma_bytes_per_second for facts in self.facts.values())
+        hosts = self._reducing_hosts()
+        able = all(f.gpus and f.rdma_bytes_per_second for f in self.facts.values() if f.host in hosts)
         # Whoever probes may have turned it off: then there is nothing to compare.
         is_on = self.spec.gpudirect and os.environ.get(GPUDIRECT_LEVEL, "").upper() not in NEVER
-        return is_on if able and len(self.ranks) > 1 else None
+        return is_on if able and len(hosts) > 1 else None
 
     def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
         """Measure the pairs of a phase at once, those whose hosts are there."""

@@ -33,6 +33,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
     facts: Facts | None = None
     ports: dict[str, int] = {}
+    on_gpu: bool = False
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,19 +84,22 @@ class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
 class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
     """Measure all-reduces over the first `counts[i]` hosts and all their ranks, for each i, together for about `seconds`.
 
-    What of the largest sizes would take longer than that is left out.
+    What of the largest sizes would take longer than that is left out. `ranks` are those that take part where not all do.
     """
 
     number: int
     counts: tuple[int, ...]
     gpudirect: bool | None
+    ranks: tuple[int, ...] = ()
     sizes: tuple[int, ...]
     seconds: float
     patience_seconds: float
 
 
 class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """This was all."""
+    """This was all. `at_once`: without MPI's end, which waits for every rank, and some will not come to it."""
+
+    at_once: bool = False
 
 
 Task = Transfer | Inside | AllReduce | Leave

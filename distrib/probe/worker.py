@@ -61,10 +61,13 @@ class Worker:
         if isinstance(task, AllReduce):
             begun = time.monotonic()
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
+            comm = self.comm
+            if task.ranks and self._collective is None:  # before torch is loaded, so that they come at once
+                comm = comm.Create_group(comm.Get_group().Incl(task.ranks))
             from distrib.probe import collective
 
             if self._collective is None:
-                self._collective = collective.Ranks(self.comm, self.host, task.patience_seconds)
+                self._collective = collective.Ranks(comm, self.host, task.patience_seconds)
             late_seconds = max(0.0, time.monotonic() - begun - 2 * COLLECTIVE_START_SECONDS)
             seconds = max(task.seconds / 2, task.seconds - late_seconds)  # so that the probe ends when it has said
             task = msgspec.structs.replace(task, seconds=seconds)

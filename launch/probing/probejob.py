@@ -217,11 +217,24 @@ def _launch(
     variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]  # the last one counts
     wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode(), variables)
     plan = _plan(wanted, without=[host for host in hosts if host not in present])
+    plan = _servers_on_cpus(plan, options)
     planned = tuple(host.name for host in plan.hosts)
     if planned != present:
         raise LaunchError(f"ranks are planned on {', '.join(planned)}; {', '.join(present)} were wanted")
     with View(journal.write, bar=not options.json) as view:
         return job.launch(plan, wanted, streams=view.streams, script_input=known, input_ranks=(0,))
+
+
+def _servers_on_cpus(plan: LaunchPlan, options: argparse.Namespace) -> LaunchPlan:
+    """The plan with the ranks on CPUs that are on hosts set apart for parameter servers: those need no GPU."""
+    from distrib_launch.job import read_hosts
+
+    listed = read_hosts(options.hosts)
+    apart = {host.name for host in listed.hosts if host.role == "server"} if listed else set()
+    ranks = tuple(msgspec.structs.replace(r, device="cpu") if r.host in apart else r for r in plan.ranks)
+    if all(rank.host in apart for rank in plan.ranks):
+        return plan
+    return msgspec.structs.replace(plan, ranks=ranks)
 
 
 def _launcher_options(
