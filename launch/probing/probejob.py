@@ -216,8 +216,11 @@ def _launch(
         words += ["-np", str(len(present)), "--spread"]
     variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]  # the last one counts
     wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode(), variables)
-    plan = _plan(wanted, without=[host for host in hosts if host not in present])
+    without = [host for host in hosts if host not in present]
+    plan = _plan(wanted, without)
     plan = _servers_on_cpus(plan, options)
+    if options.mode == "quick" and (options.include or options.exclude):
+        plan = _with_all_gpus(plan, _plan(_launcher_options(options, [], "{}"), without))
     planned = tuple(host.name for host in plan.hosts)
     if planned != present:
         raise LaunchError(f"ranks are planned on {', '.join(planned)}; {', '.join(present)} were wanted")
@@ -235,6 +238,13 @@ def _servers_on_cpus(plan: LaunchPlan, options: argparse.Namespace) -> LaunchPla
     if all(rank.host in apart for rank in plan.ranks):
         return plan
     return msgspec.structs.replace(plan, ranks=ranks)
+
+
+def _with_all_gpus(plan: LaunchPlan, whole: LaunchPlan) -> LaunchPlan:
+    """The plan of one rank on each host, which sees all the GPUs that were chosen, as `whole` has them: it measures inside the host."""
+    chosen = {host.name: host.chosen for host in whole.hosts}
+    hosts = tuple(msgspec.structs.replace(host, chosen=chosen.get(host.name, host.chosen)) for host in plan.hosts)
+    return msgspec.structs.replace(plan, hosts=hosts)
 
 
 def _launcher_options(
