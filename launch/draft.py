@@ -121,27 +121,29 @@ def _narrowest(buses: Iterable[str | None]) -> str | None:
 
 def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> tuple[Nic, ...]:
     """RDMA ports that are up; and Ethernet cards that are up, have an address and are none of them."""
-    behind = {device: card for card in facts.interfaces for device in card.rdma}
-    found: dict[str, tuple[str, RdmaPort | Interface]] = {}
+    found: dict[str, tuple[str, RdmaPort | Interface, float]] = {}
     for port in facts.rdma:
         if port.active and port.rate_bytes_per_second:
-            card = behind.get(port.device)
+            card = _card_of(port, facts.interfaces)
             if port.link_layer == "InfiniBand":
-                found.setdefault(port.device, ("InfiniBand", port))
-            else:
-                found.setdefault(card.name if card else port.device, ("RoCE", port))
+                found.setdefault(port.device, ("InfiniBand", port, port.rate_bytes_per_second))
+            elif card is None:
+                found.setdefault(port.device, ("RoCE", port, port.rate_bytes_per_second))
+            else:  # of a bond one port may tell its own rate
+                bond = (card.speed_bytes_per_second or 0.0) if card.kind == "bond" else 0.0
+                found.setdefault(card.name, ("RoCE", port, max(port.rate_bytes_per_second, bond)))
     for card in facts.interfaces:
         is_port = card.infiniband or any(port.active and port.device in card.rdma for port in facts.rdma)
         if card.kind in NICS and card.up and card.parsed() and card.speed_bytes_per_second and not is_port:
-            found.setdefault(card.name, ("Ethernet", card))
+            found.setdefault(card.name, ("Ethernet", card, card.speed_bytes_per_second))
     several = len(places) > 1
     alike: dict[Nic, list[str]] = {}
-    for name, (kind, one) in found.items():
+    for name, (kind, one, rate) in found.items():
         placed = several and one.numa_node is not None
         nic = Nic(
             name="nic",
             kind=kind,
-            rate=format_rate(_rate(one), bits=True),
+            rate=format_rate(rate, bits=True),
             gpudirect=facts.gpudirect if gpus and kind != "Ethernet" else None,
             gpus=_range(gpu.index for gpu in gpus if gpu.numa_node == one.numa_node) if placed else None,
             numa=places.get(str(one.numa_node)) if placed else None,
@@ -149,6 +151,13 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
         )
         alike.setdefault(nic, []).append(name)
     return tuple(msgspec.structs.replace(nic, name=name) for nic, names in alike.items() for name in _as_range(names))
+
+
+def _card_of(port: RdmaPort, cards: Sequence[Interface]) -> Interface | None:
+    """The card by whose name a port of RoCE goes: the bond that has its addresses, where ports are bonded, else its own."""
+    known = [card for card in cards if card.name in port.netdevs and card.kind in NICS]
+    known += [card for card in cards if port.device in card.rdma]
+    return min(known, key=lambda card: card.kind != "bond", default=None)
 
 
 def _as_range(names: Sequence[str]) -> Sequence[str]:
@@ -160,8 +169,3 @@ def _as_range(names: Sequence[str]) -> Sequence[str]:
 def _range(indices: Iterable[int]) -> str | None:
     listed = sorted(indices)
     return ranges(listed) if listed else None
-
-
-def _rate(one: RdmaPort | Interface) -> float:
-    known = one.rate_bytes_per_second if isinstance(one, RdmaPort) else one.speed_bytes_per_second
-    return known or 0.0

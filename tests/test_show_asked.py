@@ -113,6 +113,24 @@ def test_old_slots_and_cards_of_two_ports_are_drafted():
     assert [(nic.name, nic.pcie) for nic in group.nics] == [(name, "PCIe1 x4") for name in names]
 
 
+def test_ports_of_roce_that_are_bonded_are_one_card():
+    """As mlx5 has them: one device for both, whose addresses are the bond's, and which tells the rate of one."""
+    lag = msgspec.structs.replace(port(0, layer="Ethernet", rate=12.5e9), device="mlx5_bond_0", netdevs=("bond0",))
+    cards = (
+        interface("bond0", "10.0.0.1/24", kind="bond", speed=25e9), interface("ens1f0", speed=12.5e9, rdma=("mlx5_bond_0",)),
+        interface("ens1f1", speed=12.5e9), interface("eno1", "10.1.0.1/24", speed=1.25e9),
+    )  # fmt: skip
+
+    def drafted(*ports):
+        (group,) = parse_topology(as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)})), "draft").nodes
+        return [(nic.name, nic.kind, nic.rate) for nic in group.nics]
+
+    assert drafted(lag) == [("bond0", "RoCE", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s")]
+    # A card whose name the device's folder does not tell has it from its addresses; VLANs are none.
+    plain = msgspec.structs.replace(lag, device="mlx5_9", netdevs=("ens1f1", "ens1f1.7"))
+    assert drafted(plain) == [("ens1f1", "RoCE", "100 Gb/s"), ("bond0", "Ethernet", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s")]
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["NVIDIA A100-SXM4-80GB", "NVIDIA RTX 9999", None]), st.integers(0, 9), st.sampled_from([(), ("switch",)])),
