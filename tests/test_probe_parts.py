@@ -33,7 +33,7 @@ from distrib.probe.collective import repetitions_of
 from distrib.probe.deadline import ProbeTimeout, wait
 from distrib.probe.facts import own_facts
 from distrib.probe.load import Load
-from distrib.probe.messages import Inside
+from distrib.probe.messages import AllReduce, Inside
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
@@ -329,6 +329,20 @@ def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
     gone = SimpleNamespace(rank=0, size=2, Ibarrier=lambda: SimpleNamespace(Test=lambda: False))
     with pytest.raises(ProbeTimeout, match="not every rank"):
         collective.Ranks(gone, "n1", 0.1)
+
+
+@pytest.mark.parametrize("ranks", [(), (1, 2)])
+def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ranks):
+    """NCCL and Gloo do not meet; those that are left out are not asked, and must not be waited for."""
+    made = mock.Mock(return_value=SimpleNamespace(measure=lambda task: ()))
+    monkeypatch.setattr(collective, "Ranks", made)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which it sets
+    group = SimpleNamespace(Incl=lambda of: ("group", of))
+    comm = SimpleNamespace(rank=1, size=3, Get_group=lambda: group, Create_group=lambda of: ("comm", of))
+    task = AllReduce(number=1, counts=(2,), gpudirect=None, ranks=ranks, sizes=(8,), seconds=0.1, patience_seconds=1.0)
+    worker = Worker(comm, "n2", {})
+    assert worker.perform(task).failed is worker.perform(task).failed is None
+    made.assert_called_once_with(("comm", ("group", ranks)) if ranks else comm, "n2", 1.0)
 
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------

@@ -499,7 +499,10 @@ def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
 def test_the_one_rank_of_a_quick_probe_sees_all_gpus_that_were_chosen(jobs, tmp_path):
     (tmp_path / "hosts").write_text("n1 slots=8\nn2 slots=8\n")
     assert probe("-H", "hosts", "--include", "n1:4,5@n2") == 0
-    assert [(host.name, host.ranks, host.chosen) for host in jobs.plans[0].hosts] == [("n1", 1, (4, 5)), ("n2", 1, None)]
+    assert [(host.name, host.ranks, host.chosen) for host in jobs.plans[0].hosts] == [
+        ("n1", 1, (4, 5)),
+        ("n2", 1, None),
+    ]
     assert probe("-H", "hosts", "--exclude", "n1:0-5") == 0
     assert [(host.ranks, host.chosen) for host in jobs.plans[1].hosts] == [(1, (6, 7)), (1, None)]
 

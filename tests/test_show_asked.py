@@ -122,13 +122,18 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
     )  # fmt: skip
 
     def drafted(*ports):
-        (group,) = parse_topology(as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)})), "draft").nodes
+        text = as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
+        (group,) = parse_topology(text, "draft").nodes
         return [(nic.name, nic.kind, nic.rate) for nic in group.nics]
 
     assert drafted(lag) == [("bond0", "RoCE", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s")]
     # A card whose name the device's folder does not tell has it from its addresses; VLANs are none.
     plain = msgspec.structs.replace(lag, device="mlx5_9", netdevs=("ens1f1", "ens1f1.7"))
-    assert drafted(plain) == [("ens1f1", "RoCE", "100 Gb/s"), ("bond0", "Ethernet", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s")]
+    assert drafted(plain) == [
+        ("ens1f1", "RoCE", "100 Gb/s"),
+        ("bond0", "Ethernet", "200 Gb/s"),
+        ("eno1", "Ethernet", "10 Gb/s"),
+    ]
 
 
 @given(

@@ -30,9 +30,7 @@ GPUDIRECT_GAIN = 1.05
 """Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
 
 
-def card_speeds(
-    facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str] | None = None
-) -> dict[str, float]:
+def card_speeds(facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str] | None = None) -> dict[str, float]:
     """The nominal rates of the cards that are used, by host; none unless all are known. `cards`: which, where not the job's own."""
     found = {}
     for host, each in facts.items():
@@ -178,7 +176,9 @@ def _below(who: str, hosts: tuple[str, ...], part: float, card: Link, advice: st
 def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]]) -> list[Finding]:
     """Cards that the topology gives to hosts that have none of that name."""
     absent: dict[str, list[str]] = {}
-    real = {host: (*(interface.name for interface in each.interfaces), *each.rdma_devices) for host, each in facts.items()}
+    real = {
+        host: (*(interface.name for interface in each.interfaces), *each.rdma_devices) for host, each in facts.items()
+    }
     for host, each in facts.items():
         for nic in described.get(host, ()):
             # RoCE cards go by either name, and InfiniBand's by those of RDMA devices, which may not be seen in a container.

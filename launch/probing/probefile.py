@@ -61,9 +61,7 @@ def _refuse_a_part(path: str, earlier: Measured | None, hosts: Collection[str]) 
         )
 
 
-def _replaced(
-    path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode, without_gpus: bool
-) -> list[str]:
+def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode, without_gpus: bool) -> list[str]:
     """What the file has that this probe does not measure."""
     if earlier is None:
         return []

@@ -181,7 +181,10 @@ def _links_done(records: Sequence[Record]) -> bool:
     """Whether the last job has come to its all-reduces."""
     done = False
     for record in records:
-        done = not isinstance(record, Started) and (done or isinstance(record, StepDone) and record.step == LINKS_DONE)
+        if isinstance(record, Started):
+            done = False
+        elif isinstance(record, StepDone):
+            done |= record.step == LINKS_DONE
     return done
 
 
@@ -214,7 +217,8 @@ def _launch(
     words = ["--run-dir", str(folder), "--bind", "none", "--only-rank", "0"]
     if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
         words += ["-np", str(len(present)), "--spread"]
-    variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]  # the last one counts
+    # Of several values of a variable the last one counts.
+    variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]
     wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode(), variables)
     without = [host for host in hosts if host not in present]
     plan = _plan(wanted, without)
