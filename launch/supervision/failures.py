@@ -65,6 +65,9 @@ NCCL_SAYS = re.compile(r"nccl[A-Z]\w+: |Last error:")
 ASIDE = re.compile(r"Exception (in thread|ignored)")
 """Before a traceback that ends no script: of a thread, or of a destructor."""
 
+ASIDE_LINES = 3
+"""So much may be said between the traceback that ends a script and such a one, which comes as the script's processes end."""
+
 STACK_LINE = re.compile(r"(\[rank\d+\]:)?\s*(frame #|Exception raised from |$)")
 """A line of the stack that C++ prints after what it says."""
 
@@ -243,11 +246,6 @@ def last_traceback(text: str) -> str:
     start = text.rfind("Traceback (most recent call last):")
     if start < 0:
         return ""
-    while ASIDE.match(text[:start].rstrip("\n").rpartition("\n")[2]):
-        earlier = text.rfind("Traceback (most recent call last):", 0, start)
-        if earlier < 0:
-            break
-        start = earlier
     # A chained exception has several; the story begins with the first of the chain.
     chained = ("\nThe above exception was the direct cause", "\nDuring handling of the above exception")
     while (link := max(text.rfind(words, 0, start) for words in chained)) > 0:
@@ -256,6 +254,11 @@ def last_traceback(text: str) -> str:
             break
         start = earlier
     start = text.rfind("\n", 0, start) + 1
+    before, _, said = text[:start].rstrip("\n").rpartition("\n")
+    if ASIDE.match(said) and (own := last_traceback(before)):
+        between = before.rpartition(own)[2].splitlines()
+        if len([line for line in between if line.strip() and not TORCH_LOG.match(line)]) <= ASIDE_LINES:
+            return own
     lines = text[start:].splitlines()
     end = len(lines)
     for index in range(1, len(lines)):
