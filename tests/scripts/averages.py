@@ -113,13 +113,14 @@ def formats(job: distrib.Job, hosts: list[str] | None) -> None:
         # Momentum and what topk sends late add up: at 0.05 it diverges with some cuts, in a single process as here.
         reached = job.all_reduce(train(wrapped, job.rank, 3 * STEPS, lr=0.02 if name.startswith("topk") else 0.05))
         assert reached < 0.35 < 1.0, (hosts, name, reached, loss)
-        sent = fraction
+        told = ""
         if not on_gpu():  # where NCCL carries most of it unseen
             sent = job.all_reduce(compressed.sent_bytes, "sum") / job.all_reduce(averaging.sent_bytes, "sum")
             assert 0 < sent < fraction, (name, sent)
+            told = f", {sent:.3f} of the bytes"
         for parameter in model.parameters():
             assert torch.equal(job.all_reduce(parameter, "max"), job.all_reduce(parameter, "min")), name
-        job.print(f"{name}: loss {reached:.3f} beside {loss:.3f}, {sent:.3f} of the bytes")
+        job.print(f"{name}: loss {reached:.3f} beside {loss:.3f}{told}")
 
 
 def halves(job: distrib.Job, hosts: list[str] | None) -> None:
