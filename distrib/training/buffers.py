@@ -26,9 +26,8 @@ class Buffers:
         for name, held in self._held.items():
             buffer = now.get(name)
             if buffer is not None and (buffer.shape, buffer.dtype) == (held.shape, held.dtype):
-                if (
-                    buffer.is_inference() and not torch.is_inference_mode_enabled()
-                ):  # made in an evaluation: nobody may write to it
+                if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                    # Made in an evaluation: nobody may write to it.
                     buffer = buffer.clone()
                     place, _, last = name.rpartition(".")
                     self._model.get_submodule(place)._buffers[last] = buffer
