@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -155,7 +155,7 @@ class Job:
         self._later: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models that were prepared when training had begun."""
         self._steps: list[Steps] = []
-        self._stepped: bool | torch.Tensor = False
+        self._stepped: bool | Callable[[], bool] = False
         self._added_up = False
         self._released = False
         self._before = _Count()
@@ -204,7 +204,9 @@ class Job:
 
         It is False after batches that are only accumulated, and where a step was left out as gradients were nan or infinite.
         """
-        return bool(self._stepped)
+        if callable(self._stepped):
+            self._stepped = self._stepped()
+        return self._stepped
 
     # Training
 
@@ -424,7 +426,7 @@ class Job:
                 check_same_values(self._models)
             self._loaders.begin()
 
-    def _told(self, step: int, stepped: bool | torch.Tensor) -> None:
+    def _told(self, step: int, stepped: bool | Callable[[], bool]) -> None:
         self._stepped = stepped
         if step:
             self._loaders.learn()

@@ -150,15 +150,14 @@ class Local(Backend):
 
     def _check_others(self) -> None:
         """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
-        a teacher that follows its model, and buffers of models that nothing trains become the mean. Every rank."""
+        a teacher that follows its model, and buffers become the mean. Every rank."""
         known = {id(parameter) for optimizer in self._rounds for parameter in parameters_of(optimizer)}
-        trained = {model for round_ in self._rounds.values() for model in round_.models}
         others: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
                 if id(parameter) not in known or not parameter.requires_grad:
                     others[f"{number}.{name}"] = parameter
-            buffers = self._buffers[model].present() if model not in trained else []
+            buffers = self._buffers[model].present()  # of what is trained, too, where batches came without steps
             others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
         own = {name: str(sum_of_bits(values)) for name, values in others.items()}
         apart = [name for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True) if differs]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from distrib.errors import TrainingError
 from distrib.training.samples import Samples
@@ -109,6 +110,7 @@ class _Moments(torch.autograd.Function):
         return mean.to(dtype), variance.to(dtype), total
 
     @staticmethod
+    @once_differentiable  # what the ranks tell each other has no gradient
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:
         # Every rank's loss depends on the common moments: what they want of them is added up. Each loss counts by its
         # samples, as it does in `distrib.training.samples`, which multiplies by this rank's afterwards.

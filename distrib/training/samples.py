@@ -110,8 +110,8 @@ class Mean:
                 handle.remove()
         self._several = several
         for parameter in parameters - self._hooks.keys():
-            # One that is frozen keeps the hooks that it has: it may be so for the turn of another model only.
-            if not parameter.requires_grad:
+            # One that is frozen may be so for the turn of another model only: it keeps the hooks that it has, and is given one.
+            if not parameter.requires_grad and (several or not _can_learn(parameter)):
                 continue
             other = taken.setdefault(parameter, self)
             if other is not self:
@@ -254,8 +254,11 @@ class _OnItsWay:
 
     def __init__(self, parameter: torch.Tensor, weighted: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
         self._place: Any
-        with torch.enable_grad():
+        is_learning = parameter.requires_grad
+        with torch.inference_mode(False), torch.enable_grad():
+            parameter.requires_grad_(True)
             self._place = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            parameter.requires_grad_(is_learning)
 
         def hook(gradients: tuple[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
             gradient = weighted(gradients[0])
@@ -265,6 +268,13 @@ class _OnItsWay:
 
     def remove(self) -> None:
         self._handle.remove()
+
+
+def _can_learn(parameter: torch.Tensor) -> bool:
+    """Whether a gradient may come for one that is frozen: some are numbers of a kind that has none, or made in inference mode."""
+    return (
+        (parameter.is_floating_point() or parameter.is_complex()) and parameter.is_leaf and not parameter.is_inference()
+    )
 
 
 def _is_cleared(parameter: torch.Tensor) -> bool:

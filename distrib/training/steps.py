@@ -16,6 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
+from distrib.training.alike import IS_MEAN
 from distrib.training.backend import Backend
 from distrib.training.finite import Finite, OnNan
 from distrib.training.parameters import learning_of, parameters_of
@@ -32,7 +33,7 @@ class Steps:
 
     `optimizer.step` becomes a step of the job; the optimizer stays the object that schedulers know. `told` is called after
     each with the number of steps so far, and whether this was one: it is none while batches are accumulated or where it was left out.
-    What says so may be a tensor, as only a GPU may know it yet. `begins` is called before the first.
+    What says so may be a function, as only a GPU may know it yet. `begins` is called before the first.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Steps:
         samples: Samples,
         *,
         on_nan: OnNan,
-        told: Callable[[int, bool | torch.Tensor], None],
+        told: Callable[[int, bool | Callable[[], bool]], None],
         begins: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
@@ -222,6 +223,8 @@ class Steps:
         """
         if any(map(in_join, self._models)):
             self._check_join()
+        if self.mean.batches > 1:
+            self._check_set()
         result = None
         self.calls += 1
         last = self.mean.last
@@ -269,11 +272,31 @@ class Steps:
             self._backend.left_out(self.optimizer)
         self._backend.stepped(self._models)
         self.taken += 1
-        self._told(self.taken, update is not None if found_inf is None else found_inf == 0)
+        if found_inf is not None:
+            self._told(self.taken, functools.partial(self._was_taken, found_inf == 0))
+        else:
+            self._told(self.taken, update is not None)
+            if update is None:
+                self._empty()
         self.left_out += bad
         if bad and self.left_out in _OFTEN:
             self._tell_left_out()
         return result
+
+    def _was_taken(self, is_finite: torch.Tensor) -> bool:
+        """Whether the optimizer itself has taken a step, which is asked before the next batch."""
+        taken = bool(is_finite)
+        if not taken:
+            self._empty()
+        return taken
+
+    def _empty(self) -> None:
+        """After a step that was left out: who clears gradients after real steps alone would add to what is no number."""
+        for parameter in parameters_of(self.optimizer):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach().zero_()
 
     def _tell_left_out(self) -> None:
         world = self._backend.world
@@ -325,6 +348,14 @@ class Steps:
             raise TrainingError(
                 f"join(): {what}, and those that have come to their end would be waited for",
                 hint="leave join() out and prepare the DataLoader, which gives all ranks as many batches",
+            )
+
+    def _check_set(self) -> None:
+        """Raises TrainingError where the script itself has set gradients: those of all batches but the last would be lost."""
+        if any(hasattr(parameter.grad, IS_MEAN) for parameter in parameters_of(self.optimizer)):
+            raise TrainingError(
+                "a gradient that the script sets itself (p.grad = job.all_reduce(...)) cannot be accumulated: only what backward gives is",
+                hint="leave out accumulate, or add up the batches' gradients in the script, too",
             )
 
     def _check_owned(self) -> None:

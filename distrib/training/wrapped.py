@@ -8,7 +8,7 @@ import re
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class Wrapped(DistributedDataParallel):
     _called = False
     """Whether it has computed as a whole, by `model(...)`."""
 
+    _waits = False
+    """Whether it has computed for a backward of which no gradient has come yet."""
+
+    _arrivals = 0
+    """How many gradients have come of the parameters that are watched."""
+
     _averages = False
     """Whether it has computed anything of which gradients are wanted: those it averages."""
 
@@ -73,9 +79,13 @@ class Wrapped(DistributedDataParallel):
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
         """What torch does before the model computes."""
         if torch.is_grad_enabled():  # an evaluation prepares for no backward
-            self._called = self._averages = True
+            self._called = self._averages = self._waits = True
             _backward.begins(averaged=self.require_backward_grad_sync)
         return self._begin(*inputs, **named)
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        """Whether rank 0 sends its buffers before the model computes: not in an evaluation, which it may do alone."""
+        return torch.is_grad_enabled() and bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
 
     def _begin(self, *inputs: Any, **named: Any) -> Any:
         """The same; torch refuses to where gradients of the last backward are still waited for."""
@@ -103,8 +113,9 @@ class Wrapped(DistributedDataParallel):
             self._begin(torch.empty(0, device=self.device))
         # Ranks may call methods that the others do not, where the model is called, too: nothing that they do together. And
         # which parameters are not used only one call before a backward can tell.
-        elif self.find_unused_parameters:
+        elif self.find_unused_parameters and self._waits:
             return
+        self._waits = True
         _backward.begins(averaged=self.require_backward_grad_sync)
         if self.require_backward_grad_sync:
             self.reducer.prepare_for_backward(tensors if self.find_unused_parameters else [])
@@ -114,7 +125,12 @@ class Wrapped(DistributedDataParallel):
         return [self._learning[number] for number in map(int, numbers[2].split()) if number < len(self._learning)]
 
     def check_once(self) -> None:
-        """Comes before a step. Raises TrainingError where a second backward has added gradients that nobody averages."""
+        """Comes before a step. Raises TrainingError where a backward has given gradients that nobody averages."""
+        if method := _backward.alone_in(self):
+            raise TrainingError(
+                f"{type(self.module).__name__}.{method} calls backward itself, which is not waited for: its gradients are this rank's own",
+                hint="let it return the loss, and call backward there; or let it call what job.prepare made of the model",
+            )
         if _backward.came_twice(self):
             raise TrainingError(
                 f"a second backward through {type(self.module).__name__} with nothing computed between: its gradients are this "
@@ -158,7 +174,7 @@ class Wrapped(DistributedDataParallel):
                 raise
         found = getattr(self.module, name)
         if isinstance(found, types.MethodType) and found.__self__ is getattr(self.module, "_orig_mod", self.module):
-            return _Method(found, self._computed)
+            return _Method(found, self)
         return found
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -226,18 +242,21 @@ def frozen_later(names: list[str], model: str) -> TrainingError:
 class _Backward:
     """Sees where a second backward follows what models have computed, of which torch averages no gradient.
 
-    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. What any of
-    the models computes allows another backward: they may share parameters, and a model may be prepared again.
+    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. Of one that has
+    unused parameters, all are. What any of the models computes allows another backward: they may share parameters, and a model may be prepared again.
     """
 
     def __init__(self) -> None:
         self._averaged = False
         self._arrived: set[tuple[int, int]] = set()
         self._twice: set[int] = set()
+        self._alone: dict[int, str] = {}
 
     def watch(self, model: Wrapped) -> None:
         learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        for number, parameter in enumerate(learning[:1] + learning[1:][-1:]):
+        if not model.find_unused_parameters:
+            learning = learning[:1] + learning[1:][-1:]
+        for number, parameter in enumerate(learning):
             parameter.register_post_accumulate_grad_hook(_Arrival(weakref.ref(model), number))
 
     def begins(self, *, averaged: bool) -> None:
@@ -245,9 +264,20 @@ class _Backward:
         self._averaged = averaged
         self._arrived.clear()
         self._twice.clear()
+        self._alone.clear()
+
+    def was_alone(self, model: Wrapped, method: str) -> None:
+        """A method of a model that had computed nothing before has called backward."""
+        self._alone[id(model)] = method
+
+    def alone_in(self, model: Wrapped) -> str:
+        """The method that has called the latest backward, with nothing that `model` had computed before; empty where none has."""
+        return self._alone.get(id(model), "")
 
     def arrived(self, model: Wrapped, number: int) -> None:
         """A gradient has come."""
+        model._waits = False
+        model._arrivals += 1
         if self._averaged and (id(model), number) in self._arrived:
             self._twice.add(id(model))
         self._arrived.add((id(model), number))
@@ -272,15 +302,20 @@ class _Arrival:
 
 
 class _Method:
-    """A method of a model; `computed` is told what it has computed."""
+    """A method of a model, which is told what it has computed."""
 
-    def __init__(self, method: types.MethodType, computed: Callable[[Any], None]) -> None:
+    def __init__(self, method: types.MethodType, model: Wrapped) -> None:
         functools.update_wrapper(self, method)
-        self._method, self._told = method, computed
+        self._method, self._model = method, model
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        model = self._model
+        waited, arrivals = model._waits, model._arrivals
         output = self._method(*arguments, **named)
-        self._told(output)
+        alone = model._arrivals > arrivals and not waited and model.require_backward_grad_sync
+        model._computed(output)
+        if alone:
+            _backward.was_alone(model, self._method.__name__)
         return output
 
     def __getattr__(self, name: str) -> Any:

@@ -728,6 +728,162 @@ def averages_put_in(job: distrib.Job) -> None:
     assert "weight: the script has changed values by itself" in told.getvalue(), told.getvalue()
 
 
+def cleared_after_steps(job: distrib.Job) -> None:
+    """Gradients are cleared after real steps alone: one that was left out leaves nothing behind."""
+    kind = torch.get_default_device().type
+    for batches, scaled in itertools.product((1, 2), (False, True)):
+        model, optimizer = made(job, nn.Linear(4, 1), accumulate=batches, on_nan="skip")
+        scaler = job.prepare(torch.amp.GradScaler(kind, init_scale=4.0, enabled=scaled))
+        taken = 0
+        for batch in range(6 * batches):
+            inputs = torch.randn(4, 4)
+            if batch == batches and job.rank == job.world_size - 1:
+                inputs[0] = float("inf")
+            scaler.scale(model(inputs).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if job.stepped:
+                taken += 1
+                optimizer.zero_grad()
+        assert taken == 5, (batches, scaled, taken)
+        assert_alike(job, model)
+    job.accumulate(1)
+
+
+def set_by_hand(job: distrib.Job) -> None:
+    """Gradients that a script sets itself are of one batch."""
+    model, optimizer = made(job, nn.Linear(4, 1), accumulate=2)
+    parameters = [*model.parameters()]
+    for parameter, own in zip(
+        parameters, torch.autograd.grad(model(torch.randn(4, 4)).mean(), parameters), strict=True
+    ):
+        parameter.grad = job.all_reduce(own)
+    with refused("cannot be accumulated"):
+        optimizer.step()
+    job.accumulate(1)
+
+
+class Shown(nn.Module):
+    """A model that trains by its methods, and has a part that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.never = nn.Linear(4, 1), nn.Linear(2, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.linear(inputs)  # type: ignore[no-any-return]
+
+    def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self(inputs).square().mean()  # type: ignore[no-any-return]
+
+    def train_on(self, inputs: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(inputs)
+        loss.backward()
+        return loss
+
+
+def shown_between(job: distrib.Job) -> None:
+    """What a model gives is looked at, with gradients on, and its methods train it before and after."""
+    model, optimizer = made(job, Shown(), find_unused_parameters=True)
+    for step in range(6):
+        if step == 2:
+            model(torch.randn(2, 4))
+        optimizer.zero_grad()
+        model.loss(torch.randn(8, 4)).backward()
+        optimizer.step()
+    assert_alike(job, model)
+
+
+def backward_inside(job: distrib.Job) -> None:
+    """A method that calls backward itself is named: before it returns, nobody knows of what it computes."""
+    model, optimizer = made(job, Shown(), find_unused_parameters=True)
+    model.train_on(torch.randn(8, 4))
+    with refused("Shown.train_on calls backward itself"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.loss(torch.randn(8, 4)).backward()
+    optimizer.step()
+    assert_alike(job, model)
+
+
+def copy_evaluated_alone(job: distrib.Job) -> None:
+    """A copy from before the optimizer was prepared, and then the model itself: rank 0 evaluates them alone."""
+    torch.manual_seed(0)
+    model = job.prepare(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    twin = copy.deepcopy(model)
+    optimizer = job.prepare(torch.optim.SGD(model.parameters(), lr=0.05))
+    torch.manual_seed(1 + job.rank)
+    for _ in range(2):
+        if job.is_main:
+            with torch.no_grad():
+                twin(torch.randn(8, 4))
+                model(torch.randn(8, 4))
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    assert_alike(job, model)
+
+
+def inferred_evaluation(job: distrib.Job) -> None:
+    """An evaluation in inference mode comes to an uneven batch, while a part of what learns is in training mode."""
+    model, head = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.05)
+    data = DataLoader(TensorDataset(torch.ones(4 * job.world_size + 1, 4)), 4)
+    model, head, optimizer, loader = job.prepare(model, head, optimizer, data)
+    model.eval()
+    with torch.inference_mode():
+        for (inputs,) in loader:
+            head(model(inputs))
+
+
+def penalty(job: distrib.Job) -> None:
+    """What the ranks tell each other to normalize has no second derivative: torch says so."""
+    model, _ = made(job, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sync_batchnorm=True)
+    inputs = torch.randn(8, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+    try:
+        gradient.square().sum().backward()
+    except RuntimeError as error:
+        assert "once_differentiable" in str(error), error
+    else:
+        raise AssertionError("a wrong gradient")
+
+
+def passed_without_steps(job: distrib.Job) -> None:
+    """Running means move in batches after which no step is taken, and are one model's after `job.settle()`."""
+    torch.manual_seed(0)
+    model, optimizer = made(job, nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    learn(model, optimizer, 4)
+    job.settle()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(8, 4))
+    job.settle()
+    means = job.unwrap(model)[0].running_mean
+    assert torch.equal(job.all_reduce(means, "max"), job.all_reduce(means, "min"))
+
+
+def frozen_when_read(job: distrib.Job) -> None:
+    """Of two models that learn in turns one is frozen as a batch is read: an uneven one counts by its samples all the same."""
+    torch.manual_seed(0)
+    judge, maker = nn.Linear(4, 1, bias=False), nn.Linear(4, 4)
+    data = TensorDataset(torch.randn(4 * job.world_size + 3, 4))
+    optimizers = torch.optim.SGD(judge.parameters(), lr=0.5), torch.optim.SGD(maker.parameters(), lr=0.5)
+    judge, maker, *optimizers, loader = job.prepare(judge, maker, *optimizers, DataLoader(data, 4))
+    expected = job.unwrap(judge).weight.detach().clone()
+    for (inputs,) in loader:
+        judge.requires_grad_(True)
+        for judged, optimizer in zip((inputs, maker(inputs)), optimizers, strict=True):
+            optimizer.zero_grad()
+            judge(judged).mean().backward()
+            optimizer.step()
+            judge.requires_grad_(False)
+        samples = job.all_reduce(float(len(inputs)), "sum")
+        expected -= 0.5 * job.all_reduce(inputs.sum(0), "sum") / samples
+    torch.testing.assert_close(job.unwrap(judge).weight.detach(), expected, rtol=0, atol=1e-6)
+
+
 def large_gradients(job: distrib.Job) -> None:
     """Larger ones than what travels can be."""
     model = nn.Linear(4, 1)
