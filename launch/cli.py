@@ -201,8 +201,8 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
     words = kubernetes.launcher_words(parser(), options, planning.FORWARDED_PREFIXES)
     environment = planning.forwarded(os.environ, options.env)
     manifest = kubernetes.manifest(
-        plan, image=options.image, words=words, environment=environment, runtime_class=options.runtime_class,
-        resources=dict(options.pod_resources),
+        plan, image=options.image, words=words, environment=environment, grace_seconds=options.grace,
+        runtime_class=options.runtime_class, resources=dict(options.pod_resources),
     )  # fmt: skip
     text = json.dumps(manifest, indent=2)
     if not options.json:

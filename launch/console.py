@@ -24,6 +24,9 @@ from distrib_launch.ranges import ranges
 from distrib.errors import LaunchError
 
 BACKLOG_BYTES = 64 << 20
+PATIENCE_SECONDS = 5.0
+"""At the end, for so long one is waited for who reads nothing."""
+
 LINE_LIMIT_BYTES = 1 << 20
 """A longer line is shown in pieces."""
 
@@ -164,7 +167,7 @@ class Console:
     def say(self, text: str) -> None:
         """A line of the launcher's own, on standard error, after all that the ranks have said so far."""
         self.tick(all_of_them=True)
-        self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"))
+        self._put(2, f"distrib-launch: {text}\n".encode(errors="replace"), own=True)
 
     def tick(self, *, all_of_them: bool = False) -> None:
         """Show lines that were held back for folding, and now and then how far a progress bar is."""
@@ -176,12 +179,16 @@ class Console:
                 self._put(descriptor, b"".join(self._tag(line.ranks, descriptor) + line.text + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most, and stop."""
+        """Write what waits, for as long as somebody takes it, and stop."""
         self.tick(all_of_them=True)
         with self._changed:
+            self._note_dropped()
             self._closing = True
             self._changed.notify()
-        self._thread.join(timeout=5.0)
+        left = self._queued_bytes + 1
+        while self._thread.is_alive() and self._queued_bytes < left:
+            left = self._queued_bytes
+            self._thread.join(timeout=PATIENCE_SECONDS)
 
     def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
         if b"\r" in whole:  # of a progress bar's states, the last one on each line
@@ -221,19 +228,23 @@ class Console:
             self._tags[key] = text.encode()
         return text.encode()
 
-    def _put(self, descriptor: int, data: bytes) -> None:
+    def _put(self, descriptor: int, data: bytes, *, own: bool = False) -> None:
         with self._changed:
-            if self._queued_bytes + len(data) > BACKLOG_BYTES:
+            if self._queued_bytes + len(data) > BACKLOG_BYTES and not own:
                 self._dropped_lines += data.count(b"\n")
                 return
-            if self._dropped_lines:
-                note = f"distrib-launch: {self._dropped_lines} lines not shown: the terminal was too slow; ranks/ has them\n"
-                self._dropped_lines = 0
-                self._queue.append((2, note.encode()))
-                self._queued_bytes += len(note)
+            self._note_dropped()
             self._queue.append((descriptor, data))
             self._queued_bytes += len(data)
             self._changed.notify()
+
+    def _note_dropped(self) -> None:
+        if self._dropped_lines:
+            what = f"{self._dropped_lines} lines not shown: the terminal was too slow; ranks/ has them"
+            note = f"distrib-launch: {what}\n".encode()
+            self._dropped_lines = 0
+            self._queue.append((2, note))
+            self._queued_bytes += len(note)
 
     def _write(self) -> None:
         while True:

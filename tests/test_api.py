@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import distrib_launch
 import pytest
 
 import distrib
-from distrib.errors import ConfigError, JobFailed
+from distrib.errors import ConfigError, DistribError, JobFailed
 from tests.conftest import SCRIPTS
 
 JOB = SCRIPTS / "job.py"
@@ -200,6 +201,27 @@ def test_functions_and_classes_of_a_notebook_need_no_file(tmp_path):
     done = subprocess.run([sys.executable, "-"], input=NOTEBOOK, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done
     assert done.stderr.splitlines()[-1] == "[1, 2]"
+
+
+@pytest.mark.cluster
+def test_what_ranks_return_and_no_disk_takes_is_named(tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", small], check=True)
+    try:
+        code = (
+            f"import distrib_launch; distrib_launch.run(lambda: bytes(16 << 20), np=2, run_dir={str(small / 'run')!r})"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    finally:
+        subprocess.run(["umount", small], check=True)
+    assert done.returncode != 0
+    assert re.search(r"what rank [01] returned cannot be kept: .*\.value: No space left on device", done.stderr), done
+
+
+def test_arguments_that_are_too_long_to_send_are_refused():
+    with pytest.raises(DistribError, match="the command and the environment of rank 0 are too long"):
+        distrib_launch.run(JOB, *["a" * 1000] * 5000, np=2, quiet=True)
 
 
 def test_an_interrupted_cell_stops_the_job(tmp_path):

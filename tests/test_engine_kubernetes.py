@@ -108,6 +108,7 @@ def test_secrets_are_not_in_the_manifest(launch):
 def test_what_the_launcher_inside_is_given_is_a_command_line_that_it_reads(manifest, launch):
     job = manifest(*HOSTS, "--timeout", "90", "--hang-timeout", "2m", "--grace", "30", "--bind", "numa", "-v", SCRIPT)
     command = container(job, "Launcher")["command"]
+    assert job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["terminationGracePeriodSeconds"] > 30 + 30
     run = launch("--dry-run", "--json", "-H", "w[1-4]:8", *command[3:-1], ROOT / SCRIPT)
     assert run.code == 0, run
     assert json.loads(run.out)["bind"] == "numa"

@@ -318,6 +318,14 @@ class TestInAnAllocation:
         assert "unless it was asked for with --no-kill" in out and "rank 1 on n2 is gone" in out
         nothing_left(cluster)
 
+    def test_the_rank_is_named_for_which_slurm_killed_all(self, make_slurm, launch):
+        """A rank that dies once MPI knows it makes Slurm kill the whole job at once, often before it can be told."""
+        cluster = make_slurm(2)
+        run = launch("--engine", "srun", "-H", "n1:2,n2:2", JOB, "--mpi", "2:signal=11", "*:sleep=60", cluster=cluster)
+        assert run.code == 128 + signal.SIGSEGV, run
+        assert "rank 2 on n2 failed first: killed by SIGSEGV" in run.err
+        nothing_left(cluster)
+
     def test_scancel_stops_the_job(self, make_slurm, tmp_path):
         cluster = make_slurm(2)
         job = submitted(cluster, tmp_path, JOB, "*:sleep=60", allocation=["-N2", "--ntasks-per-node=1"])
@@ -351,10 +359,18 @@ class TestOutside:
         assert "rank 1 on n2 failed first: RuntimeError: boom in rank 1" in run.err
         nothing_left(cluster)
 
-    def test_scancel_stops_the_job(self, make_slurm, tmp_path):
+    @pytest.mark.parametrize("saves", [False, True])
+    def test_scancel_stops_the_job(self, make_slurm, tmp_path, saves):
+        """Also where the script saves when it is told to end, and ends well."""
         cluster = make_slurm(2)
+        script = tmp_path / "saves.py"
+        script.write_text(
+            "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
+            "print('sleeps', flush=True)\ntime.sleep(60)\n"
+        )
+        command = [script] if saves else [JOB, "*:sleep=60"]
         process = cluster.popen(
-            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", JOB, "*:sleep=60"]
+            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", *command]
         )
         for line in process.stdout:
             if "sleeps" in line:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import time
 import types
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from distrib_launch.ranges import ranges
+from distrib_launch.rank import memory
 from distrib_launch.rank.stacks import with_state
 from distrib_launch.supervision import failures, hangs, standstill
 from hypothesis import given
@@ -190,6 +192,24 @@ def test_a_traceback_that_a_script_has_survived_is_no_end(launch, tmp_path):
     assert run.code == 0 and "went on" in run.out, run
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        "try:\n    1 / 0\nexcept ZeroDivisionError:\n    traceback.print_exc()\ntime.sleep(4)\n",
+        "class Last:\n    def __del__(self):\n        1 / 0\nlast = Last()\n",
+    ],
+    ids=["survived", "at its end"],
+)
+def test_a_rank_that_ended_well_may_wait_for_the_others_whatever_it_has_printed(launch, tmp_path, says):
+    script = tmp_path / "waits.py"
+    script.write_text(
+        f"import time, traceback\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 0:\n    time.sleep(9)\nelse:\n"
+        f"{textwrap.indent(says, '    ')}"
+    )
+    run = launch("-np", "2", script, timeout=60)
+    assert run.code == 0 and "Traceback" in run.err, run
+
+
 def test_an_mpi_rank_that_left_by_sys_exit_is_named_in_a_hang(launch, tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(
@@ -300,8 +320,29 @@ def test_a_rank_killed_for_want_of_memory_is_told_so(launch, tmp_path):
     assert run.code == 137, run
     failure = run.result["first_failure"]
     assert failure["rank"] == 1
-    assert "killed by SIGKILL: out of memory" in failure["message"]
+    assert "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup" in failure["message"]
     assert "out of memory" in run.err
+
+
+def test_the_end_of_the_memory_of_a_host_is_told_from_that_of_a_limit(tmp_path, monkeypatch):
+    """As Linux counts: `oom_kill` any kill in the cgroup, `oom` where a limit was met, there and in all around it."""
+    events = [tmp_path / "job/memory.events", tmp_path / "job/rank/memory.events"]
+    events[1].parent.mkdir(parents=True)
+
+    def count(job: int, kills: int) -> None:
+        events[0].write_text(f"low 0\noom {job}\noom_kill {kills}\noom_group_kill 0\n")
+        events[1].write_text(f"low 0\noom 0\noom_kill {kills}\noom_group_kill 0\n")
+
+    (tmp_path / "own").write_text("0::/job/rank\n")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "OWN", tmp_path / "own")
+    count(3, 5)
+    counted = memory.OutOfMemory()
+    assert counted.why_killed() == "" or "it seems" in counted.why_killed()  # of another one, on this machine
+    count(3, 6)
+    assert "as no limit of its cgroup was met" in counted.why_killed()
+    count(4, 6)
+    assert "over the memory limit of its cgroup" in counted.why_killed()
 
 
 def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
@@ -620,6 +661,41 @@ def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
     others = [ending(1, host="n1"), ending(4, host="n4")]
     told = failures.describe(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
     assert told.message.startswith("host n2 vanished")
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (
+            "[n1:80] *** Process received signal ***\n[n1:80] Signal: Segmentation fault (11)\n[n1:80] [ 0] /libc.so.6\n",
+            11,
+        ),
+        ("[a-b.c:80] Signal: Bus error (7)\n", 7),
+        ("Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n", 11),
+        ("[n1:80] Signal: Aborted (6)\n", None),  # often for what another one has done
+        ("my Signal: strong (11)\n", None),
+        ("", None),
+    ],
+)
+def test_a_fault_is_told_by_the_last_words(tmp_path, words, number):
+    (tmp_path / "err").write_text("before\n" + words)
+    assert failures.fault_in(tmp_path / "err") == number
+
+
+def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_path):
+    lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None) for rank in range(4)]
+    assert failures.first_failure(lost) is lost[0]
+    told = failures.describe(lost[0], lost, tmp_path / "0.err", "/py").message
+    assert told.startswith("all ranks were lost at once, without an exit record")
+    told = failures.describe(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
+    assert told.startswith("every rank of n0 was lost at once")
+    faulty = [*lost[:3], ending(3, host="n1", lost="closed", exit_code=None, signal=11)]
+    first = failures.first_failure(faulty)
+    assert first is faulty[3] and first.code == 139
+    assert failures.describe(first, faulty, tmp_path / "3.err", "/py").message.startswith("killed by SIGSEGV")
+    stack = ("libmpi.so.40(mca_pml_ob1_recv_frag_callback_match+0x95)", "libmpi.so.40(ompi_mpi_init+0x425)")
+    (tmp_path / "3.err").write_text("".join(f"[n1:80] [ {place}] /lib/{at}[0x7f]\n" for place, at in enumerate(stack)))
+    assert "in MPI_Init" in failures.describe(first, faulty, tmp_path / "3.err", "/py").message
 
 
 @given(st.text())

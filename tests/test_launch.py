@@ -264,6 +264,24 @@ def test_ctrl_c_twice_does_not_wait_for_the_grace(tmp_path):
     assert time.monotonic() - begun < 20
 
 
+def test_ctrl_c_after_a_failure_hides_it_not(tmp_path):
+    process = start(tmp_path / "run", "-np", "2", "--grace", "60s", str(JOB), "0:ignore", "1:raise-then")
+    log = tmp_path / "run/ranks/1.err"
+    deadline = time.monotonic() + 20
+    while not log.exists() or "boom" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    _, err = process.communicate(timeout=70)
+    assert process.returncode == 130
+    assert "rank 1 on localhost failed first: RuntimeError: boom in rank 1" in err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["status"], result["first_failure"]["rank"]) == ("stopped", 1)
+
+
 @pytest.mark.parametrize("victim", ["launcher", "mpirun"])
 def test_nothing_survives_a_killed_launcher_or_engine(tmp_path, victim):
     process = start(tmp_path / "run", "-np", "2", str(JOB), "*:children")

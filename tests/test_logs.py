@@ -85,6 +85,27 @@ def test_a_launcher_that_is_stopped_for_a_while_does_not_end_the_job(tmp_path):
     assert log.read_text().splitlines() == [f"{n:099}" for n in range(500_000)]
 
 
+def test_who_reads_slowly_is_shown_the_end(tmp_path):
+    script = tmp_path / "flood.py"
+    script.write_text("for n in range(300_000):\n    print(f'{n:099}')\nraise ValueError('at the end')\n")
+    process = subprocess.Popen(
+        [str(LAUNCH), "-np", "1", "--run-dir", "run", str(script)], cwd=tmp_path, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout
+    shown = []
+    try:
+        while part := process.stdout.read(4 << 20):  # 33 MB
+            shown.append(part)
+            time.sleep(1.0)
+    finally:
+        process.kill()
+        process.communicate()
+    text = b"".join(shown).decode()
+    assert text.count("[0@localhost] 0") == 300_000
+    assert "rank 0 on localhost failed first: ValueError: at the end" in text
+
+
 def test_tags_are_coloured_in_a_terminal_and_progress_bars_stay_on_a_line(tmp_path):
     script = tmp_path / "bar.py"
     script.write_text("print('10 %\\r50 %\\r100 %', flush=True)\nprint('no newline', end='')\n")

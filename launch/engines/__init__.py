@@ -56,8 +56,8 @@ class Runtime(Planner, Protocol):
     def lost_host(self, words: str) -> str:
         """The host that the engine lost, from what it printed; empty where it says nothing of one."""
 
-    def cancelled(self, words: str) -> str:
-        """Who ended the ranks with SIGTERM, from what the engine printed; empty where it was not the engine's doing."""
+    def cancelled(self, words: str, *, for_a_reason: bool = False) -> str:
+        """Who ended the ranks, from what the engine printed; empty where it was not the engine's doing, or gave no reason for it."""
 
     def give_up(self, plan: LaunchPlan) -> tuple[str, ...] | None:
         """A command that ends whatever is left of the job after the engine's process was killed; None: nothing can be."""

@@ -8,6 +8,7 @@ Fields: kubeflow.org/v2beta1 as of MPI operator 0.8, https://github.com/kubeflow
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -37,6 +38,8 @@ SECRET = "distrib-secrets"
 """The name of the Secret that has what must not stand in a manifest."""
 
 KEEP_SECONDS = 24 * 3600
+AFTER_GRACE_SECONDS = 55
+"""The launcher's, to see its ranks go and to write the result."""
 """How long the finished job and the launcher's log stay."""
 
 NAME_LIMIT = 40
@@ -152,12 +155,14 @@ def manifest(
     image: str,
     words: Sequence[str],
     environment: Mapping[str, str],
+    grace_seconds: float,
     runtime_class: str = "",
     resources: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The MPIJob that runs `plan`.
 
-    `words` are options for the launcher inside the cluster, `environment` what every rank is to find. `runtime_class` is
+    `words` are options for the launcher inside the cluster, `environment` what every rank is to find, `grace_seconds` how long
+    ranks may take to end when they are told to. `runtime_class` is
     the RuntimeClass of pods with GPUs; empty: the cluster's default. `resources` are what workers are given besides GPUs.
     """
     slots = slots_per_worker(plan)
@@ -169,8 +174,7 @@ def manifest(
     # The launcher passes them on; a login over ssh, as on the workers, would not see them.
     container["env"] = [_variable(name, value) for name, value in environment.items()]
     container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
-    # The launcher needs time to stop the ranks, let them save, and write the result.
-    launcher_pod["spec"]["terminationGracePeriodSeconds"] = 60
+    launcher_pod["spec"]["terminationGracePeriodSeconds"] = math.ceil(grace_seconds) + AFTER_GRACE_SECONDS
     worker_pod = _pod("worker", image, SSHD, labels)
     container = worker_pod["spec"]["containers"][0]
     container["resources"] = {"requests": {"cpu": str(max(host.ranks for host in plan.hosts))}}

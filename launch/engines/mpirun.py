@@ -268,7 +268,7 @@ def lost_host(words: str) -> str:
     return found[1] if found else ""
 
 
-def cancelled(words: str) -> str:
+def cancelled(words: str, *, for_a_reason: bool = False) -> str:
     return ""
 
 

@@ -229,8 +229,9 @@ def lost_host(words: str) -> str:
     return ""
 
 
-def cancelled(words: str) -> str:
-    if not (told := CANCELLED.search(words)):
+def cancelled(words: str, *, for_a_reason: bool = False) -> str:
+    told = CANCELLED.search(words)
+    if not told or (for_a_reason and not told[1]):  # it gives none where a rank has died that MPI knew
         return ""
     return f"Slurm ended the job: {told[1].lower()}" if told[1] else "Slurm ended the job: cancelled, or its time is up"
 

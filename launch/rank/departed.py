@@ -6,9 +6,11 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import re
 import selectors
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,10 @@ from distrib_launch.rank.stacks import Spies
 
 FIRST_LOOK_SECONDS = 2.0
 HEAD = b"Traceback (most recent call last):"
+ASIDE = re.compile(rb"(^|\n)Exception (ignored|in thread)[^\n]*\n\Z")
+"""Before a traceback that ends no script: of a thread, or of a destructor, which may come at a script's end."""
+KEPT_BYTES = 1024
+"""So much of what was said before is looked at: a head and the line before it may come in pieces."""
 GONE = b"Failed to find a python interpreter"
 """What py-spy says of a process whose interpreter has been taken down; it may say so of an interpreter that it does not know, too."""
 STACK = json.dumps([{"thread_name": "MainThread", "active": True, "frames": [], "state": "gone"}]).encode()
@@ -44,12 +50,13 @@ class Departed:
         """What the script has written to standard error, or nothing where it was to standard output."""
         self._has_spoken = True
         text = self._seen + errors
-        if HEAD in text:
-            self._wait_seconds = FIRST_LOOK_SECONDS
-            self._look_at = now + self._wait_seconds
-            self._seen = b""
-        else:
-            self._seen = text[-len(HEAD) :]
+        end = 0
+        for head in re.finditer(re.escape(HEAD), text):
+            end = head.end()
+            if not ASIDE.search(text[: head.start()]):
+                self._wait_seconds = FIRST_LOOK_SECONDS
+                self._look_at = now + self._wait_seconds
+        self._seen = text[end:][-KEPT_BYTES:]
 
     def look(self, pid: int, now: float) -> None:
         """Look whether it is time; `pid` is the script's."""
@@ -64,6 +71,9 @@ class Departed:
         return STACK if GONE in dump and self._has_spoken else dump
 
     def _hear_of_script(self, dump: bytes) -> None:
+        if _is_in_its_code(dump):
+            self._look_at = float("inf")  # it has survived that traceback, and may end well
+            return
         if GONE not in dump or not _is_our_interpreter(self._pid):
             return
         if self._knows_python:
@@ -84,6 +94,14 @@ def _is_our_interpreter(pid: int) -> bool:
         return Path(f"/proc/{pid}/exe").samefile("/proc/self/exe")
     except OSError:
         return False
+
+
+def _is_in_its_code(dump: bytes) -> bool:
+    """Whether the main thread is in the script, and not in what Python does at its end."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+        main = [thread for thread in json.loads(dump) if thread["thread_name"] in ("MainThread", None)]
+        return main[0]["frames"][-1]["name"] in ("<module>", "_run_module_as_main")
+    return False
 
 
 def _is_stack(dump: bytes) -> bool:

@@ -6,38 +6,50 @@ import contextlib
 import socket
 from pathlib import Path
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
+HOST = Path("/proc/vmstat")
+
 
 class OutOfMemory:
     """Counts the kernel's kills from now on."""
 
     def __init__(self) -> None:
-        self._before = _kills()
+        self._before = _counts()
 
     def why_killed(self) -> str:
         """What to say of a process that was killed since, by whom nobody told; empty where the kernel has killed none."""
-        own, host = (after - before for before, after in zip(self._before, _kills(), strict=True))
-        if own > 0:
+        own, limits, host = (after - before for before, after in zip(self._before, _counts(), strict=True))
+        if own > 0 and limits > 0:
             return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
+        if own > 0:  # the kernel counts those as well that it kills for want of the host's memory
+            return f"killed by SIGKILL: out of memory, all that {socket.gethostname()} has, as no limit of its cgroup was met"
         if host > 0:
             return f"killed by SIGKILL: out of memory, it seems; the kernel of {socket.gethostname()} killed a process meanwhile"
         return ""
 
 
-def _kills() -> tuple[int, int]:
-    """How often the kernel has killed for want of memory: in this process's cgroup, and on the whole host."""
-    own = host = 0
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+def _counts() -> tuple[int, int, int]:
+    """How often the kernel has killed for want of memory in this process's cgroup, how often a limit of that or of one around it
+    was met, and how often it has killed on the whole host."""
+    own = limits = host = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in OWN.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers in ("", "memory"):
-                folder = f"/sys/fs/cgroup/{controllers}{path}"
-                file = f"{folder}/memory.oom_control" if controllers else f"{folder}/memory.events"
-                with contextlib.suppress(OSError):
-                    own += sum(
-                        int(word.split()[1]) for word in Path(file).read_text().splitlines() if "oom_kill " in word
-                    )
-    with contextlib.suppress(OSError, StopIteration):
-        host = next(
-            int(line.split()[1]) for line in Path("/proc/vmstat").read_text().splitlines() if "oom_kill " in line
-        )
-    return own, host
+            if controllers not in ("", "memory"):
+                continue
+            folder = CGROUPS / controllers / path.strip("/")
+            own += _value(folder / ("memory.oom_control" if controllers else "memory.events"), "oom_kill")
+            while folder != CGROUPS.parent:
+                limits += _value(folder / "memory.failcnt") if controllers else _value(folder / "memory.events", "oom")
+                folder = folder.parent
+    host = _value(HOST, "oom_kill")
+    return own, limits, host
+
+
+def _value(file: Path, key: str = "") -> int:
+    """What a file of the kernel's counts under that key, or alone; 0 where there is none."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        words = (line.split() for line in file.read_text().splitlines())
+        return int(next(line[-1] for line in words if not key or line[0] == key))
+    return 0

@@ -71,6 +71,18 @@ ASIDE_LINES = 3
 STACK_LINE = re.compile(r"(\[rank\d+\]:)?\s*(frame #|Exception raised from |$)")
 """A line of the stack that C++ prints after what it says."""
 
+FAULT = re.compile(
+    r"^\[[^\s:]+:\d+\] Signal: [^()\n]+ \((\d+)\)$|^Fatal Python error: (Segmentation fault|Bus error|Illegal instruction)$",
+    re.MULTILINE,
+)
+"""What Open MPI, and Python's faulthandler, print in a process that makes a fault, before it dies."""
+
+TOO_EARLY = re.compile(r"mca_pml_ob1_recv_frag_callback_match.*ompi_mpi_init", re.DOTALL)
+"""In Open MPI's stack of a rank that was sent a message before it was ready for any: seen under Slurm's PMIx, once in hundreds of starts."""
+
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+"""Signals that a process gets for what it did itself."""
+
 SYNTAX_ERROR = re.compile(
     r'^  File "(.+)", line (\d+)\n(?:.*\n){0,3}(?:Syntax|Indentation|Tab)Error: .+\Z', re.MULTILINE
 )
@@ -81,7 +93,7 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended, as its exit record told or its silence showed.
 
     `time` is on the launcher's clock. `exit_code` is None where no record came; then `lost` tells whether the connection
-    was closed or fell silent. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
+    was closed or fell silent, and `signal` is of the fault that its last words tell of. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
     were about a connection to another rank. `closing`: its script had come to its end. `words` are those of the exception with
     which one ended that was being stopped.
     """
@@ -112,15 +124,29 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
 def first_failure(endings: Iterable[Ending]) -> Ending | None:
     """The failure that caused the others: the earliest that nobody asked for and that is not about another rank."""
     failed = [ending for ending in endings if ending.failed]
-    return min(failed, key=lambda e: (bool(e.stopped_by), e.consequence, e.time, e.rank), default=None)
+    first = min(failed, key=lambda e: (bool(e.stopped_by), e.consequence, e.time, e.rank), default=None)
+    if first and first.lost == "closed" and not first.stopped_by:
+        # Slurm kills a job at once when one of its MPI ranks has died: before any could tell, and in no order.
+        return min((e for e in failed if e.lost and e.signal), key=lambda e: (e.time, e.rank), default=first)
+    return first
 
 
-def is_consequence(log: Path) -> bool:
-    """Whether a rank's last words are about a connection to another one."""
+def is_consequence(log: Path, killed_by: int | None = None) -> bool:
+    """Whether a rank's last words are about a connection to another one. `killed_by` is the signal that it died of."""
     text = tail(log)
-    traceback = last_traceback(text)
+    # One that died of a signal has survived what it printed before, but for those by which Python itself ends.
+    traceback = last_traceback(text) if killed_by in (None, signal.SIGABRT, signal.SIGINT) else ""
     last = "\n".join([line for line in text.splitlines() if not STACK_LINE.match(line)][-5:])
     return not _lost_a_child(traceback) and bool(CONSEQUENCE.search(traceback or last))
+
+
+def fault_in(log: Path) -> int | None:
+    """The number of the signal of a fault that a rank's last words tell of."""
+    found = FAULT.findall(tail(log))
+    if not found:
+        return None
+    number, name = found[-1]
+    return next((s for s in FAULTS if s == int(number or 0) or (name and signal.strsignal(s) == name)), None)
 
 
 def words_of(log: Path) -> str:
@@ -137,7 +163,9 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     aborted = first.signal == signal.SIGABRT
     traceback = last_traceback(words) if first.exit_code and (aborted or not first.signal) else ""
     message = first.message
-    if first.lost:
+    if first.lost and first.signal:
+        message = f"killed by {signal_name(first.signal)}, as its last words tell, and all ranks were lost at once"
+    elif first.lost:
         message = _lost(first, endings)
     elif not message and traceback:
         message = last_words(traceback) + _child(words, traceback)
@@ -161,6 +189,10 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         message = f"exit code {first.exit_code}" + (f"; last words: {last}" if last else "")
         if unreadable := SYNTAX_ERROR.search(words.rstrip()):
             message = f"{last} ({Path(unreadable[1]).name}:{unreadable[2]})"
+    if first.signal == signal.SIGSEGV and TOO_EARLY.search(words):
+        message += (
+            " (in MPI_Init, as a message came too early: open-mpi/ompi#12495; start it again, or with --engine mpirun)"
+        )
     for known, meaning in KINDS:
         if known.search(message) or (traceback and known.search(traceback)):
             message += f" ({meaning})"
@@ -224,6 +256,11 @@ def _lost(first: Ending, endings: Iterable[Ending]) -> str:
             )
         who = f" (ranks {ranges([ending.rank for ending in there])})" if len(there) > 1 else ""
         return f"host {first.host} vanished: {first.message}{who}; power, kernel or network"
+    if len({ending.host for ending in endings}) > 1 and all(ending.lost == "closed" for ending in endings):
+        return (
+            "all ranks were lost at once, without an exit record: somebody, or the batch system, killed the whole job "
+            "(Slurm does so where an MPI rank dies, or where its PMIx fails: the log of slurmd on the hosts tells)"
+        )
     if len(there) > 1 and all(ending.lost for ending in there):
         return f"every rank of {first.host} was lost at once, without an exit record; was the host shut down?"
     return f"the process around it was killed, it left no exit record ({first.message})"

@@ -219,7 +219,7 @@ class Supervisor:
             spent_seconds = now - begun + self.spent_seconds
             if self.timeout_seconds and spent_seconds > self.timeout_seconds and not self.verdict.is_decided:
                 self.console.say(f"the time limit of {self.timeout_seconds:g} s is over; stopping the job")
-                self.verdict.stop(124)
+                self.verdict.stop(124, had_failed=bool(self.first_bad))
                 self._stop(self.grace_seconds)
             if not self.stopping and not self.first_bad:
                 self.recovery.start_waiting(now)
@@ -326,7 +326,13 @@ class Supervisor:
             for start in range(0, len(given), INPUT_PIECE_BYTES):
                 self._send(state, Kind.INPUT, given[start : start + INPUT_PIECE_BYTES])
             state.assignment = assignment
-            self._send(state, Kind.ASSIGN, assignment._asdict())
+            try:
+                self._send(state, Kind.ASSIGN, assignment._asdict())
+            except ValueError as error:
+                raise LaunchError(
+                    f"the command and the environment of rank {state.plan.rank} are too long: {error}",
+                    hint="give a long list to the script in a file",
+                ) from None
 
     def _tell_few_processors(self) -> None:
         """Of hosts that were not asked before."""
@@ -377,10 +383,21 @@ class Supervisor:
         elif kind is Kind.STACKS:
             self.progress.add(state, payload)
         elif kind is Kind.VALUE:
-            with (self.run_dir / "ranks" / f"{state.plan.rank}.value").open("ab") as file:
-                file.write(payload)
+            self._keep_value(state, payload)
         elif kind is Kind.EXIT and self.assigned:  # before that, the engine's own words tell why it ended its ranks
             self._ended(state, json.loads(payload))
+
+    def _keep_value(self, state: RankState, payload: bytes) -> None:
+        """What a rank returns is what the job is for: where it cannot be kept, the job has failed."""
+        path = self.run_dir / "ranks" / f"{state.plan.rank}.value"
+        try:
+            with path.open("ab") as file:
+                file.write(payload)
+        except OSError as error:
+            if not self.verdict.is_decided:
+                what = f"what rank {state.plan.rank} returned cannot be kept: {path}: {error.strerror}"
+                self.verdict.fail(self._failure_here(what, log=str(path)))
+                self._stop(self.grace_seconds)
 
     def _note_status(self, state: RankState, payload: bytes) -> None:
         for line in payload.splitlines():
@@ -434,7 +451,8 @@ class Supervisor:
     def _lost(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         """The rank is gone without a record."""
         stopped_by = "launcher" if self.stopping else ""
-        self._settle(state, None, None, stopped_by, time_=time.time(), message=why, lost=lost)
+        fault = None if stopped_by else failures.fault_in(state.error_log)
+        self._settle(state, None, fault, stopped_by, time_=time.time(), message=why, lost=lost)
 
     def _settle(
         self,
@@ -458,7 +476,9 @@ class Supervisor:
             stopped_by=stopped_by,
             closing=state.closing,
             words=failures.words_of(state.error_log) if stopped_by and exit_code else "",
-            consequence=bool(exit_code or number) and not stopped_by and failures.is_consequence(state.error_log),
+            consequence=not stopped_by
+            and bool(exit_code or number)
+            and failures.is_consequence(state.error_log, number),
             time=time_,
             message=message,
             lost=lost,
@@ -537,7 +557,8 @@ class Supervisor:
 
     def _interrupted(self, number: int) -> None:
         self.interrupts += 1
-        self.verdict.stop(128 + number)
+        if not all(state.ending and not state.ending.failed for state in self.ranks):  # else it has reached its end
+            self.verdict.stop(128 + number, had_failed=bool(self.first_bad))
         if self.interrupts == 1:
             self.console.say(f"{failures.signal_name(number)}: stopping the job (once more: at once)")
             self._stop(self.grace_seconds)
@@ -597,22 +618,21 @@ class Supervisor:
         how = f"was killed by {failures.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if lost in self.hosts:
             where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
-        failure = results.Failure(
-            rank=None,
-            host=where,
-            time=time.time(),
-            exit_code=None,
-            signal=None,
-            message=f"{self.plan.engine} {how} while its ranks were running",
-            traceback="",
-            log=str(engine.log),
-        )
+        what = f"{self.plan.engine} {how} while its ranks were running"
+        failure = self._failure_here(what, log=str(engine.log), host=where)
         self.verdict.engine_left = failure
         if self.plan.mode == "async":
             self._warn(f"{failure.message}; mode async needs it no more")
         else:
             self.verdict.fail(failure)
             self._stop(self.grace_seconds)
+
+    def _failure_here(self, message: str, *, log: str, host: str = "") -> results.Failure:
+        """Of no rank's, but of this machine, or of another one."""
+        return results.Failure(
+            rank=None, host=host or socket.gethostname(), time=time.time(), exit_code=None, signal=None, message=message,
+            traceback="", log=log,
+        )  # fmt: skip
 
     def _say_goodbye(self) -> None:
         """Tell the ranks that nothing more is wanted, and see the engine go, by force if it must."""

@@ -25,6 +25,7 @@ class Verdict:
         self._plan, self._recovery = plan, recovery
         self._decided: tuple[Status, int] | None = None
         self._failure: Failure | None = None
+        self._had_failed = False
         self.engine_left: Failure | None = None
         """Before its ranks; without it a job of mode async may go on."""
 
@@ -33,9 +34,13 @@ class Verdict:
         """Whether it does not depend any more on what the ranks will say."""
         return self._decided is not None
 
-    def stop(self, exit_code: int) -> None:
-        """Somebody wants the job to end, who may want it more than once: the first time counts."""
-        self._decided = self._decided or ("stopped", exit_code)
+    def stop(self, exit_code: int, *, had_failed: bool = False) -> None:
+        """Somebody wants the job to end, who may want it more than once: the first time counts.
+
+        `had_failed`: it had failed before, which is to be told.
+        """
+        if not self._decided:
+            self._decided, self._had_failed = ("stopped", exit_code), had_failed
 
     def fail(self, failure: Failure) -> None:
         """The job cannot go on, whatever its ranks say."""
@@ -43,12 +48,18 @@ class Verdict:
 
     def hear_engine(self, words: str) -> str:
         """All that the engine has said: whether somebody has stopped the job through it. Why, where that is so."""
-        first = self._first
-        if self.is_decided or not first or first.signal != signal.SIGTERM:
+        if self.is_decided:
             return ""
-        why = engines.runtime(self._plan.engine).cancelled(words)
+        first = self._first
+        told = [first] if first else self._recovery.endings  # a script that is stopped may save, and end well
+        if any(ending.stopped_by == "engine" or ending.signal == signal.SIGTERM for ending in told):
+            why = engines.runtime(self._plan.engine).cancelled(words)
+        elif first and first.lost == "closed":  # as where its rank was ended before it had saved
+            why = engines.runtime(self._plan.engine).cancelled(words, for_a_reason=True)
+        else:
+            return ""
         if why:
-            self.stop(first.code)
+            self.stop(128 + signal.SIGTERM)
         return why
 
     def final(self, logs: dict[int, Path]) -> tuple[Status, int, Failure | None]:
@@ -57,7 +68,7 @@ class Verdict:
             self.fail(self.engine_left)
         first = self._first
         status, code = self._decided or (("failed", first.code) if first else ("succeeded", 0))
-        if not self._failure and first and status == "failed":
+        if not self._failure and first and (status == "failed" or (self._had_failed and not first.stopped_by)):
             host = next(host for host in self._plan.hosts if host.name == first.host)
             interpreter = self._plan.script_on(host)[0]
             apart = mpirun.keeps_modules_here(self._plan, os.environ) and not routes.is_here(first.host)
