@@ -363,18 +363,15 @@ class TestOutside:
     def test_scancel_stops_the_job(self, make_slurm, tmp_path, saves):
         """Also where the script saves when it is told to end, and ends well."""
         cluster = make_slurm(2)
-        script = tmp_path / "saves.py"
+        script = tmp_path / "waits.py"
+        handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if saves else ""
         script.write_text(
-            "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-            "print('sleeps', flush=True)\ntime.sleep(60)\n"
+            f"import os, pathlib, signal, sys, time\n{handler}"
+            f"pathlib.Path({str(tmp_path)!r}, 'there' + os.environ['RANK']).touch()\ntime.sleep(60)\n"
         )
-        command = [script] if saves else [JOB, "*:sleep=60"]
-        process = cluster.popen(
-            "n1", [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", *command]
-        )
-        for line in process.stdout:
-            if "sleeps" in line:
-                break
+        command = [LAUNCH, "--run-dir", tmp_path / "run", "--engine", "srun", "-H", "n1:1,n2:1", script]
+        process = cluster.popen("n1", command)
+        wait_for(lambda: len([*tmp_path.glob("there*")]) == 2)
         cluster.run("n1", ["scancel", cluster.jobs()[0].split()[0]], check=True)
         _, err = process.communicate(timeout=50)
         result = result_in(tmp_path)
