@@ -69,6 +69,11 @@ EXPLANATIONS = (
 """Words of srun's, what they mean, and what to do."""
 
 
+BARRIERS = {"SLURM_PMIX_FENCE": "ring"}
+"""How Slurm makes ranks wait for each other in MPI_Init. By its tree some pass before others are there, which then die of their messages
+(open-mpi/ompi#12495): on three busy hosts 84 of 382 starts of six ranks, with its default, which has both, 6 of 383, and by
+its ring none of 480 (Slurm 22.05.8, PMIx 4.2.2, Open MPI 5.0.11; 26 November 2026)."""
+
 CANCELLED = re.compile(r"\*\*\* (?:STEP|JOB) \S+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+\w))?")
 """What the node's daemon prints into the job's output."""
 
@@ -167,10 +172,10 @@ def remote(plan: LaunchPlan) -> Remote | None:
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Inside an allocation without what counts by its tasks, nor by GPUs where they are asked for by host."""
-    if not in_allocation(environ):
-        return dict(environ)
-    dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
-    return {name: value for name, value in environ.items() if name not in dropped}
+    dropped: tuple[str, ...] = ()
+    if in_allocation(environ):
+        dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
+    return {**BARRIERS, **{name: value for name, value in environ.items() if name not in dropped}}
 
 
 def _all_gpus_for_each(environ: Mapping[str, str]) -> list[str]:

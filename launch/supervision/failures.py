@@ -78,7 +78,7 @@ FAULT = re.compile(
 """What Open MPI, and Python's faulthandler, print in a process that makes a fault, before it dies."""
 
 TOO_EARLY = re.compile(r"mca_pml_ob1_recv_frag_callback_match.*ompi_mpi_init", re.DOTALL)
-"""In Open MPI's stack of a rank that was sent a message before it was ready for any: seen under Slurm's PMIx, once in hundreds of starts."""
+"""In Open MPI's stack of a rank that was sent a message before it was ready for any; see `engines.srun.BARRIERS`."""
 
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """Signals that a process gets for what it did itself."""
@@ -190,9 +190,7 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
         if unreadable := SYNTAX_ERROR.search(words.rstrip()):
             message = f"{last} ({Path(unreadable[1]).name}:{unreadable[2]})"
     if first.signal == signal.SIGSEGV and TOO_EARLY.search(words):
-        message += (
-            " (in MPI_Init, as a message came too early: open-mpi/ompi#12495; start it again, or with --engine mpirun)"
-        )
+        message += " (in MPI_Init, as a message came too early: open-mpi/ompi#12495; SLURM_PMIX_FENCE=ring, or --engine mpirun)"
     for known, meaning in KINDS:
         if known.search(message) or (traceback and known.search(traceback)):
             message += f" ({meaning})"
