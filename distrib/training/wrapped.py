@@ -242,8 +242,9 @@ def frozen_later(names: list[str], model: str) -> TrainingError:
 class _Backward:
     """Sees where a second backward follows what models have computed, of which torch averages no gradient.
 
-    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. Of one that has
-    unused parameters, all are. What any of the models computes allows another backward: they may share parameters, and a model may be prepared again.
+    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. Of one that
+    may have unused parameters, all are. What any of the models computes allows another backward: they may share parameters, and a
+    model may be prepared again.
     """
 
     def __init__(self) -> None:

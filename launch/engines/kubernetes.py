@@ -38,9 +38,10 @@ SECRET = "distrib-secrets"
 """The name of the Secret that has what must not stand in a manifest."""
 
 KEEP_SECONDS = 24 * 3600
+"""How long the finished job and the launcher's log stay."""
+
 AFTER_GRACE_SECONDS = 55
 """The launcher's, to see its ranks go and to write the result."""
-"""How long the finished job and the launcher's log stay."""
 
 NAME_LIMIT = 40
 """Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
@@ -162,8 +163,8 @@ def manifest(
     """The MPIJob that runs `plan`.
 
     `words` are options for the launcher inside the cluster, `environment` what every rank is to find, `grace_seconds` how long
-    ranks may take to end when they are told to. `runtime_class` is
-    the RuntimeClass of pods with GPUs; empty: the cluster's default. `resources` are what workers are given besides GPUs.
+    ranks may take to end when they are told to. `runtime_class` is the RuntimeClass of pods with GPUs; empty: the cluster's
+    default. `resources` are what workers are given besides GPUs.
     """
     slots = slots_per_worker(plan)
     name = job_name(plan)

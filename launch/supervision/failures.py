@@ -93,9 +93,9 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How one rank ended, as its exit record told or its silence showed.
 
     `time` is on the launcher's clock. `exit_code` is None where no record came; then `lost` tells whether the connection
-    was closed or fell silent, and `signal` is of the fault that its last words tell of. `stopped_by` is empty when it ended of its own accord. `consequence`: its last words
-    were about a connection to another rank. `closing`: its script had come to its end. `words` are those of the exception with
-    which one ended that was being stopped.
+    was closed or fell silent, and `signal` is of the fault that its last words tell of. `stopped_by` is empty when it ended
+    of its own accord. `consequence`: its last words were about a connection to another rank. `closing`: its script had come
+    to its end. `words` are those of the exception with which one ended that was being stopped.
     """
 
     rank: int
@@ -164,7 +164,8 @@ def describe(first: Ending, endings: Iterable[Ending], log: Path, interpreter: s
     traceback = last_traceback(words) if first.exit_code and (aborted or not first.signal) else ""
     message = first.message
     if first.lost and first.signal:
-        message = f"killed by {signal_name(first.signal)}, as its last words tell, and all ranks were lost at once"
+        message = f"killed by {signal_name(first.signal)}, as its last words tell"
+        message += ", and all ranks were lost at once" * all(ending.lost == "closed" for ending in endings)
     elif first.lost:
         message = _lost(first, endings)
     elif not message and traceback:
