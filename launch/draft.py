@@ -18,7 +18,7 @@ from distrib.units import format_rate, format_size
 GIB = 1 << 30
 ALIKE = 0.05
 """By so much of it the memory of hosts may differ that are built alike: firmware and kernels keep some."""
-NICS = ("physical", "bond")
+NICS = ("physical", "bond", "team")
 """Kinds of interfaces that are cards, or stand for several."""
 
 HEAD = """\
@@ -120,8 +120,14 @@ def _narrowest(buses: Iterable[str | None]) -> str | None:
 
 
 def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> tuple[Nic, ...]:
-    """RDMA ports that are up; and Ethernet cards that are up, have an address and are none of them."""
+    """RDMA ports that are up, those of RoCE with an address; and Ethernet cards that are up, have one and are none of them.
+
+    The address may be on a VLAN or a bridge of the card; several of one card are one.
+    """
     found: dict[str, tuple[str, RdmaPort | Interface, float]] = {}
+    devices = {port.device for port in facts.rdma if port.active}
+    taken = {card.name for card in facts.interfaces if devices & {*card.rdma}}
+    addressed = [card for card in facts.interfaces if card.up and card.parsed()]
     for port in facts.rdma:
         if port.active and port.rate_bytes_per_second:
             card = _card_of(port, facts.interfaces)
@@ -129,12 +135,16 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
                 found.setdefault(port.device, ("InfiniBand", port, port.rate_bytes_per_second))
             elif card is None:
                 found.setdefault(port.device, ("RoCE", port, port.rate_bytes_per_second))
-            else:  # of a bond one port may tell its own rate
+            elif any({card.name, *port.netdevs} & {way.name, *way.cards} for way in addressed):
+                taken |= {card.name, *port.netdevs}
+                # of a bond one port may tell its own rate
                 bond = (card.speed_bytes_per_second or 0.0) if card.kind == "bond" else 0.0
                 found.setdefault(card.name, ("RoCE", port, max(port.rate_bytes_per_second, bond)))
-    for card in facts.interfaces:
-        is_port = card.infiniband or any(port.active and port.device in card.rdma for port in facts.rdma)
-        if card.kind in NICS and card.up and card.parsed() and card.speed_bytes_per_second and not is_port:
+    for card in sorted(addressed, key=lambda card: card.kind not in NICS):
+        behind = {card.name, *card.cards}
+        is_card = card.kind in NICS or bool(card.cards)
+        if is_card and card.speed_bytes_per_second and not card.infiniband and not behind & taken:
+            taken |= behind
             found.setdefault(card.name, ("Ethernet", card, card.speed_bytes_per_second))
     several = len(places) > 1
     alike: dict[Nic, list[str]] = {}

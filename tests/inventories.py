@@ -29,11 +29,11 @@ def inventory(hostname: str = "n1", **facts: Any) -> Inventory:
 
 def interface(
     name: str, *addresses: str, kind: str = "physical", up: bool = True, speed: float | None = None,
-    rdma: tuple[str, ...] = (), infiniband: bool = False, mtu: int = 1500,
+    rdma: tuple[str, ...] = (), infiniband: bool = False, mtu: int = 1500, cards: tuple[str, ...] = (),
 ) -> Interface:  # fmt: skip
     return Interface(
         name=name, kind=kind, infiniband=infiniband, addresses=addresses, up=up, mtu=mtu,
-        speed_bytes_per_second=speed, rdma=rdma,
+        speed_bytes_per_second=speed, rdma=rdma, cards=cards,
     )  # fmt: skip
 
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -10,6 +15,7 @@ from distrib_launch.preflight.network import NoNetworkError, choose_network, eng
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib.cluster import inventory_program
 from distrib.cluster.inventory import Interface, RdmaPort
 from distrib.errors import ConfigError
 from tests.inventories import interface, inventory
@@ -217,6 +223,82 @@ def test_ports_of_roce_that_lead_nowhere_are_left(second, why):
         for i, n in enumerate("ab", 1)
     }  # fmt: skip
     assert choose_network(hosts).of("a").environment["NCCL_IB_HCA"] == "=mlx5_0:1,mlx5_1:1"
+
+
+@pytest.mark.parametrize(
+    ("prefix", "rail_rate", "storage_rate", "rails"),
+    [
+        ("10.{rail}.{host}.0/31", 50e9, 25e9, True),
+        ("10.{rail}.{rack}.{host}/24", 50e9, 25e9, True),
+        ("10.{rail}.{host}.0/31", 12.5e9, 12.5e9, True),  # four of them
+        ("10.{rail}.{host}.0/31", 3e9, 25e9, False),
+        ("10.{rail}.{rack}.{odd}/30", 50e9, 25e9, False),  # cables from host to host
+    ],
+)
+def test_routed_rails_are_used_rather_than_the_port_for_storage_that_all_share(prefix, rail_rate, storage_rate, rails):
+    ports = (*(port(f"mlx5_{n}", rail_rate, "Ethernet") for n in range(4)), port("mlx5_9", storage_rate, "Ethernet"))
+
+    def cards(host):
+        where = {"host": host, "rack": host // 3, "odd": 1 + host % 2}
+        return (
+            interface("eth0", f"10.0.0.{host}/24"),
+            interface("ens9", f"10.99.0.{host}/24", rdma=("mlx5_9",)),
+            *(interface(f"ens{n}", prefix.format(rail=n + 1, **where), rdma=(f"mlx5_{n}",)) for n in range(4)),
+        )
+
+    hosts = {f"n{i}": inventory(f"n{i}", interfaces=cards(i), rdma=ports) for i in (1, 2, 3, 4)}
+    network = choose_network(hosts)
+    used = network.of("n4").environment["NCCL_IB_HCA"].lstrip("=").split(",")
+    assert [name for name in used if name != "mlx5_9:1"] == [f"mlx5_{n}:1" for n in range(4) if rails]
+    assert any("taken to be routed" in note for note in network.notes) == rails
+
+
+@pytest.mark.parametrize(("cards", "taken"), [(("ens1",), "br0"), ((), "eno1")])
+def test_a_bridge_that_a_fast_card_is_in_goes_by_that_card(cards, taken):
+    """Hosts of virtual machines have their address there; without a card in it a bridge leads to machines of the host."""
+
+    def host(i):
+        return (
+            interface("eno1", f"10.0.0.{i}/24", speed=1.25e8),
+            interface("br0", f"10.1.0.{i}/24", kind="bridge", speed=3.1e9, cards=cards),
+        )
+
+    plain = (interface("eno1", "10.0.0.3/24", speed=1.25e8), interface("ens1", "10.1.0.3/24", speed=3.1e9))
+    assert chosen(choose_network(cluster(host(1), host(2), plain)))["n1"][0] == taken
+
+
+INTERFACES = """
+import json, socket, sys
+sys.path[:0] = [sys.argv[1]]
+from distrib.cluster import inventory_program
+asked = []
+cards_below = inventory_program.cards_below
+inventory_program.cards_below = lambda *words: asked.append(words) or cards_below(*words)
+cards = {each["name"]: each["cards"] for each in inventory_program.interfaces()}
+names = dict(socket.if_nameindex())
+print(json.dumps([cards, {names[upper]: [names[one] for one in lower] for upper, lower in asked[0][2].items()}]))
+"""
+
+
+@pytest.mark.cluster
+def test_what_is_in_a_bridge_is_known(tmp_path):
+    commands = "ip link add p0 type veth peer name p1; ip link add br0 type bridge; ip link set p0 master br0"
+    (tmp_path / "ask.py").write_text(INTERFACES)
+    ask = shlex.join([sys.executable, str(tmp_path / "ask.py"), str(Path(__file__).parent.parent)])
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-ec", f"{commands}; {ask}"], capture_output=True, text=True, check=True
+    )
+    cards, below = json.loads(done.stdout)
+    assert below == {"br0": ["p0"]}
+    assert "br0" in cards
+    assert set(map(tuple, cards.values())) == {()}  # of none of them a card
+
+
+def test_the_cards_behind_a_bridge_a_bond_or_a_vlan():
+    kinds = {1: "physical", 2: "physical", 3: "bond", 4: "vlan", 5: "bridge", 6: "tun", 7: "bridge", 8: "vxlan"}
+    below = {3: [1, 2], 4: [3], 5: [4, 6], 7: [6, 8], 8: [1]}
+    found = {index: sorted(inventory_program.cards_below(index, kinds, below)) for index in kinds}
+    assert found == {1: [], 2: [], 3: [1, 2], 4: [1, 2], 5: [1, 2], 6: [], 7: [], 8: []}
 
 
 def test_faster_cards_that_share_no_network_are_told_of():

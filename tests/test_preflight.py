@@ -483,6 +483,8 @@ def gpu_hosts(**odd):
         ({"packages": packages(nccl="2.21.5")}, "cuda", "error", "NCCL 2.21.5, 3 others have 2.27.3"),
         ({"nvml_error": "NVMLError_LibRmVersionMismatch: Driver/library version mismatch"}, "cuda", "error", "mismatch"),
         ({"memory_bytes": 100 * GIB}, "memory", "warning", "100 GiB of memory for 160 GiB of GPU memory"),
+        ({"memory_bytes": 200 * GIB, "shm_bytes": 64 << 20, "free_shm_bytes": 64 << 20}, "shm", "warning",
+         "64 MiB free of 64 MiB in /dev/shm"),
         ({"gpudirect": False, "rdma": (RdmaPort(device="mlx5_0", port=1, link_layer="InfiniBand", active=True,
           rate_bytes_per_second=25e9),)}, "cuda", "warning", "neither nvidia_peermem nor"),
     ],
@@ -562,6 +564,8 @@ def test_the_commonest_version_is_right(versions, own):
 
 # -- ssh's words ------------------------------------------------------------------------------------------------------
 
+PROXY = "Connection closed by UNKNOWN port 65535"
+
 
 @pytest.mark.parametrize(
     ("words", "reason", "fix"),
@@ -580,6 +584,14 @@ def test_the_commonest_version_is_right(versions, own):
         ("Bad owner or permissions on /root/.ssh/config", "refuses /root/.ssh/config", "chmod 600"),
         ("Received disconnect from 10.0.0.2 port 22:2: Too many authentication failures", "too many keys", "IdentityFile"),
         ("kex_exchange_identification: Connection closed by remote host", "hangs up", "MaxStartups"),
+        (f"kim@gate: Permission denied (publickey).\n{PROXY}", "by ProxyJump or ProxyCommand, failed: kim@gate: Permission denied", "ssh -G n2"),
+        (f"ssh: connect to host gate port 22: Connection refused\n{PROXY}", "failed: ssh: connect to host gate port 22", "ssh -G n2"),
+        (f"bash: line 1: exec: nc: not found\n{PROXY}", "failed: bash: line 1: exec: nc: not found", "ssh -G n2"),
+        (f"channel 0: open failed: administratively prohibited: open failed\nstdio forwarding failed\n{PROXY}",
+         "failed: channel 0: open failed: administratively", "ssh -G n2"),
+        (f"channel 0: open failed: connect failed: Connection refused\nstdio forwarding failed\n{PROXY}",
+         "nothing listens on ssh's port 22", "systemctl start ssh"),
+        (f"*** authorized use only ***\n{PROXY}", "its sshd hangs up", "MaxStartups"),
         ("", "ssh says nothing", "try: ssh n2 true"),
     ],
 )  # fmt: skip
@@ -705,6 +717,14 @@ def test_ssh_refused_key_refused_and_unknown_keys(make_cluster, launch, tmp_path
     os.kill(cluster._listener("n4"), 9)
     run = launch("-H", "n1,n4", WHERE, cluster=cluster)
     refused(run, cluster, "n4", "ssh", "nothing listens on ssh's port 22", "systemctl start ssh")
+    run = launch("-H", "n1,n3", "--ssh-command", "ssh -J n4", WHERE, cluster=cluster)
+    refused(
+        run,
+        cluster,
+        "n3",
+        "ssh",
+        "by ProxyJump or ProxyCommand, failed: ssh: connect to host n4 port 22: Connection refused",
+    )
 
 
 @pytest.mark.cluster

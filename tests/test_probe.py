@@ -876,7 +876,8 @@ def test_a_card_that_does_not_reach_its_rate():
 
 
 @pytest.mark.parametrize(
-    ("gbits", "part", "told"), [(25, 0.85, False), (50, 0.55, False), (100, 0.4, False), (100, 0.2, True)]
+    ("gbits", "part", "told"),
+    [(25, 0.85, False), (50, 0.55, False), (100, 0.4, False), (100, 0.2, True), (400, 0.1, False)],
 )
 def test_a_card_is_compared_with_what_tcp_gets_out_of_its_kind(gbits, part, told):
     said = tuple(facts(f"n{n}", interfaces=card(gbits)) for n in (1, 2, 3, 4))

@@ -246,6 +246,26 @@ def test_rank_0_knows_who_is_silent_at_the_end():
     assert silent_after(once) == ("", ())
 
 
+@pytest.mark.parametrize(
+    ("mode", "speeds", "streams"),
+    [
+        ("quick", (1.25e8, 1.25e9), {1}),
+        ("quick", (1.25e8, 3.1e9), {4}),
+        ("quick", (1.25e8, None), {4}),
+        ("default", (1.25e8, 1.25e8), {4}),
+    ],
+)
+def test_one_stream_is_enough_for_cards_that_are_known_to_be_slow(mode, speeds, streams):
+    cluster = Cluster(2, answer=usual)
+    cluster.hellos = [
+        msgspec.structs.replace(hello, facts=msgspec.structs.replace(hello.facts, interfaces=tuple(
+            msgspec.structs.replace(card, speed_bytes_per_second=speed) for card in hello.facts.interfaces)))
+        for hello, speed in zip(cluster.hellos, speeds, strict=True)
+    ]  # fmt: skip
+    records = cluster.probe(mode)
+    assert {record.streams for record in of(PairSeen, records) if record.way == "tcp"} == streams
+
+
 def test_ways_inside_a_host_are_kept_when_others_fail():
     def answer(rank, task):
         reply = usual(rank, task)
@@ -436,7 +456,7 @@ def test_ranks_that_mpi_started_each_alone_measure_nothing(run_rank, monkeypatch
 
 def test_a_rank_is_more_patient_than_rank_0_which_knows_who_is_missing(run_rank, monkeypatch):
     monkeypatch.setattr(rank_of_probe, "START_SECONDS", -1.0)
-    assert run_rank(Comm(3, Setup(token=b"", ports={}, streams=1), Leave())) == 0
+    assert run_rank(Comm(3, Setup(token=b"", ports={}), Leave())) == 0
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

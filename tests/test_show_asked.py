@@ -119,6 +119,7 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
     cards = (
         interface("bond0", "10.0.0.1/24", kind="bond", speed=25e9), interface("ens1f0", speed=12.5e9, rdma=("mlx5_bond_0",)),
         interface("ens1f1", speed=12.5e9), interface("eno1", "10.1.0.1/24", speed=1.25e9),
+        interface("ens1f1.7", "10.7.0.1/24", kind="vlan", cards=("ens1f1",), speed=12.5e9),
     )  # fmt: skip
 
     def drafted(*ports):
@@ -126,7 +127,8 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
         (group,) = parse_topology(text, "draft").nodes
         return [(nic.name, nic.kind, nic.rate) for nic in group.nics]
 
-    assert drafted(lag) == [("bond0", "RoCE", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s")]
+    of_vlan = ("ens1f1.7", "Ethernet", "100 Gb/s")
+    assert drafted(lag) == [("bond0", "RoCE", "200 Gb/s"), ("eno1", "Ethernet", "10 Gb/s"), of_vlan]
     # A card whose name the device's folder does not tell has it from its addresses; VLANs are none.
     plain = msgspec.structs.replace(lag, device="mlx5_9", netdevs=("ens1f1", "ens1f1.7"))
     assert drafted(plain) == [
@@ -134,6 +136,26 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
         ("bond0", "Ethernet", "200 Gb/s"),
         ("eno1", "Ethernet", "10 Gb/s"),
     ]
+
+
+def test_a_card_is_drafted_where_its_address_is_on_a_vlan_or_a_bridge():
+    """Once, whatever the number of these; and none that has no address, as the launcher uses none."""
+    bonded = ("ens1f0", "ens1f1")
+    cards = (
+        interface("bond0.20", "10.20.0.1/24", kind="vlan", speed=6.25e9, cards=bonded),
+        interface("bond0.100", "10.100.0.1/24", kind="vlan", speed=6.25e9, cards=bonded),
+        interface("bond0", kind="bond", speed=6.25e9, cards=bonded),
+        *(interface(name, speed=3.125e9) for name in bonded),
+        interface("br0", "10.0.0.1/24", kind="bridge", speed=1.25e8, cards=("eno1",)), interface("eno1", speed=1.25e8),
+        interface("docker0", "172.17.0.1/16", kind="bridge", speed=1.25e9),
+        interface("ens2f0", "10.2.0.1/24", speed=12.5e9, rdma=("mlx5_0",)), interface("ens2f1", speed=12.5e9, rdma=("mlx5_1",)),
+    )  # fmt: skip
+    ports = (port(0, layer="Ethernet", rate=12.5e9), port(1, layer="Ethernet", rate=12.5e9))
+    text = as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
+    (group,) = parse_topology(text, "draft").nodes
+    assert [(nic.name, nic.kind, nic.rate) for nic in group.nics] == [
+        ("ens2f0", "RoCE", "100 Gb/s"), ("bond0.20", "Ethernet", "50 Gb/s"), ("br0", "Ethernet", "1 Gb/s"),
+    ]  # fmt: skip
 
 
 @given(

@@ -90,10 +90,17 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     speed_bytes_per_second: float | None
     rdma: tuple[str, ...]
     """RDMA devices on the same card, such as `mlx5_0`."""
+    cards: tuple[str, ...] = ()
+    """The physical cards behind a bridge, a bond or a VLAN."""
     numa_node: int | None = None
     pcie: str | None = None
     carrier_changes: int | None = None
     """How often the link came or went since the driver was loaded."""
+
+    @property
+    def is_bridged_card(self) -> bool:
+        """Whether a card has its address on this bridge, as hosts of virtual machines do; bridges of containers have no card."""
+        return self.kind == "bridge" and bool(self.cards)
 
     def parsed(self) -> list[Address]:
         """The addresses that could lead to another host: neither loopback nor link-local."""

@@ -586,6 +586,7 @@ def interfaces() -> list[dict[str, Any]]:
         for name in entries(f"/sys/class/infiniband/{device}/device/net"):
             rdma.setdefault(name, []).append(device)
     found: dict[int, dict[str, Any]] = {}
+    below: dict[int, list[int]] = {}
     try:
         for body in netlink(18):  # RTM_GETLINK
             _, kind, index, flags = struct.unpack("=BxHiI", body[:12])
@@ -602,6 +603,19 @@ def interfaces() -> list[dict[str, Any]]:
                             "carrier_changes": int(changes) if changes.isdigit() else None,
                             "rdma": rdma.get(name, []), "numa_node": numa_node_of(here + "device"),
                             "pcie": pcie_of(here + "device")}  # fmt: skip
+            if 10 in told:  # IFLA_MASTER
+                below.setdefault(struct.unpack("=I", told[10])[0], []).append(index)
+            if what == "vlan" and 5 in told and 37 not in told:  # IFLA_LINK, and not IFLA_LINK_NETNSID
+                below.setdefault(index, []).append(struct.unpack("=I", told[5])[0])
+        kinds = {index: each["kind"] for index, each in found.items()}
+        for index, each in found.items():
+            cards = [found[card] for card in cards_below(index, kinds, below)]
+            each["cards"] = sorted(card["name"] for card in cards)
+            if (
+                cards and each["kind"] == "bridge"
+            ):  # it tells the rate of its fastest port, which may be a virtual machine's
+                speeds = [card["speed_bytes_per_second"] or 0 for card in cards]
+                each["speed_bytes_per_second"] = max(speeds) or None
         for body in netlink(22):  # RTM_GETADDR
             family, prefix, flags, _, index = struct.unpack("=BBBBI", body[:8])
             told = attributes(body[8:])
@@ -612,6 +626,16 @@ def interfaces() -> list[dict[str, Any]]:
     except OSError:
         pass
     return [found[index] for index in sorted(found)]
+
+
+def cards_below(index: int, kinds: dict[int, str], below: dict[int, list[int]]) -> list[int]:
+    """The physical cards by which a bridge, a bond or a VLAN reaches other hosts; those of an interface that is one itself are none."""
+    if kinds.get(index) not in ("bridge", "bond", "team", "vlan"):
+        return []
+    found = []
+    for lower in below.get(index, []):
+        found += [lower] if kinds.get(lower) == "physical" else cards_below(lower, kinds, below)
+    return found
 
 
 def rdma_ports() -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from distrib.probe.deadline import wait
 from distrib.probe.leader import Leader
 from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
 from distrib.probe.records import Record, decode, encode
-from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 
 START_SECONDS = 60.0
@@ -48,7 +47,7 @@ def main() -> int:
     if comm.rank == 0:
         hellos = _meet(comm, hello, spec.present)
         ports = {address: port for each in hellos for address, port in each.ports.items()}
-        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports, streams=MODES[spec.mode].streams)
+        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports)
         for rank in range(1, comm.size):
             comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
         worker.setup = setup

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from distrib.cluster.groups import SLOWED
 from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink
-from distrib.probe.cards import ONE_STREAM_BYTES_PER_SECOND
 from distrib.probe.finding import Finding, ranked, rate_text
+from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND
 from distrib.units import format_duration, format_rate, format_size
 
 WORSE = 0.9

@@ -13,7 +13,7 @@ from distrib.cluster.node import Nic, shown_hosts
 from distrib.probe.finding import Finding, rate_text
 from distrib.probe.networks import measured_cards
 from distrib.probe.records import Facts, Gpu, Load, PairSeen
-from distrib.probe.settings import Way
+from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND, Way
 from distrib.probe.suspects import class_of_pair, classes_of, one_way
 from distrib.units import format_size
 
@@ -23,8 +23,8 @@ OF_USABLE = 0.75
 ALIKE = 1.1
 """Hosts that all reach the same, but for so much, have the same limit."""
 
-ONE_STREAM_BYTES_PER_SECOND = 1.25e9
-"""One TCP connection fills links of this rate; a faster one tells nothing of itself by a single one."""
+ONE_RECEIVER_BYTES_PER_SECOND = 12.5e9
+"""Over TCP a host is sent everything to one thread of the probe, which copies it: faster cards tell nothing of themselves so."""
 
 GPUDIRECT_GAIN = 1.05
 """Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
@@ -140,7 +140,8 @@ def _below_nominal(
     # Beside others a card can do no more than alone; and some pairs may never have been alone.
     for record in (record for load in get_args(Load) for record in one_way(seen, way, load)):
         rate = class_of_pair(classes, record)
-        if way == "tcp" and record.streams == 1 and rate > ONE_STREAM_BYTES_PER_SECOND:
+        tells = ONE_STREAM_BYTES_PER_SECOND if record.streams == 1 else ONE_RECEIVER_BYTES_PER_SECOND
+        if way == "tcp" and rate > tells:
             continue
         for host, other in ((record.source, record.target), (record.target, record.source)):
             if rate and rate >= classes[host]:

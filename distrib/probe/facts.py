@@ -42,6 +42,7 @@ def own_facts(host: str, address: str) -> Facts:
                 kind=each.kind,
                 carrier_changes=each.carrier_changes,
                 addresses=each.addresses,
+                cards=each.cards,
             )
             for each in inventory.interfaces
             if each.kind != "loopback"

@@ -30,7 +30,7 @@ from distrib.probe.records import (
     by_machine,
 )
 from distrib.probe.schedule import Pair, Round
-from distrib.probe.settings import GPUDIRECT_LEVEL, MODES, NEVER, Way
+from distrib.probe.settings import FAST_STREAMS, GPUDIRECT_LEVEL, MODES, NEVER, ONE_STREAM_BYTES_PER_SECOND, Way
 from distrib.probe.steps import COLLECTIVE_START_SECONDS, LINKS_DONE, Step, alone_share, steps
 from distrib.probe.worker import Worker
 from distrib.units import format_size
@@ -102,6 +102,12 @@ class Leader:
         self._reducing = on_gpus or tuple(range(comm.size))
         """The ranks that take part in all-reduces: NCCL and Gloo do not meet, and hosts for parameter servers may have no GPU."""
         self.networks = {network.name: network for network in other_networks(tuple(self.facts.values()))}
+        cards_of: dict[str | None, dict[str, str | None]] = {
+            name: {host: card for host, (card, _) in network.cards.items()} for name, network in self.networks.items()
+        }
+        cards_of[None] = {each.host: each.interface for each in self.facts.values()}
+        self._streams = {name: self._streams_on(cards) for name, cards in cards_of.items()}
+        """The TCP connections of a link, by network."""
         self.seen: list[PairSeen] = [] if anew else [record for record in before if isinstance(record, PairSeen)]
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more, until they have answered all."""
@@ -119,6 +125,13 @@ class Leader:
     def silent(self) -> str:
         """The hosts of ranks that did not answer when they were last asked: these will hardly end by themselves, either."""
         return self._named(self._silent) if self._silent else ""
+
+    def _streams_on(self, cards: Mapping[str, str | None]) -> int:
+        """Where all of these cards, by host, are known to be slow, as many as the mode has; where machines are rented each connection
+        may be limited, and their cards tell no rate."""
+        known = [each.named(cards[each.host]) for each in self.facts.values() if each.host in cards]
+        slow = all(card and 0 < (card.speed_bytes_per_second or 0) <= ONE_STREAM_BYTES_PER_SECOND for card in known)
+        return self.settings.streams if slow else max(self.settings.streams, FAST_STREAMS)
 
     def emit(self, record: Record) -> None:
         if isinstance(record, PairSeen):
@@ -333,7 +346,7 @@ class Leader:
                 if step.way == "mpi"
                 else (2 * share if alone else share),
                 variation=self.settings.variation if alone else None,
-                streams=self.settings.streams,
+                streams=self._streams[step.network],
                 pings=self.settings.pings,
                 sizes=sizes,
                 patience_seconds=patience_seconds,

@@ -41,7 +41,6 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     token: bytes
     ports: dict[str, int]
-    streams: int
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):

@@ -10,7 +10,7 @@ import msgspec
 from distrib.probe.records import Facts, PairSeen
 
 CARDS = frozenset({"physical", "bond", "team", "vlan", "ipoib", "veth", "macvlan", "ipvlan", "unknown"})
-"""Kinds of interfaces that may lead to another host; bridges and tunnels of containers and virtual machines do not."""
+"""Kinds of interfaces that may lead to another host; tunnels, and bridges without a card in them, do not."""
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,8 @@ def _addresses(facts: Facts) -> list[tuple[str, str, str]]:
     """Interface, address and subnet of each IPv4 address of a card that is up."""
     found = []
     for interface in facts.interfaces:
-        for text in interface.addresses if interface.up and interface.kind in CARDS else ():
+        leads_out = interface.up and (interface.kind in CARDS or interface.cards)
+        for text in interface.addresses if leads_out else ():
             address = ipaddress.ip_interface(text)
             if address.version == 4 and not (address.ip.is_loopback or address.ip.is_link_local):
                 found.append((interface.name, str(address.ip), str(address.network)))

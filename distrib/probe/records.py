@@ -29,6 +29,8 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     carrier_changes: int | None = None
     """How often its link came or went since the driver was loaded."""
     addresses: tuple[str, ...] = ()
+    cards: tuple[str, ...] = ()
+    """The physical cards behind a bridge, a bond or a VLAN."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

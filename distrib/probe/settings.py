@@ -29,13 +29,20 @@ def doubling(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+ONE_STREAM_BYTES_PER_SECOND = 1.25e9
+"""One TCP connection fills links of this rate; a faster one tells nothing of itself by a single one."""
+
+FAST_STREAMS = 4
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What one probe does. Sizes in bytes, times in seconds.
 
     `inside_seconds` is how long each way between GPUs and memory of a host is used. `stream_seconds` is how long a link is filled while others are too. All directions alone share
     `alone_budget_seconds` for each way; each gets at least `alone_seconds[0]` and at most `alone_seconds[1]`, and where
     the least is too much, as many rounds as fit are measured alone. `variation` is the coefficient of variation of the
-    median at which repeating ends early.
+    median at which repeating ends early. `streams` are the TCP connections of a link; of one that is faster than
+    `ONE_STREAM_BYTES_PER_SECOND`, or may be, there are `FAST_STREAMS` at least.
     """
 
     mode: Mode

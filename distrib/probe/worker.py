@@ -30,7 +30,7 @@ class Worker:
         self.rank: int = comm.rank
         self.host = host
         self.listeners = listeners
-        self.setup = Setup(token=b"", ports={}, streams=1)
+        self.setup = Setup(token=b"", ports={})
         self._buffers: dict[str, memoryview] = {}
         self._collective: Any = None
         self._abandoned: list[Any] = []

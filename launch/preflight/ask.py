@@ -30,6 +30,10 @@ ANSWER_SECONDS = 90.0
 LOGINS_PER_CPU = 16
 """So many logins at a time take this machine's processors no longer than others take to answer."""
 SRUN_SAYS = "srun: "
+BY_PROXY = "UNKNOWN port 65535"
+"""What ssh calls its other end where ProxyJump or ProxyCommand leads there."""
+PROXY_FAILS = "connect to host|could not resolve|permission denied|host key|timed out|prohibited|not found|no such file"
+"""By which a line of ssh's, or of such a command, tells why it does not."""
 TELL_SECONDS = 8.0
 """After which it is told who is still waited for."""
 
@@ -209,6 +213,13 @@ def _explain_ssh(target: Target, err: str) -> Check:
     def because(reason: str, fix: str) -> Check:
         return error(host, "ssh", reason, fix)
 
+    if BY_PROXY in err and not says("open failed: connect failed"):  # that is what a jump host says of the target
+        failed = [line for line in lines if BY_PROXY not in line and re.search(PROXY_FAILS, line, re.IGNORECASE)]
+        if failed:
+            return because(
+                f"the way to it, by ProxyJump or ProxyCommand, failed: {failed[-1]}",
+                f"mend that host or command (ssh -G {host} | grep -i proxy shows it), then try: ssh {port}{login} true",
+            )
     if says("could not resolve hostname"):
         return because(
             "its name does not resolve",

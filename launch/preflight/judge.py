@@ -20,6 +20,7 @@ from distrib.units import format_rate, format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 64 * MIB
+"""What containers have where nobody asks for more."""
 NO_DISK_BYTES = MIB
 SMALL_DISK_BYTES = GIB
 CLOCK_SECONDS = 0.5
@@ -416,13 +417,13 @@ def machine(e: Evidence) -> Iterator[Check]:
             )
         gpu_bytes = sum(g.memory_bytes or 0 for g in facts.gpus if g.index in _gpu_indices(e, host))
         have = facts.usable_memory_bytes
-        if have is not None and _gpu_job(e, host) and have < 2 * gpu_bytes:
+        if have is not None and _gpu_job(e, host) and have < gpu_bytes:
             limited = " (a control group's limit)" if have == facts.memory_limit_bytes else ""
             yield warning(
                 host, "memory", f"{_size(have)} of memory{limited} for {_size(gpu_bytes)} of GPU memory",
-                "twice the GPU memory is the rule of thumb; fewer loader workers and less pinned memory help",
+                "what passes through it may not fit: fewer loader workers and less pinned memory help",
             )  # fmt: skip
-        if facts.free_shm_bytes is not None and facts.free_shm_bytes < SMALL_SHM_BYTES:
+        if facts.free_shm_bytes is not None and facts.free_shm_bytes <= SMALL_SHM_BYTES:
             yield warning(
                 host, "shm", f"{_size(facts.free_shm_bytes)} free of {_size(facts.shm_bytes or 0)} in /dev/shm",
                 "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",

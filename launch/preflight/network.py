@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -18,7 +19,7 @@ from distrib.errors import ConfigError, PreflightError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# A bridge or a tunnel can be the way to the other hosts, but only where there is no card of its own.
+# A bridge without a card in it, or a tunnel, can be the way to the other hosts, but only where there is no card of its own.
 PREFERENCE = {
     "physical": 4, "bond": 4, "team": 4, "vlan": 4, "ipoib": 4,
     "veth": 3, "macvlan": 3, "ipvlan": 3, "unknown": 3,
@@ -80,6 +81,8 @@ class _Candidate(msgspec.Struct, frozen=True, kw_only=True):
     def merit(self) -> tuple[int, float, bool]:
         """InfiniBand before all; among Ethernet cards speed before RDMA, which slow ones on the board have too."""
         kind = 5 if self.interface.infiniband else PREFERENCE.get(self.interface.kind, 2)
+        if self.interface.is_bridged_card:
+            kind = PREFERENCE["physical"]
         return kind, self.interface.speed_bytes_per_second or 0.0, bool(self.interface.rdma)
 
     def __str__(self) -> str:
@@ -311,7 +314,8 @@ def _leading(
 ) -> dict[str, list[RdmaPort]]:
     """The ports without those of RoCE that lead nowhere: without an address, or in no network of all hosts where others are in one.
 
-    NCCL would connect the first port of one host with the first of another, and wait until its time is up.
+    NCCL would connect the first port of one host with the first of another, and wait until its time is up. But rails that are
+    routed, each port in a network of its own or its rack's, beside a slower port that all hosts share, for storage, are what the GPUs are to use.
     """
     subnets: dict[tuple[str, str, int], set[Network]] = {}
     for host, ports in active.items():
@@ -321,14 +325,28 @@ def _leading(
             known = [cards[name] for name in names if name in cards]
             if port.link_layer == "Ethernet" and known:
                 subnets[host, port.device, port.port] = {a.network for card in known if card.up for a in card.parsed()}
-    of_hosts = [set().union(*(found for (owner, _, _), found in subnets.items() if owner == host)) for host in active]
-    shared = set.intersection(*of_hosts) if of_hosts else set()
+    owners = Counter(n for _, n in {(host, n) for (host, _, _), found in subnets.items() for n in found})
+    shared = {network for network, count in owners.items() if count == len(active)}
+    # A network of two addresses with two hosts in it is a cable between them.
+    routed = {n for n, count in owners.items() if n.max_prefixlen - n.prefixlen > 2 or count == 1} - shared
+
+    def carried(host: str, networks: set[Network]) -> float:
+        of_host = (port for port in active[host] if subnets.get((host, port.device, port.port), set()) & networks)
+        return total_rate(fastest_ports(of_host))
+
+    wider = all(carried(host, routed) > carried(host, shared) for host in active)
+    leading = shared | routed if wider or not shared else shared
+    if wider and shared:
+        notes.append(
+            "ports of RoCE are used that are in no network of all hosts, as they carry more than those that are: they are taken to be routed to "
+            "each other; where they are not, name the others: -x NCCL_IB_HCA=..."
+        )
     left: dict[str, list[RdmaPort]] = {}
     for host, ports in active.items():
         left[host] = []
         for port in ports:
             found = subnets.get((host, port.device, port.port))
-            if found is None or (found & shared if shared else found):
+            if found is None or found & leading:
                 left[host].append(port)
             else:
                 where = "in no network that all hosts are in" if found else "without an address"
