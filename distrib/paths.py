@@ -46,8 +46,21 @@ def why_refused(folder: str | os.PathLike[str]) -> str:
 
 
 def working_directory() -> Path:
-    """Where commands run, and what relative paths begin at. Raises ConfigError where somebody has removed it."""
+    """Where commands run, and what relative paths begin at, as the shell calls it. Raises ConfigError where somebody has removed it.
+
+    Where a link leads to it (/home to /export/home on the file server), other hosts may know it by that name alone.
+    """
     try:
-        return Path.cwd()
+        here = Path.cwd()
     except FileNotFoundError:
         raise ConfigError("the working directory is gone", hint="cd to one that is there") from None
+    called = os.environ.get("PWD", "")
+    with contextlib.suppress(OSError, ValueError):
+        if os.path.isabs(called) and os.path.samefile(called, here):
+            return Path(called)
+    return here
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """The whole path of what was named from the working directory."""
+    return working_directory() / path

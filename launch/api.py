@@ -53,7 +53,7 @@ def run(
         script_input = _pickled(target, args, name)
     else:
         name = Path(target).stem
-        wanted = cli.parser().parse_args([*words, str(Path(target).absolute()), *map(str, args)])
+        wanted = cli.parser().parse_args([*words, str(paths.absolute(target)), *map(str, args)])
         script_input = b""
     if wanted.engine == "kubernetes":
         raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")
@@ -75,7 +75,10 @@ def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | N
     if hosts is None:
         return None
     if isinstance(hosts, Mapping):
-        hosts = [f"{host}:{slots}" for host, slots in hosts.items()]
+        hosts = [
+            f"[{host}]:{slots}" if host.count(":") > 1 and host[0] != "[" else f"{host}:{slots}"
+            for host, slots in hosts.items()
+        ]
     return os.fspath(hosts) if isinstance(hosts, (str, os.PathLike)) else ",".join(hosts)
 
 

@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.job import read_hosts, read_topology_for, refuse_hostfile
     from distrib_launch.preflight import network, survey
 
-    script = Path(options.script).absolute() if options.script else None
+    script = paths.absolute(options.script) if options.script else None
     if script and not paths.is_file(script):
         raise ConfigError(f"{options.script}: no such script", hint="a path from here; hosts are named with -H")
     if options.script:

@@ -46,7 +46,17 @@ LOG_TIME = re.compile(rb"^\[([IWE])\d{3,4} [\d:.]+ ")
 RANK = re.compile(rb"^\[rank(\d+)\]: ?")
 """What torch puts before the lines of a traceback: which rank's it is our own tag tells."""
 
+UP = b"\x1b[A"
+"""Moves a terminal's cursor to the line above."""
+
 COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
+
+
+def _without_way_up(bar: bytes) -> bytes:
+    """The state of a bar that is drawn within another, without the way back to that."""
+    while bar.endswith(UP):
+        bar = bar.removesuffix(UP)
+    return bar
 
 
 class _Line:
@@ -161,7 +171,7 @@ class Console:
     def finish_rank(self, rank: int) -> None:
         """The rank has ended: show what it left without a line end."""
         for descriptor in (1, 2):
-            if rest := self._partial.pop((rank, descriptor), b""):
+            if rest := _without_way_up(self._partial.pop((rank, descriptor), b"")):
                 self._show(rank, descriptor, rest)
 
     def say(self, text: str) -> None:
@@ -191,6 +201,12 @@ class Console:
             self._thread.join(timeout=PATIENCE_SECONDS)
 
     def _show(self, rank: int, descriptor: int, whole: bytes) -> None:
+        if UP in whole:
+            # A bar within another is drawn a line below, and then the cursor goes back: nothing of it stays.
+            lines = [line for line in whole.split(b"\n") if not line.endswith(UP)]
+            if not lines:
+                return
+            whole = b"\n".join(lines)
         if b"\r" in whole:  # of a progress bar's states, the last one on each line
             whole = b"\n".join(line.rstrip(b"\r").rpartition(b"\r")[2] for line in whole.split(b"\n"))
         if not self._folders:
@@ -210,7 +226,7 @@ class Console:
         self._bar_at = time.monotonic()
         drawn = min((key for key, partial in self._partial.items() if b"\r" in partial.rstrip(b"\r")), default=None)
         if drawn:
-            bar = self._partial[drawn].rstrip(b"\r").rpartition(b"\r")[2]
+            bar = _without_way_up(self._partial[drawn]).rstrip(b"\r").rpartition(b"\r")[2]
             if bar.strip() and bar != self._bar:
                 self._bar = bar
                 self._put(drawn[1], self._tag([drawn[0]], drawn[1]) + bar + b"\n")

@@ -147,7 +147,7 @@ def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], 
     run_dir = results.choose_run_dir(options.run_dir, options.script)
     folder = sync.check_folder(options.sync) if options.sync is not None else None
     return planning.Options(
-        script=options.script if options.module else str(Path(options.script).absolute()),
+        script=options.script if options.module else str(paths.absolute(options.script)),
         module=options.module,
         arguments=tuple(options.arguments),
         interpreter=sys.executable,
@@ -182,8 +182,14 @@ def _notes(
     notes = []
     if plan.engine == "kubernetes" and (unheeded := kubernetes.unheeded(options)):
         notes.append(f"left out, as pods have an image and a network of their own: {', '.join(unheeded)}")
-    if mpirun.keeps_modules_here(plan, os.environ):
+    if mpirun.keeps_here("PYTHONPATH", plan, os.environ):
         notes.append("PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on")
+    on_cpus = all(rank.device == "cpu" for rank in plan.ranks)
+    if not on_cpus and mpirun.keeps_here("CUDA_VISIBLE_DEVICES", plan, os.environ):
+        notes.append(
+            "CUDA_VISIBLE_DEVICES is set here, and ranks on other hosts do not have it: they use the first GPUs there; "
+            "-x CUDA_VISIBLE_DEVICES hands it on"
+        )
     if topology and hosts and (note := _not_described(topology, hosts)):
         notes.append(note)
     late = [word for word in options.arguments if word in ("-np", "-H")]

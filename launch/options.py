@@ -45,6 +45,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
 
+    def _get_option_tuples(self, word: str) -> list[Any]:
+        """What `word` may abbreviate: argparse asks of every word with one dash, the script's own among them."""
+        return [found for found in super()._get_option_tuples(word) if not isinstance(found[0], _OfOthers)]
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"see {self.prog} --help")
 

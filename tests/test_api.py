@@ -18,6 +18,8 @@ from pathlib import Path
 
 import distrib_launch
 import pytest
+from distrib_launch import api
+from distrib_launch.job import read_hosts
 
 import distrib
 from distrib.errors import ConfigError, DistribError, JobFailed
@@ -54,6 +56,13 @@ def test_hosts_may_be_a_dict_of_slots():
         assert distrib_launch.run(scaled, 1, hosts={"localhost": 2}).world_size == 2
         with pytest.raises(ConfigError, match="exclude"):  # both count
             distrib_launch.run(scaled, 1, hosts=["localhost", "127.0.0.1"], exclude=["localhost", "127.0.0.1"])
+
+
+def test_hosts_of_a_dict_may_be_addresses():
+    assert read_hosts(api._hosts({"fd00::1": 2, "[fd00::2]": 3, "n1": 4})).hosts == (
+        read_hosts("[fd00::1]:2,[fd00::2]:3,n1:4").hosts
+    )
+    assert [host.slots for host in read_hosts(api._hosts({"fd00::1": 2})).hosts] == [2]
 
 
 def test_a_script_runs_as_from_the_command(tmp_path):

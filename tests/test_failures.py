@@ -639,6 +639,28 @@ def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
     assert failures.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
 
 
+BAR = "\rTraining:   0%|          | 0/9\rTraining: 100%|##########| 9/9"
+
+
+@pytest.mark.parametrize("before", ["", BAR, f"{BAR}\r{' ' * 30}\r", f"said\n{BAR}", f"said\n{BAR}\n"])
+@pytest.mark.parametrize("tag", ["", "[rank0]: "])
+def test_a_progress_bar_before_a_traceback_is_none_of_it(before, tag):
+    words = f'{tag}Traceback (most recent call last):\n{tag}  File "a.py", line 1, in <module>\n{tag}    f()\n{tag}ValueError: no'
+    told = failures.last_traceback(f"{before}{words}\n")
+    assert told.splitlines()[0].endswith("Traceback (most recent call last):") and "Training" not in told
+    assert failures.last_words(told) == "ValueError: no"
+
+
+def test_colours_are_none_of_what_an_exception_says(tmp_path):
+    (log := tmp_path / "1.err").write_text(
+        'Traceback (most recent call last):\n  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m1\x1b[0m, in \x1b[35m<module>\x1b[0m\n'
+        "    \x1b[1;31mimport\x1b[0m nosuch\n\x1b[1;35mModuleNotFoundError\x1b[0m: \x1b[35mNo module named 'nosuch'\x1b[0m\n"
+    )
+    told = failures.describe(ending(1), [ending(1)], log, "/py")
+    assert told.message.startswith("ModuleNotFoundError: No module named 'nosuch'") and "install nosuch" in told.message
+    assert "\x1b" not in told.traceback
+
+
 def test_an_exception_is_told_with_all_it_says(tmp_path):
     told = 'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tsize mismatch for b'
     words = f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{told}'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -251,6 +252,25 @@ def test_daemons_that_are_starting_are_waited_for_when_the_launcher_is_killed(tm
     while not (tmp_path / "all-there").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_a_terminal_that_closes_sends_two_hangups_and_the_grace_holds(tmp_path):
+    """The shell passes its own on, and the kernel sends one as the shell ends."""
+    script = tmp_path / "saves.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "def save(*_):\n    time.sleep(1)\n    print('saved', flush=True)\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('rank is ready', flush=True)\ntime.sleep(60)\n"
+    )
+    with contextlib.ExitStack() as stack:
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # the tests run under nohup
+            stack.callback(signal.signal, signal.SIGHUP, signal.signal(signal.SIGHUP, signal.SIG_DFL))
+        process = start(tmp_path / "run", "-np", "1", str(script))
+    for _ in range(2):
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.01)
+    out, _ = process.communicate(timeout=50)
+    assert process.returncode == 129 and "saved" in out
 
 
 def test_ctrl_c_twice_does_not_wait_for_the_grace(tmp_path):
@@ -572,6 +592,26 @@ def test_modules_that_other_hosts_do_not_find_are_noted(tmp_path, monkeypatch):
     assert note not in dry_run(tmp_path, "-H", "localhost:2")["notes"]
 
 
+def test_gpus_that_are_chosen_on_this_machine_alone_are_noted(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    told = lambda *words: "CUDA_VISIBLE_DEVICES is set here" in str(dry_run(tmp_path, "-H", *words)["notes"])  # noqa: E731
+    assert told("a:2,b:3") and not told("a:2,b:3", "-x", "CUDA_VISIBLE_DEVICES") and not told("localhost:2")
+
+
+def test_folders_go_by_the_name_that_the_shell_has_for_them(tmp_path):
+    """On another host that link may lead elsewhere."""
+    (tmp_path / "export/home").mkdir(parents=True)
+    (tmp_path / "home").symlink_to("export/home")
+    (tmp_path / "home/train.py").write_text("")
+    home = tmp_path / "home"
+    command = [str(LAUNCH), "--dry-run", "--json", "-np", "1", "--sync", ".", "train.py"]
+    for called, physical in ((home, home), (tmp_path, home.resolve()), ("home", home.resolve())):
+        done = subprocess.run(command, cwd=home, env={**os.environ, "PWD": str(called)}, capture_output=True, text=True)
+        plan = json.loads(done.stdout)
+        assert (plan["directory"], plan["sync"]) == (str(physical), str(physical)), called
+        assert plan["script"][-1] == f"{physical}/train.py" and plan["run_dir"].startswith(f"{physical}/distrib-runs/")
+
+
 def test_fewer_ranks_than_slots_fill_the_hosts_in_order(tmp_path):
     plan = dry_run(tmp_path, "-H", "a:2,b:2,c:2", "-np", "3")
     assert [r["host"] for r in plan["ranks"]] == ["a", "a", "b"]
@@ -594,6 +634,7 @@ def test_a_host_without_a_count_gets_its_gpus_from_the_topology(tmp_path):
         (["s.py", "--", "--x"], ["--", "--x"]),
         (["-np", "2", "--", "s.py", "--", "--x", "--"], ["--", "--x", "--"]),
         (["s.py"], []),
+        (["s.py", "-r", "last.pt", "-no", "-ma"], ["-r", "last.pt", "-no", "-ma"]),
         (["s.py", "-np", "3", "a", "--", "b"], ["-np", "3", "a", "--", "b"]),
         (["-q", "-m", "s.py", "--", "--x"], ["--", "--x"]),
     ],

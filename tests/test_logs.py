@@ -143,6 +143,24 @@ def test_how_far_a_progress_bar_is_is_shown_now_and_then(monkeypatch):
     assert streams[0].getvalue() == ""
 
 
+def test_a_progress_bar_within_another_is_drawn_on_no_line_of_its_own(monkeypatch):
+    """As tqdm does it, with a terminal or without: a line down, the inner bar, and up again."""
+    monkeypatch.setattr(console, "BAR_SECONDS", 600.0)
+    terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
+    for epoch in range(2):
+        terminal.rank_output(0, 2, b"\repoch %d" % epoch)
+        for batch in range(50):
+            terminal.rank_output(0, 2, b"\n\rbatch %d\x1b[A" % batch)
+        terminal.rank_output(0, 2, b"\n\r        \r\x1b[A")
+    terminal.rank_output(0, 2, b"\repoch 2\nthe end\n\n\rbatch 7\x1b[A")
+    terminal.finish_rank(0)
+    terminal.close()
+    lines = shown.getvalue().splitlines()
+    assert "\x1b" not in shown.getvalue() and len(lines) < 9, lines
+    assert [line for line in lines if "batch" in line] == ["[0@n1] batch 7"]
+    assert lines[-4:-1] == ["[0@n1] epoch 2", "[0@n1] the end", "[0@n1] "]
+
+
 def test_of_a_progress_bar_one_state_is_kept():
     terminal = console.Console(["n1", "n1"], streams=(io.StringIO(), shown := io.StringIO()))
     tracemalloc.start()

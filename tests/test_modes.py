@@ -48,6 +48,7 @@ TOLD = {
     "kept": "job.release(model, optimizer) on every rank lets go",
     "rates": "warning: after 10 steps the learning rate of SGD, group 0, is another on rank 1 than on rank 0: the ranks train apart",
     "released": "job.release(model, optimizer) on every rank lets go",
+    "saved_within": "a checkpoint in the middle of a round of --mode local has the model of the main rank alone",
     "short_rounds": "too short ones for an outer momentum",
     "sparse": "has sparse or complex gradients",
 }
@@ -63,7 +64,7 @@ TOLD = {
             "apart_later itself", id="sync, other models",
         ),
         pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.alone),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen by_hand released", "", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen by_hand released", "", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", "", id="horovod, fp16",
             marks=horovod,
@@ -77,19 +78,20 @@ TOLD = {
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled short_rounds", "",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation released fused late unwrapped again refrozen in_turn closures handed_out by_hand unequal",
+        pytest.param({}, 2, "in_evaluation released fused late unwrapped hooks again refrozen in_turn closures handed_out by_hand unequal",
                      "unequal", id="sync, steps"),
         pytest.param({"gradients": {"format": "bf16"}}, 2, "rates sparse released kept stepped", "rates sparse kept", id="sync, bf16"),
         pytest.param({"accumulate": 3}, 2,
                      "sharpness exact scaled fused thrown_away uncounted again one_model two_optimizers by_hand stepped", "by_hand",
                      id="accumulate"),
         pytest.param({**AVERAGE, "inner_steps": 2}, 2,
-                     "sharpness uncounted closures two_optimizers masks methods handed_out by_hand released", "", id="local, steps"),
+                     "sharpness uncounted closures schedule_free named_twice hooks two_optimizers masks methods handed_out by_hand released", "",
+                     id="local, steps"),
         pytest.param(
             {"mode": "local", "inner_steps": 4, "outer": {"overlap_steps": 2}}, 2, "one_outer_step", "",
             id="local, overlapped",
         ),
-        pytest.param({"mode": "local"}, 2, "evaluated_settled evaluated_within unequal", "evaluated_within unequal",
+        pytest.param({"mode": "local"}, 2, "evaluated_settled evaluated_within saved_within unequal", "evaluated_within saved_within unequal",
                      id="local, one round"),
     ],
 )  # fmt: skip
@@ -127,6 +129,37 @@ def test_gradients_that_a_script_sets_by_itself(launch, tmp_path):
         assert run.code == 0 and "functional: learnt" in run.out, run
         came_to += re.findall(r"came to ([0-9.]+)", run.out)
     assert float(came_to[0]) == pytest.approx(float(came_to[1]), rel=1e-4)  # in step: the same of both
+
+
+ONE_OF_TWO = """
+import distrib, torch
+
+with distrib.init() as job:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    body, head = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    model, body, loader = job.prepare(model, body, torch.utils.data.DataLoader(torch.ones(8, 2), 2))
+    for batch in loader:
+        model(batch.to(job.device)).sum().backward()
+        for optimizer in body, head:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "code", "says"),
+    [
+        ({}, 0, "note: SGD was not given to job.prepare, but the model that it trains was: batches of "),
+        ({"accumulate": 2}, 1, "the model that it trains was: its batches are not accumulated; "),
+        ({"mode": "local", "inner_steps": 2}, 1, "trains was: every rank would have its own; model, "),
+        pytest.param({"backend": "horovod"}, 1, "trains was: every rank would have its own; model, ", marks=horovod),
+    ],
+)
+def test_the_second_optimizer_of_a_model_was_not_prepared(tmp_path, strategy, code, says):
+    script = tmp_path / "second.py"
+    script.write_text(ONE_OF_TWO)
+    result = run_ranks(2, script, DISTRIB_STRATEGY=json.dumps(strategy))
+    assert bool(result.returncode) == bool(code) and says in result.stderr, result.stderr
 
 
 @pytest.mark.parametrize(("lesson", "says"), [

@@ -33,9 +33,10 @@ from distrib.training.parameter_server import client as client_module
 from distrib.training.parameter_server import wire
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.held import HeldTable
+from distrib.training.parameter_server.optimizers import Recipe, by_own_momentum
 from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.server import Server
-from distrib.training.parameter_server.snapshots import Snapshots
+from distrib.training.parameter_server.snapshots import PART_OF_TIME, Snapshots
 from distrib.training.parameter_server.tables import Pool
 from distrib.training.parameter_server.wire import Frame, Kind
 from distrib.training.parameter_server.worker import Asynchronous
@@ -247,6 +248,38 @@ def test_closures_evaluation_and_restored_states(make):
     model.eval()
     assert torch.allclose(model(batch(0, 0)), after, atol=1e-6)
     assert backend.staleness()["max"] == 0
+
+
+def test_a_checkpoint_has_the_mean_of_the_momenta_of_all(make):
+    cluster = make(servers=1)
+    model = nn.Linear(4, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    prepared(cluster.worker(0), model, optimizer)
+    step(model, optimizer)
+    optimizer.state_dict()  # waits until it was taken
+    updater = cluster.servers[0].parts[0].tables[0].updaters[0]
+    for worker, number in ((0, 1.0), (1, -2.0)):
+        updater.apply(torch.full((4,), number), by_own_momentum(Recipe("SGD"), dict(updater._options), worker))
+    saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    one, other = updater.parts()["momenta"].values()
+    assert not torch.equal(one, other) and torch.allclose(saved.flatten(), (one + other) / 2)
+
+
+def test_all_who_ask_for_a_value_get_one_copy_of_it(make):
+    """Hundreds of ranks may begin an evaluation at once, and their answers wait for the wire."""
+    cluster = make(servers=1)
+    model, optimizer = straight(cluster.worker(0))
+    step(model, optimizer)
+    weight(model)  # waits until it was taken
+    table = cluster.servers[0].parts[0].tables[0]
+    copies = [table.copied(0) for _ in range(3)]
+    before = bytes(copies[0])
+    assert len({id(copy.obj) for copy in copies}) == 1
+    step(model, optimizer)
+    weight(model)
+    assert bytes(copies[0]) == before != bytes(table.copied(0))
+    del copies
+    assert table._copies[0][1]() is None  # nothing is kept that is on its way to nobody
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
@@ -1217,6 +1250,22 @@ def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
     assert Snapshots(0).restore(other) is None and not other.kept
 
 
+def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
+    """As where they are written to a file system that hosts share."""
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr("distrib.training.parameter_server.snapshots.EVERY_SECONDS", 0.0)
+    snapshots, part = Snapshots(0), Part(0, 1, 1, Strategy(mode="async"), Pool())
+    write = snapshots._write
+    monkeypatch.setattr(snapshots, "_write", lambda *words: (time.sleep(0.2), write(*words))[1])
+    part.over.add(0)
+    snapshots._seen = [1]  # something was updated since
+    begun = time.monotonic()
+    snapshots.take(part, begun)
+    assert snapshots._writer
+    snapshots._writer.join(10)
+    assert snapshots.path.exists() and snapshots._next >= begun + 0.2 / PART_OF_TIME
+
+
 def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
     monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
     snapshots = Snapshots(0)
@@ -1647,7 +1696,21 @@ def test_nobody_waits_long_for_a_rank_that_died_before_it_began(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "worker rank 0 on localhost" in done.stderr
-    assert time.monotonic() - begun < 60  # servers by themselves would wait for two minutes
+    assert time.monotonic() - begun < 60  # servers by themselves would wait for half an hour
+
+
+def test_the_log_is_that_of_the_rank_which_is_main_for_the_others(tmp_path):
+    """Servers may choose another before the launcher has given rank 0 up."""
+    script = tmp_path / "log.py"
+    script.write_text(
+        "import distrib\njob = distrib.init()\n"
+        "job._status.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
+    )
+    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", "-np", "2", script]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line)["metrics"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert sorted(map(str, said)) == ["{'of': 0}", "{'rank': 1}"]
 
 
 SPLIT = """

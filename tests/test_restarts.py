@@ -238,6 +238,14 @@ def test_a_new_run_goes_on_from_the_newest_of_the_run_that_its_main_rank_knows()
     assert copies.newest([copies.NO_STAMP, copies.NO_STAMP], run) == 0
 
 
+def test_a_checkpoint_that_another_run_wrote_later_is_told_of():
+    own, older, newer = _stamp("r", 0, 5, 100.0), _stamp("other", 9, 9, 90.0), _stamp("other", 0, 1, 200.0)
+    assert copies.later([own, newer, older], 0) == (1, own, newer)
+    assert copies.later([own, older, None], 0) is None
+    assert copies.later([own, _stamp("r", 0, 6, 300.0), None], 0) is None
+    assert copies.later([None, newer], 0) is None and copies.later([copies.NO_STAMP, newer], 0) is None
+
+
 stamps = st.none() | st.builds(
     Stamp, st.sampled_from(["r", "", "other"]), st.integers(0, 3), st.integers(0, 5), st.floats(0, 9)
 )

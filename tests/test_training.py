@@ -821,7 +821,7 @@ def test_status_lines(monkeypatch):
             job.log(thing=object())
         lines = [json.loads(line) for line in os.read(reading, 65536).splitlines()]
         assert lines[0] == {"step": 1} and len(lines) < 10
-        assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}}
+        assert lines[-1] == {"metrics": {"loss": 0.5, "accuracy": "nan", "epochs": [1, 2]}, "main": True}
         if {"step": 50} not in lines:  # the last step is said in the end, as the rank may stand still now
             assert select.select([reading], [], [], 10)[0]
             assert [json.loads(line) for line in os.read(reading, 65536).splitlines()] == [{"step": 50}]
@@ -1177,17 +1177,25 @@ def test_a_model_trained_by_one_output_at_a_time(tmp_path):
 
 
 LIKE_OTHERS = """
+import functools
 import distrib, torch
 from torch.utils.data import DataLoader
 job = distrib.init()
 model, alone = torch.nn.Linear(2, 1), torch.zeros(1, requires_grad=True)
 optimizer, of_alone = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([alone], lr=0.1)
 loader = DataLoader(torch.ones(32, 2), 4)
+of_hugging_face = functools.partial(lambda step, *, num_training_steps: 1.0, num_training_steps=3 * len(loader))
+steps = torch.optim.lr_scheduler
 schedules = [
-    torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3 * len(loader)),
-    torch.optim.lr_scheduler.StepLR(optimizer, 2),
+    steps.CosineAnnealingLR(optimizer, T_max=3 * len(loader)),
+    steps.StepLR(optimizer, 2),
+    steps.LambdaLR(optimizer, of_hugging_face),
+    steps.SequentialLR(
+        optimizer, [steps.LinearLR(optimizer, total_iters=8), steps.CosineAnnealingLR(optimizer, 2 * len(loader))], [8]
+    ),
 ]
-model, optimizer, loader = job.prepare(model, optimizer, loader)
+model, optimizer = job.prepare(model, optimizer)
+loader = job.prepare(loader)
 torch.manual_seed(job.rank)
 for _ in range(2):  # by itself, with a seed of its own
     (model(torch.randn(4, 2)).sum() * alone.exp()).backward()
@@ -1207,13 +1215,13 @@ def test_what_parts_ranks_without_a_word_otherwise(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines() == ["[2, 0, 2] [1.0, 0.0, 1.0] [True, False, True]"] * 2
     told = sorted(line for line in result.stderr.splitlines() if line.startswith("distrib: "))
-    assert len(told) == 3, told
-    assert (
-        "CosineAnnealingLR was made for 24 steps, 3 x the 8 batches of a loader before job.prepare, of which a rank reads 4"
-        in told[0]
-    )
-    assert "SGD takes a step, and its parameters are of no model given to job.prepare" in told[1]
-    assert "the learning rate of SGD, group 0, is another on rank 1 than on rank 0" in told[2]
+    assert len(told) == 5, told
+    made = "was made for 24 steps, 3 x the 8 batches of a loader before job.prepare, of which a rank reads 4"
+    assert f"CosineAnnealingLR {made}" in told[0]
+    assert f"LambdaLR {made}" in told[1]
+    assert "SGD takes a step, and its parameters are of no model given to job.prepare" in told[2]
+    assert f"SequentialLR {made}" in told[3]
+    assert "the learning rate of SGD, group 0, is another on rank 1 than on rank 0" in told[4]
 
 
 def test_models_that_the_script_wraps_itself(tmp_path):

@@ -94,3 +94,14 @@ def newest(stamps: Sequence[Stamp | None], run: Run) -> int:
         (rank for rank, stamp in there.items() if stamp.run == wanted),
         key=lambda rank: (there[rank].start, there[rank].number, -rank),
     )
+
+
+def later(stamps: Sequence[Stamp | None], chosen: int) -> tuple[int, Stamp, Stamp] | None:
+    """Where another run than that of the checkpoint of rank `chosen` has written one later: whose rank's it is, the stamp of the chosen
+    one, and its own. Of several the last."""
+    own = stamps[chosen]
+    if own is None or own == NO_STAMP:
+        return None
+    others = [(rank, stamp) for rank, stamp in enumerate(stamps) if stamp and stamp.run != own.run]
+    rank, newest_of_others = max(others, key=lambda one: one[1].time, default=(0, own))
+    return (rank, own, newest_of_others) if newest_of_others.time > own.time else None

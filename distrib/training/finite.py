@@ -44,10 +44,10 @@ class Finite:
 
     `raise` ends the job; `skip` leaves the step out, on every rank where all have the same mean; `ignore` looks at nothing.
     `together`: the gradients are means over the ranks. On a GPU `raise` learns of a nan one step late: to be in
-    time the script would have to wait for the GPU in each step, as it does with `skip`. `late` does the same elsewhere.
+    time the script would have to wait for the GPU in each step, as it does with `skip`. `late` says for all devices whether it may be.
     """
 
-    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, together: bool, late: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, together: bool, late: bool | None = None) -> None:
         if on_nan not in get_args(OnNan):
             raise TrainingError(f"on_nan={on_nan!r}", hint=f"give {', '.join(get_args(OnNan))}")
         self._optimizer, self._on_nan, self._together, self._late = optimizer, on_nan, together, late
@@ -97,7 +97,8 @@ class Finite:
         gradients, parameters = [gradients[n] for n in filled], [parameters[n] for n in filled]
         if not gradients:
             return True
-        late = self._on_nan == "raise" and (self._late or gradients[0].is_cuda)
+        may_be_late = gradients[0].is_cuda if self._late is None else self._late
+        late = self._on_nan == "raise" and may_be_late
         # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
         # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
         norms = _norms(gradients, float("inf") if late else 2)

@@ -15,18 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
 from distrib.training import words
 from distrib.training.backend import Backend
 from distrib.training.datasets import CHOOSE_ALIKE
+from distrib.training.parameters import parameters_of
 from distrib.training.steps import Steps
 from distrib.units import format_size
 
 _TOTALS = "T_max", "total_steps", "total_iters"
 """Where torch's schedules keep for how many steps they are."""
+_PARTIAL_TOTAL = "num_training_steps"
+"""And Hugging Face's, of which the functions are partial ones."""
 _READ = {None: "-", False: "b", True: "e"}
 """How a rank writes of a loader that it took nothing of it, took a batch, read it to its end."""
 
@@ -61,6 +64,17 @@ def _meets_by_itself() -> bool:
             if _OTHER_WAYS.search(Path(file).read_text()):
                 return True
     return False
+
+
+def _steps_of(schedule: LRScheduler) -> int:
+    """For how many steps it was made; 0 where it does not tell."""
+    if isinstance(schedule, SequentialLR):  # a warm-up, and then the rest
+        rest = _steps_of(schedule._schedulers[-1])
+        return schedule._milestones[-1] + rest if rest else 0
+    told = [vars(schedule)[name] for name in _TOTALS if name in vars(schedule)]
+    for function in vars(schedule).get("lr_lambdas", ()):
+        told.append(getattr(function, "keywords", {}).get(_PARTIAL_TOTAL))
+    return next((steps for steps in told if isinstance(steps, int)), 0)
 
 
 def is_scheduled(thing: Any) -> bool:
@@ -144,15 +158,22 @@ class Forgotten:
     def look_at_schedules(self, optimizers: Sequence[Optimizer], before: int, batches: int) -> None:
         """A loader was prepared that had `before` batches, and has `batches` on this rank: were schedules made for the former?"""
         known = {id(optimizer) for optimizer in optimizers}
-        for thing in gc.get_objects() if batches < before else ():
-            if issubclass(type(thing), LRScheduler) and id(getattr(thing, "optimizer", None)) in known:
-                steps = next((thing.__dict__[name] for name in _TOTALS if name in thing.__dict__), 0)
-                if isinstance(steps, int) and steps and steps % before == 0:
-                    self._note(
-                        f"{type(thing).__name__} was made for {steps} steps, {steps // before} x the {before} batches of a loader before "
-                        f"job.prepare, of which a rank reads {batches}: if it steps after each batch, make it after job.prepare, "
-                        "with the len() of the loader that returned"
-                    )
+        things = gc.get_objects() if batches < before else []
+        schedules = [thing for thing in things if issubclass(type(thing), LRScheduler)]
+        parts = {id(part) for whole in schedules if isinstance(whole, SequentialLR) for part in whole._schedulers}
+        for schedule in schedules:
+            steps = _steps_of(schedule)
+            if (
+                id(getattr(schedule, "optimizer", None)) in known
+                and id(schedule) not in parts
+                and steps
+                and steps % before == 0
+            ):
+                self._note(
+                    f"{type(schedule).__name__} was made for {steps} steps, {steps // before} x the {before} batches of a loader before "
+                    f"job.prepare, of which a rank reads {batches}: if it steps after each batch, make it after job.prepare, "
+                    "with the len() of the loader that returned"
+                )
 
     def hand_made(self, model: str) -> None:
         """A model's parameters change, and no prepared optimizer has them. Raises TrainingError where ranks part by it."""
@@ -239,8 +260,9 @@ class Forgotten:
             )
         if any(one.taking for one in self._steps):  # an optimizer that works by another one, as Lookahead does
             return
+        own = {id(parameter) for parameter in parameters}
         for one in self._steps:
-            if one.trains(parameters):
+            if any(id(parameter) in own for parameter in parameters_of(one.optimizer)):
                 if one.counting:
                     raise TrainingError(
                         f"a step of {type(optimizer).__name__} on what {type(one.optimizer).__name__} trains, "

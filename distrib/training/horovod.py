@@ -129,7 +129,10 @@ class Reducer:
         """Waits for what is on its way."""
         if self._waiting:
             self._waiting = False
+            frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
             self._hvd.synchronize()
+            for parameter in frozen:  # Horovod gives zeros to what has none, by which momentum and weight decay go on
+                parameter.grad = None
 
     def _arrived(self, gradient: torch.Tensor) -> None:
         if self.on and not self._waiting:

@@ -288,7 +288,8 @@ class Job:
                 hint="leave it out, or use --mode sync",
             )
         options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
-        scheduled = [thing for thing in things if is_scheduled(thing)]
+        optimizers = [*things, *(steps.optimizer for steps in self._steps)]
+        scheduled = [thing for thing in optimizers if is_scheduled(thing)]
         known = {id(steps.optimizer) for steps in self._steps}
         prepared = [self._prepare(thing, options) for thing in things]
         if self.world_size > 1:
@@ -565,7 +566,7 @@ class Job:
 
         Never waits, but for the GPU where a value is a tensor there. Raises TrainingError for values of other kinds or beyond 4 KiB.
         """
-        self._status.metrics(metrics)
+        self._status.metrics(metrics, is_main=self._elastic.seems_main if self._elastic else self.rank == 0)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: Any = None, flush: bool = True) -> None:
         """`print` on the main rank only, at once; see `is_main`."""

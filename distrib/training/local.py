@@ -79,6 +79,14 @@ class Local(Backend):
                 "for its own, and every round ends with one that is all ranks'",
                 hint="use --mode sync",
             )
+        if callable(getattr(optimizer, "eval", None)) and callable(
+            getattr(optimizer, "train", None)
+        ):  # schedule-free ones
+            raise TrainingError(
+                f"{type(optimizer).__name__} cannot be used in mode local: its eval() makes parameters of what it keeps beside them, which "
+                "is each rank's own",
+                hint="use --mode sync",
+            )
         self._rounds[optimizer] = Round(optimizer, self.strategy, self.world.size)
 
     def retire(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of an optimizer, of all its groups in their order."""
+"""The parameters of an optimizer, of all its groups in their order, each once: torch allows that one is named twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
     """All of them, also those that are frozen now."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [*dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])]
 
 
 def learning_of(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -29,6 +30,7 @@ class Checkpoints:
         self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
+        self._told_apart = False
 
     def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
         """See `Job.save`."""
@@ -36,6 +38,8 @@ class Checkpoints:
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
         if is_main:
+            if self._backend.is_apart and any(isinstance(thing, nn.Module) for thing in objects.values()):
+                self._tell_apart()
             checkpoint.write(path, objects, self._backend.state_dict(), stamp)
         elif self._keeps_copies(path):
             try:
@@ -43,6 +47,16 @@ class Checkpoints:
             # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
             except Exception as error:
                 warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
+
+    def _tell_apart(self) -> None:
+        if not self._told_apart:
+            self._told_apart = True
+            print(
+                "distrib: note: a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
+                "called by every rank before job.save, makes it that of all; at the end of an epoch it is",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
         """See `Job.restore`. Every rank."""
@@ -78,4 +92,19 @@ class Checkpoints:
         """The rank that sees the newest checkpoint. Every rank."""
         if self._elastic or self._world.size == 1:
             return 0
-        return copies.newest(gathered(copies.stamp_of(path)), self._run)
+        stamps = gathered(copies.stamp_of(path))
+        chosen = copies.newest(stamps, self._run)
+        if self._world.rank == 0 and (later := copies.later(stamps, chosen)):
+            rank, own, other = later
+            print(
+                f"distrib: warning: {os.fspath(path)} as rank {chosen} has it, written {_when(own)}, is gone on from; rank {rank} has one that "
+                f"another run wrote later, {_when(other)}, which the next checkpoint replaces: is the older one, on rank {chosen}'s host, to "
+                "be removed?",
+                file=sys.stderr,
+                flush=True,
+            )
+        return chosen
+
+
+def _when(stamp: copies.Stamp) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(stamp.time))

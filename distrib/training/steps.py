@@ -58,7 +58,9 @@ class Steps:
         self._models: list[nn.Module] = []
         self._refusal: tuple[str, str] | None = None
         """What is said of a step where it is to take no more, and what to do."""
-        self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1)
+        # What has left for a server stays there: no looking back.
+        late = False if backend.one_each else None
+        self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1, late=late)
         self._scaled = False
         self._overflows = 0
         self.calls = 0

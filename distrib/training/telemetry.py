@@ -56,9 +56,9 @@ class StatusPipe:
         """Says that the script is at its end and waits for the others there."""
         self._write({"closing": True})
 
-    def metrics(self, values: dict[str, Any]) -> None:
-        """Says what the script measured. Raises TrainingError for values that fit no line of 4096 bytes."""
-        self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}})
+    def metrics(self, values: dict[str, Any], *, is_main: bool) -> None:
+        """Says what the script measured, whose log the main rank's is. Raises TrainingError for values that fit no line of 4096 bytes."""
+        self._write({"metrics": {name: _plain(name, value) for name, value in values.items()}, "main": is_main})
 
     @property
     def is_read(self) -> bool:

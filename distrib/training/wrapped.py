@@ -192,6 +192,21 @@ class Wrapped(DistributedDataParallel):
     def register_buffer(self, *arguments: Any, **options: Any) -> None:
         self.module.register_buffer(*arguments, **options)
 
+    def register_state_dict_pre_hook(self, *arguments: Any, **options: Any) -> Any:
+        return self.module.register_state_dict_pre_hook(*arguments, **options)
+
+    def register_state_dict_post_hook(self, *arguments: Any, **options: Any) -> Any:
+        return self.module.register_state_dict_post_hook(*arguments, **options)
+
+    def _register_state_dict_hook(self, *arguments: Any, **options: Any) -> Any:
+        return self.module._register_state_dict_hook(*arguments, **options)
+
+    def register_load_state_dict_pre_hook(self, *arguments: Any, **options: Any) -> Any:
+        return self.module.register_load_state_dict_pre_hook(*arguments, **options)
+
+    def register_load_state_dict_post_hook(self, *arguments: Any, **options: Any) -> Any:
+        return self.module.register_load_state_dict_post_hook(*arguments, **options)
+
     def register_parameter(self, *arguments: Any, **options: Any) -> None:
         self.module.register_parameter(*arguments, **options)
 

@@ -238,10 +238,10 @@ def notes(plan: LaunchPlan) -> tuple[str, ...]:
     return ()
 
 
-def keeps_modules_here(plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-    """Whether `environ`, the launcher's, has modules that ranks on other hosts do not find: daemons over ssh have none of it."""
-    handed_on = "PYTHONPATH" in plan.ranks[0].environment
-    wanted = plan.engine == "mpirun" and bool(environ.get("PYTHONPATH")) and not handed_on
+def keeps_here(variable: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
+    """Whether `environ`, the launcher's, has a variable that ranks on other hosts go without: daemons over ssh have none of it."""
+    handed_on = variable in plan.ranks[0].environment
+    wanted = plan.engine == "mpirun" and bool(environ.get(variable)) and not handed_on
     return wanted and not all(is_here(host.name) for host in plan.hosts)
 
 

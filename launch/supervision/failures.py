@@ -80,6 +80,9 @@ FAULT = re.compile(
 TOO_EARLY = re.compile(r"mca_pml_ob1_recv_frag_callback_match.*ompi_mpi_init", re.DOTALL)
 """In Open MPI's stack of a rank that was sent a message before it was ready for any; see `engines.srun.BARRIERS`."""
 
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""Python 3.13 and later colours tracebacks where FORCE_COLOR is set, whoever reads them."""
+
 FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 """Signals that a process gets for what it did itself."""
 
@@ -271,7 +274,7 @@ def tail(log: Path) -> str:
         with log.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - TAIL_BYTES))
-            return file.read().decode(errors="replace")
+            return COLOUR.sub("", file.read().decode(errors="replace"))
     except OSError:
         return ""
 
@@ -289,7 +292,9 @@ def last_traceback(text: str) -> str:
         if earlier < 0 or text[link:start].count("\n") > 4:
             break
         start = earlier
-    start = text.rfind("\n", 0, start) + 1
+    # A progress bar that ends no line may stand before it; of a group of exceptions its frame does.
+    frame = text[text.rfind("\n", 0, start) + 1 : start].rpartition("\r")[2]
+    start -= len(frame) if re.fullmatch(r"[\s|+]*(Exception Group )?", frame) else 0
     before, _, said = text[:start].rstrip("\n").rpartition("\n")
     if ASIDE.match(said) and (own := last_traceback(before)):
         between = before.rpartition(own)[2].splitlines()

@@ -410,7 +410,7 @@ class Supervisor:
                 self.progress.seen()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
-                if "metrics" in status and state.plan.rank == self.recovery.main:
+                if "metrics" in status and status.get("main", state.plan.rank == self.recovery.main):
                     try:
                         with (self.run_dir / "metrics.jsonl").open("ab") as file:
                             file.write(line + b"\n")
@@ -556,6 +556,9 @@ class Supervisor:
                     self._send(state, Kind.SIGNAL, {"signal": int(signal.SIGUSR1)})
 
     def _interrupted(self, number: int) -> None:
+        # As a terminal closes its shell passes one SIGHUP on, and the kernel sends another.
+        if number == signal.SIGHUP and self.interrupts:
+            return
         self.interrupts += 1
         if not all(state.ending and not state.ending.failed for state in self.ranks):  # else it has reached its end
             self.verdict.stop(128 + number, had_failed=bool(self.first_bad))

@@ -71,7 +71,7 @@ class Verdict:
         if not self._failure and first and (status == "failed" or (self._had_failed and not first.stopped_by)):
             host = next(host for host in self._plan.hosts if host.name == first.host)
             interpreter = self._plan.script_on(host)[0]
-            apart = mpirun.keeps_modules_here(self._plan, os.environ) and not routes.is_here(first.host)
+            apart = mpirun.keeps_here("PYTHONPATH", self._plan, os.environ) and not routes.is_here(first.host)
             return (
                 status,
                 code,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import io
 import itertools
@@ -11,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -551,7 +551,8 @@ def fused(job: distrib.Job) -> None:
 
 def late(job: distrib.Job) -> None:
     """Where a nan is only known one step later, as on a GPU, it is told all the same, and no checkpoint has it."""
-    steps.Finite = functools.partial(steps.Finite, late=True)  # type: ignore[assignment,misc]
+    made = steps.Finite
+    steps.Finite = lambda *words, **options: made(*words, **options | {"late": True})  # type: ignore[assignment,misc]
     path = Path(sys.argv[1]) / "late.pt"
     words = r"step 2: the gradient of 0.weight \(and of \d+ more\) is nan or infinite"
     for end in ("a step", "the epoch", "a checkpoint"):
@@ -903,6 +904,74 @@ def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:
 def evaluated_settled(job: distrib.Job) -> None:
     """The same after `job.settle()`."""
     evaluated_within(job, settled=True)
+
+
+def saved_within(job: distrib.Job) -> None:
+    """A checkpoint between two averages has the main rank's model, which is said; after `job.settle()` it has that of all."""
+    model = make_plain_model()
+    model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    path = Path(sys.argv[1]) / "within.pt"
+    train(model, optimizer, job.rank, 2)
+    for _ in range(2):
+        job.save(path, model=model)
+    job.settle()
+    job.save(path, model=model)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """As schedule-free optimizers do, it keeps what the model is evaluated with beside the parameters."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+def schedule_free(job: distrib.Job) -> None:
+    model = job.prepare(make_plain_model())
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    raises(r"ScheduleFree cannot be used in mode local: its eval\(\)", lambda: job.prepare(optimizer))
+
+
+def named_twice(job: distrib.Job) -> None:
+    """A parameter that an optimizer has twice, as where weights are tied, changes nothing about rounds."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    model[2].weight = model[0].weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        optimizer = torch.optim.SGD([*model[0].parameters(), *model[2].parameters()], lr=0.1)
+    model, optimizer = job.prepare(model, optimizer)
+    steps = STRATEGY.inner_steps or 0
+    train(model, optimizer, job.rank, steps - 1)
+    first, *others = gathered(parameters_of(model))
+    assert not any(torch.equal(first, other) for other in others)
+    train(model, optimizer, job.rank, 1)
+    assert_alike(model)
+
+
+def half_frozen(job: distrib.Job) -> None:
+    """A layer that is frozen half-way stays as it is, whatever momentum it had."""
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))
+    model, optimizer = job.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+    train(model, optimizer, job.rank, 3)
+    model[0].requires_grad_(False)
+    first, second = (layer.weight.detach().clone() for layer in model)
+    train(model, optimizer, job.rank, 3)
+    assert torch.equal(model[0].weight, first) and not torch.equal(model[1].weight, second)
+    assert_alike(model)
+
+
+def hooks(job: distrib.Job) -> None:
+    """Hooks on what is saved and loaded see the model, also when they are registered after it was prepared."""
+    model = job.prepare(make_plain_model())
+    seen: list[type] = []
+    model.register_state_dict_pre_hook(lambda module, *_: seen.append(type(module)))
+    model.register_load_state_dict_post_hook(lambda module, _: seen.append(type(module)))
+    model.load_state_dict(model.state_dict())
+    assert seen == [nn.Sequential] * 2, seen
 
 
 def masks(job: distrib.Job) -> None:

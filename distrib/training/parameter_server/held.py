@@ -421,16 +421,18 @@ class HeldTable:
         asked = [self.client.ask(s.shard, Frame(Kind.GET_STATE, table=self.number, chunk=s.chunk)) for s in self.slots]
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for chunk, answer in zip(self.chunks, asked, strict=True):
-            saved = torch.load(io.BytesIO(self.client.result(answer)[1]), weights_only=True)["state"]
+            saved = torch.load(io.BytesIO(self.client.result(answer)[1]), weights_only=True)
             offset = 0
             for piece in chunk.pieces:
                 parameter = self.parameters[piece.parameter]
                 mine, size = found.setdefault(parameter, {}), piece.stop - piece.start
                 for name, value in saved.items():
                     if isinstance(value, torch.Tensor) and value.dim() and value.numel() == chunk.elements:
-                        whole = mine.setdefault(name, torch.empty(parameter.numel(), dtype=value.dtype, device="cpu"))
+                        whole = mine.get(name)
+                        if whole is None:  # zeros: a server that has lost its state tells of none
+                            whole = mine[name] = torch.zeros(parameter.numel(), dtype=value.dtype, device="cpu")
                         whole[piece.start : piece.stop] = value.view(-1)[offset : offset + size]
-                    else:  # each has its own, as an optimizer counts up in place
+                    elif value is not None or name not in mine:  # each has its own, as an optimizer counts up in place
                         mine[name] = value.clone() if isinstance(value, torch.Tensor) else value
                 offset += size
         for parameter, state in found.items():

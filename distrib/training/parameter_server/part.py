@@ -35,8 +35,9 @@ from distrib.units import format_size
 DROP_SECONDS = 5.0
 """How long the others wait for a worker whose connection is gone."""
 
-START_SECONDS = 120.0
-"""How long they wait for one that has never called: its host may be slow to import torch."""
+START_SECONDS = 1800.0
+"""How long they wait for one that has never called, as ranks do in mode sync: it may read its data first. Of those that have died the
+launcher tells."""
 
 
 class Part:
@@ -67,7 +68,7 @@ class Part:
         self._speakers: dict[int, int] = {}  # and the worker of each that did so last
         self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
         self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
-        self._pulls: list[tuple[int, Frame]] = []
+        self._pulls: dict[tuple[int, int], list[tuple[int, Frame]]] = {}  # by table and chunk, until it has a value
         self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
         self.kept: dict[int, list[Any]] = {}  # what main has read for all, in pieces
         self._keeping: dict[tuple[int | None, int], dict[int, Any]] = {}  # what is not whole yet, by who brings it
@@ -103,7 +104,8 @@ class Part:
         self._there[worker] = connection
         self._gone.pop(worker, None)
         self._asked.pop(worker, None)
-        self._pulls = [(who, frame) for who, frame in self._pulls if who != worker]
+        for waiting in self._pulls.values():
+            waiting[:] = [(who, frame) for who, frame in waiting if who != worker]
         self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
         self._forget_shared(worker)
         for number in self._users.keys() | set(hello["tables"]):
@@ -326,8 +328,8 @@ class Part:
         self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
 
     def _pull(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._pulls.append((worker, frame))
-        self._answer_pulls()
+        self._pulls.setdefault((table.number, frame.chunk), []).append((worker, frame))
+        self._answer_pulls(table, frame.chunk)
 
     def _share(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
         sizes = {chunk: table.wire_bytes(chunk) for chunk in table.chunks}
@@ -345,11 +347,11 @@ class Part:
         """The first values, of which one worker's are enough, or with FINAL those that replace all before."""
         table.set(frame.chunk, payload, replace=bool(frame.flags & FINAL))
         self._send_state(table, frame.chunk)
-        self._answer_pulls()
+        self._answer_pulls(table, frame.chunk)
         self._reply(worker, frame)
 
     def _give_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._reply(worker, frame, table.saved(frame.chunk))
+        self._reply(worker, frame, table.state(frame.chunk))
 
     def _take_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
         table.restore(frame.chunk, payload)
@@ -413,15 +415,12 @@ class Part:
             return
         self._reply(worker, frame, packed({"give": not table.is_set and (is_over or worker == self._main())}))
 
-    def _answer_pulls(self) -> None:
-        waiting, self._pulls = self._pulls, []
-        for worker, frame in waiting:
-            table = self.tables[frame.table]
-            if frame.chunk in table.updaters:
-                answer = Frame(Kind.DONE, 0, frame.table, frame.chunk, frame.step, table.shard.version(frame.chunk))
-                self._send(worker, answer, raw(table.value(frame.chunk).clone()), priority=frame.chunk)
-            else:
-                self._pulls.append((worker, frame))
+    def _answer_pulls(self, table: Table, chunk: int) -> None:
+        if chunk not in table.updaters:
+            return
+        for worker, frame in self._pulls.pop((table.number, chunk), []):
+            answer = Frame(Kind.DONE, 0, frame.table, chunk, frame.step, table.shard.version(chunk))
+            self._send(worker, answer, table.copied(chunk), priority=chunk)
 
     def _answer_fetches(self) -> None:
         waiting, self._fetches = self._fetches, []

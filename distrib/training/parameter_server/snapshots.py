@@ -25,6 +25,8 @@ from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.tables import Description, Table, raw
 
 EVERY_SECONDS = 10.0
+PART_OF_TIME = 0.2
+"""For no more of the time is one being written: on a file system that hosts share it takes long, and takes others' time."""
 REMOVE_SECONDS = 2.0
 """How long it is tried to remove files: on NFS they stay until their writer closes them."""
 
@@ -81,10 +83,13 @@ class Snapshots:
         self._next, self._seen = now + EVERY_SECONDS, entries
         tables = [_saved(table) for table in part.tables.values() if table.is_set]
         content = {"time": time.time(), "tables": tables, "over": sorted(part.over)}
-        self._writer = threading.Thread(
-            target=self._write, args=(self.path.name, functools.partial(torch.save, content)), daemon=True
-        )
+        self._writer = threading.Thread(target=self._write_parts, args=(content,), daemon=True)
         self._writer.start()
+
+    def _write_parts(self, content: dict[str, Any]) -> None:
+        begun = time.monotonic()
+        self._write(self.path.name, functools.partial(torch.save, content))
+        self._next = max(self._next, begun + (time.monotonic() - begun) / PART_OF_TIME)
 
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> bool:
         partial = self.folder / f"{name}.partial"

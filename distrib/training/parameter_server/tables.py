@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -69,6 +70,12 @@ def raw(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # before Python 3.12 numpy cannot say
 
 
+def _bytes_of(content: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
 class Pool:
     """Memory that is used again and again: pages fresh from the kernel cost more than the copy into them."""
 
@@ -113,6 +120,7 @@ class Table:
         self.updaters: dict[int, Updater] = {}
         self._pool = pool
         self._published: dict[int, _Published] = {}
+        self._copies: dict[int, tuple[int, weakref.ref[Any]]] = {}  # what `copied` gave, and of which version
         self._seen: dict[tuple[int, int], torch.Tensor] = {}  # what each worker has, for delay compensation
 
     @property
@@ -162,6 +170,16 @@ class Table:
     def value(self, chunk: int) -> torch.Tensor:
         """The chunk's present value, flat, in the servers' format. Not a copy."""
         return self.updaters[chunk].value.data.view(-1)
+
+    def copied(self, chunk: int) -> memoryview:
+        """The same as bytes that do not change: one copy for all who ask for a version, for as long as it is on its way to any."""
+        version = self.shard.version(chunk)
+        of_version, kept = self._copies.get(chunk, (-1, None))
+        array = kept() if kept and of_version == version else None
+        if array is None:
+            array = self.value(chunk).clone().view(torch.uint8).numpy()
+            self._copies[chunk] = version, weakref.ref(array)
+        return memoryview(array)  # type: ignore[arg-type]  # as in `raw`
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
@@ -253,6 +271,7 @@ class Table:
             self._seen[worker, chunk] = self.value(chunk).clone()
 
     def _forget(self, chunk: int) -> None:
+        self._copies.pop(chunk, None)
         published = self._published.pop(chunk, None)
         if published and not published.users:
             self._pool.give(published.memory)
@@ -261,9 +280,11 @@ class Table:
 
     def saved(self, chunk: int) -> bytes:
         """All there is of a chunk, to be opened with torch.load(weights_only=True)."""
-        file = io.BytesIO()
-        torch.save({"value": self.value(chunk), **self.updaters[chunk].parts()}, file)
-        return file.getvalue()
+        return _bytes_of({"value": self.value(chunk), **self.updaters[chunk].parts()})
+
+    def state(self, chunk: int) -> bytes:
+        """Its optimizer's state, as a checkpoint has it, to be opened in the same way."""
+        return _bytes_of(self.updaters[chunk].state())
 
     def load(self, chunk: int, data: Any) -> None:
         """Takes over what `saved` gave."""

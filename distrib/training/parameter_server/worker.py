@@ -108,6 +108,11 @@ class Asynchronous(Backend):
         """Whether this worker prints and saves: rank 0, or when it is lost the first of the others that are there."""
         return self.client.is_main()
 
+    @property
+    def seems_main(self) -> bool:
+        """The same as far as it is known now: nothing is waited for."""
+        return self.client.main[1] == self.client.rank and not self.client.again
+
     # -- models -------------------------------------------------------------------------------------------------------
 
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
