@@ -79,7 +79,8 @@ def notes_on(chosen: Strategy, devices: Collection[str], hosts: int) -> tuple[st
     gpus = any(device.startswith("cuda") for device in devices)
     if chosen.all_reduce != "auto" and gpus:
         return (f"--all-reduce {chosen.all_reduce} is for CPU hosts: between GPUs NCCL chooses the way",)
-    if chosen.mode == "sync" and chosen.backend == "torch" and not chosen.gradients.exact and hosts == 1 and not gpus:
+    sends_inside = chosen.backend != "torch" or chosen.all_reduce == "flat"
+    if chosen.mode == "sync" and not sends_inside and not chosen.gradients.exact and hosts == 1 and not gpus:
         return (
             f"--gradients {chosen.gradients} changes nothing on one CPU host: fewer bytes are sent between hosts only",
         )

@@ -202,6 +202,7 @@ def test_fewer_bytes_that_change_nothing_are_noted(tmp_path, lab):
         ["-np", "2"],
         ["-H", "n1,n2", "--gradients", "int8"],
         [*lab, "--include", "new1", "--gradients", "int8"],
+        ["-np", "2", "--gradients", "int8", "--all-reduce", "flat"],
     ):
         assert words not in plan(tmp_path, *fine)["notes"]
 

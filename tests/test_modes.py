@@ -64,7 +64,7 @@ TOLD = {
             "apart_later itself", id="sync, other models",
         ),
         pytest.param({"balance": True}, 3, "exact", "", id="balance", marks=pytest.mark.alone),
-        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen by_hand released", "", id="horovod", marks=horovod),
+        pytest.param(HOROVOD, 2, "exact wrapped several scaled nan targets unfrozen half_frozen complex_ones by_hand released", "", id="horovod", marks=horovod),
         pytest.param(
             {**HOROVOD, "accumulate": 3, "gradients": {"format": "fp16"}}, 2, "several scaled two_optimizers", "", id="horovod, fp16",
             marks=horovod,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
@@ -37,9 +38,17 @@ def gathered_if_other(own: T) -> list[T]:
     return gathered(own) if len(set(digests)) > 1 else []
 
 
-def check_alike(things: Sequence[Any]) -> None:
-    """Raises TrainingError, on every rank, where one prepares other things than rank 0, or another model. Every rank."""
-    all_ = gathered_if_other([_described(thing) for thing in things])
+def check_alike(things: Sequence[Any], models: Sequence[nn.Module], **options: Any) -> None:
+    """Raises TrainingError, on every rank, where one prepares other things than rank 0, or another model, or with other `options`.
+
+    Every rank. `models` are those that were prepared before, of which optimizers may have parameters.
+    """
+    every = [*models, *(thing for thing in things if isinstance(thing, nn.Module))]
+    names: dict[torch.Tensor, str] = {
+        parameter: name for model in every for name, parameter in model.named_parameters()
+    }
+    said = [f"{name}={value!r}" for name, value in options.items()]
+    all_ = gathered_if_other([*(_described(thing, names) for thing in things), [_OPTIONS, *said]])
     if not all_:
         return
     other = next(rank for rank, found in enumerate(all_) if found != all_[0])
@@ -125,8 +134,11 @@ def _feed(digest: hashlib._Hash, value: Any) -> None:
             _feed(digest, item)
 
 
-def _described(thing: Any) -> list[str]:
-    """What must be the same on all ranks, in words: the kind, then each parameter and buffer."""
+_OPTIONS = "the options of job.prepare"
+
+
+def _described(thing: Any, names: Mapping[torch.Tensor, str]) -> list[str]:
+    """What must be the same on all ranks, in words: the kind, then each parameter and buffer, which have these names."""
     kind = type(thing).__name__
     if isinstance(thing, DataLoader) and not isinstance(thing.dataset, IterableDataset):
         # Of other lengths some ranks would wait for a last batch that others do not have.
@@ -137,6 +149,16 @@ def _described(thing: Any) -> list[str]:
         with contextlib.suppress(TypeError):  # batches of a sampler of the script's need no length
             samples = f" of {len(counted)} samples"
         return [f"a {kind}{samples}{size}{rest}"]
+    if isinstance(thing, Optimizer):  # all get the main rank's settings, group by group
+        groups = enumerate(thing.param_groups)
+        return [
+            f"a {kind}",
+            *(
+                f"{names.get(p, '')} {list(p.shape)} of group {number}"
+                for number, group in groups
+                for p in group["params"]
+            ),
+        ]
     if not isinstance(thing, nn.Module):
         return [f"a {kind}"]
     parameters = [
@@ -148,11 +170,13 @@ def _described(thing: Any) -> list[str]:
 
 def _difference(first: list[list[str]], other: list[list[str]]) -> str:
     if [thing[0] for thing in first] != [thing[0] for thing in other]:
-        return f"{_listed([thing[0] for thing in other])}, not {_listed([thing[0] for thing in first])}"
+        return f"{_listed([thing[0] for thing in other[:-1]])}, not {_listed([thing[0] for thing in first[:-1]])}"
     for one, two in zip(first, other, strict=True):
         for a, b in zip(one, two, strict=False):
             if a != b:
-                return f"in {one[0]}, parameter or buffer {b}, not {a}"
+                return (
+                    f"in {one[0]}, {'' if one[0] == _OPTIONS else 'parameter or buffer '}{b.strip()}, not {a.strip()}"
+                )
         if len(one) != len(two):
             longer, word = (two, "has") if len(two) > len(one) else (one, "lacks")
             return f"{one[0]} {word} the parameter or buffer {longer[min(len(one), len(two))]}"

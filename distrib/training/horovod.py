@@ -46,6 +46,11 @@ class Horovod(Together):
     def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = Backend.model(self, model, find_unused_parameters=find_unused_parameters)
         model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
+        for name, parameter in model.named_parameters():
+            if parameter.is_complex():
+                raise TrainingError(
+                    f"{name} is complex, which Horovod does not average", hint="leave out --backend horovod"
+                )
         if any(True for _ in model.parameters()):
             self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         return super().model(model, find_unused_parameters=find_unused_parameters)

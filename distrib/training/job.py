@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from numbers import Integral
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -272,7 +273,14 @@ class Job:
                     hint="FSDP sees to its gradients and its optimizer: prepare the DataLoader alone",
                 )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
-            check_alike(things)
+            check_alike(
+                things,
+                self._models,
+                on_nan=on_nan,
+                accumulate=accumulate,
+                find_unused_parameters=find_unused_parameters,
+                sync_batchnorm=sync_batchnorm,
+            )
             if (
                 other := check_same_data(things)
             ) and not self._loaders.begun:  # later some may have filled what they keep
@@ -457,8 +465,8 @@ class Job:
         what the script says. Raises TrainingError between the batches of one step.
         """
         self._check_open()
-        if batches < 1:
-            raise TrainingError(f"accumulate({batches})", hint="give the number of batches, 1 or more")
+        if not isinstance(batches, Integral) or batches < 1:
+            raise TrainingError(f"accumulate({batches!r})", hint="give the number of batches, 1 or more")
         if self._backend.strategy.accumulate > 1:
             return
         self._batches = batches

@@ -218,6 +218,23 @@ def mistakes(job: distrib.Job) -> None:
         "a DataLoader of 9 samples in batches of 2, not a DataLoader of 8 samples in batches of 2",
         lambda: job.prepare(DataLoader(make_data(9 if job.rank == 1 else 8), 2)),
     )
+    model = nn.Linear(2, 3)
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
+    for other, words in (
+        (groups[::-1], r"in a SGD, parameter or buffer bias \[3\] of group 0, not weight \[3, 2\] of group 0"),
+        (
+            [{"params": [*model.parameters()]}],
+            r"in a SGD, parameter or buffer bias \[3\] of group 0, not bias \[3\] of group 1",
+        ),
+        (groups[:1], r"a SGD lacks the parameter or buffer bias \[3\] of group 1"),
+    ):
+        optimizer = torch.optim.SGD(other if job.rank == 1 else groups, lr=0.1)
+        raises(words, lambda optimizer=optimizer: job.prepare(model, optimizer))
+    raises(
+        "in the options of job.prepare, on_nan='skip', not on_nan='raise'",
+        lambda: job.prepare(nn.Linear(2, 2), on_nan="skip" if job.rank == 1 else "raise"),
+    )
+    raises(r"accumulate\('4'\)", lambda: job.accumulate("4"))  # type: ignore[arg-type]
     job.prepare(nn.ReLU())
     raises("Sequential has lazy layers", lambda: job.prepare(nn.Sequential(nn.LazyLinear(2))))
 
@@ -962,6 +979,12 @@ def half_frozen(job: distrib.Job) -> None:
     train(model, optimizer, job.rank, 3)
     assert torch.equal(model[0].weight, first) and not torch.equal(model[1].weight, second)
     assert_alike(model)
+
+
+def complex_ones(job: distrib.Job) -> None:
+    """Horovod says so only of tensors, by their kind."""
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    raises("weight is complex, which Horovod does not average", lambda: job.prepare(model))
 
 
 def hooks(job: distrib.Job) -> None:
