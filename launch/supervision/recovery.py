@@ -51,6 +51,11 @@ class Recovery:
         ending = state.ending
         return ending is not None and tolerance.may_return(self._plan, ending, self.endings, self._again, state.deaths)
 
+    def left(self, state: RankState) -> None:
+        """A rank ended well. A worker that did so before it came to be one is not waited for, either."""
+        if state.plan.role == "worker" and not state.prepared:
+            self._tell_servers(state)
+
     def died(self, state: RankState) -> bool:
         """A rank failed. Whether the job is to go on."""
         ending = state.ending

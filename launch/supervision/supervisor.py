@@ -485,9 +485,11 @@ class Supervisor:
         )
         self.console.finish_rank(state.plan.rank)
         state.close_files()
-        if not state.ending.failed or self.first_bad or self.stopping:
+        if self.first_bad or self.stopping:
             return
-        if not self.recovery.died(state):
+        if not state.ending.failed:
+            self.recovery.left(state)
+        elif not self.recovery.died(state):
             self.first_bad = time.monotonic()
 
     def _hang_up(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:

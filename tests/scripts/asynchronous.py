@@ -189,7 +189,7 @@ def left_out(job: distrib.Job) -> None:
     assert weight(model) == -3 * 11 - 3 * 12, weight(model)
 
 
-def one_dies_at_once(job: distrib.Job) -> None:
+def one_leaves_at_once(job: distrib.Job, how: str) -> None:
     """Some steps of all ranks but rank 0, which never comes to be one."""
     model = nn.Linear(4, 4)
     model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -245,8 +245,8 @@ def pace(job: distrib.Job, compute: str, slow: str, seconds: str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1] == "one_dies_at_once" and os.environ["RANK"] == "0":
-        sys.exit("as if a package were missing here")
+    if sys.argv[1] == "one_leaves_at_once" and os.environ["RANK"] == "0":
+        sys.exit("as if a package were missing here" if sys.argv[2] == "failed" else 0)
     with distrib.init() as job:
         globals()[sys.argv[1]](job, *sys.argv[2:])
 
