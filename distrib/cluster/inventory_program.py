@@ -611,9 +611,7 @@ def interfaces() -> list[dict[str, Any]]:
         for index, each in found.items():
             cards = [found[card] for card in cards_below(index, kinds, below)]
             each["cards"] = sorted(card["name"] for card in cards)
-            if (
-                cards and each["kind"] == "bridge"
-            ):  # it tells the rate of its fastest port, which may be a virtual machine's
+            if cards and each["kind"] == "bridge":  # which tells its fastest port's rate, maybe a virtual machine's
                 speeds = [card["speed_bytes_per_second"] or 0 for card in cards]
                 each["speed_bytes_per_second"] = max(speeds) or None
         for body in netlink(22):  # RTM_GETADDR

@@ -162,13 +162,10 @@ class Forgotten:
         schedules = [thing for thing in things if issubclass(type(thing), LRScheduler)]
         parts = {id(part) for whole in schedules if isinstance(whole, SequentialLR) for part in whole._schedulers}
         for schedule in schedules:
+            if id(getattr(schedule, "optimizer", None)) not in known or id(schedule) in parts:
+                continue
             steps = _steps_of(schedule)
-            if (
-                id(getattr(schedule, "optimizer", None)) in known
-                and id(schedule) not in parts
-                and steps
-                and steps % before == 0
-            ):
+            if steps and steps % before == 0:
                 self._note(
                     f"{type(schedule).__name__} was made for {steps} steps, {steps // before} x the {before} batches of a loader before "
                     f"job.prepare, of which a rank reads {batches}: if it steps after each batch, make it after job.prepare, "

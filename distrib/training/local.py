@@ -79,9 +79,8 @@ class Local(Backend):
                 "for its own, and every round ends with one that is all ranks'",
                 hint="use --mode sync",
             )
-        if callable(getattr(optimizer, "eval", None)) and callable(
-            getattr(optimizer, "train", None)
-        ):  # schedule-free ones
+        schedule_free = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+        if schedule_free:
             raise TrainingError(
                 f"{type(optimizer).__name__} cannot be used in mode local: its eval() makes parameters of what it keeps beside them, which "
                 "is each rank's own",
