@@ -140,15 +140,16 @@ _ONLY_IN: dict[str, Mode] = {
 }
 
 
-def checked(strategy: Strategy) -> Strategy:
-    """`strategy` itself. Raises ConfigError where its parts do not go together."""
+def checked(strategy: Strategy, mode: str | None = None) -> Strategy:
+    """`strategy` itself. Raises ConfigError where its parts do not go together. `mode` is what was asked for, where that is
+    another word than the strategy's."""
     default = Strategy()
-    for field, mode in _ONLY_IN.items():
+    for field, only_in in _ONLY_IN.items():
         value = getattr(strategy, field)
-        if value != getattr(default, field) and strategy.mode != mode:
+        if value != getattr(default, field) and strategy.mode != only_in:
             raise ConfigError(
-                f"{_option(field, value)} means nothing in mode {strategy.mode}",
-                hint=f"add --mode {mode}, or leave it out",
+                f"{_option(field, value)} means nothing in mode {mode or strategy.mode}",
+                hint=f"give --mode {only_in}, or leave it out",
             )
     if strategy.mode == "async":
         _check_async(strategy)

@@ -70,7 +70,8 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
             delay_compensation=options.delay_compensation,
             momentum_correction=options.momentum_correction,
             host_reduction=options.host_reduction,
-        )
+        ),
+        options.mode,
     )
 
 

@@ -46,6 +46,7 @@ def test_options_make_the_strategy():
         (["--servers", "2"], "--servers means nothing in mode sync"),
         (["--mode", "local", "--staleness", "1"], "--staleness means nothing in mode local"),
         (["--mode", "async", "--inner-steps", "4"], "--inner-steps means nothing in mode async"),
+        (["--mode", "auto", "--inner-steps", "4"], "--inner-steps means nothing in mode auto"),
         (["--backend", "horovod", "--gradients", "int8"], "horovod sends no int8"),
         (["--backend", "horovod", "--mode", "local"], "cannot train in mode local"),
         (["--mode", "async", "--staleness", "-1"], "no number of steps"),

@@ -148,11 +148,11 @@ def _described(thing: Any, names: Mapping[torch.Tensor, str]) -> list[str]:
         samples = ""
         with contextlib.suppress(TypeError):  # batches of a sampler of the script's need no length
             samples = f" of {len(counted)} samples"
-        return [f"a {kind}{samples}{size}{rest}"]
+        return [f"{kind}{samples}{size}{rest}"]
     if isinstance(thing, Optimizer):  # all get the main rank's settings, group by group
         groups = enumerate(thing.param_groups)
         return [
-            f"a {kind}",
+            kind,
             *(
                 f"{names.get(p, '')} {list(p.shape)} of group {number}"
                 for number, group in groups
@@ -160,12 +160,12 @@ def _described(thing: Any, names: Mapping[torch.Tensor, str]) -> list[str]:
             ),
         ]
     if not isinstance(thing, nn.Module):
-        return [f"a {kind}"]
+        return [kind]
     parameters = [
         f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
         for name, p in thing.named_parameters()
     ]
-    return [f"a {kind}", *parameters, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in thing.named_buffers())]
+    return [kind, *parameters, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in thing.named_buffers())]
 
 
 def _difference(first: list[list[str]], other: list[list[str]]) -> str:
@@ -189,4 +189,4 @@ def several(names: Sequence[str]) -> str:
 
 
 def _listed(words: Sequence[str]) -> str:
-    return ", ".join(words) or "nothing"
+    return " and ".join(words) or "nothing"

@@ -207,26 +207,26 @@ def mistakes(job: distrib.Job) -> None:
     for other, words in (
         (
             nn.Linear(2, 3),
-            r"rank 1 prepares something else than rank 0: in a Linear, parameter or buffer weight \[3, 2\]",
+            r"rank 1 prepares something else than rank 0: in Linear, parameter or buffer weight \[3, 2\]",
         ),
-        (nn.Sequential(nn.Linear(2, 2)), "rank 1 prepares something else than rank 0: a Sequential, not a Linear"),
-        (nn.Linear(2, 2, bias=False), "a Linear lacks the parameter or buffer bias"),
+        (nn.Sequential(nn.Linear(2, 2)), "rank 1 prepares something else than rank 0: Sequential, not Linear"),
+        (nn.Linear(2, 2, bias=False), "Linear lacks the parameter or buffer bias"),
     ):
         raises(words, lambda other=other: job.prepare(other if job.rank == 1 else nn.Linear(2, 2)))
-    raises("a Linear, not a Linear, a SGD", lambda: job.prepare(*things(job.rank == 1)))
+    raises("Linear, not Linear and SGD", lambda: job.prepare(*things(job.rank == 1)))
     raises(
-        "a DataLoader of 9 samples in batches of 2, not a DataLoader of 8 samples in batches of 2",
+        "DataLoader of 9 samples in batches of 2, not DataLoader of 8 samples in batches of 2",
         lambda: job.prepare(DataLoader(make_data(9 if job.rank == 1 else 8), 2)),
     )
     model = nn.Linear(2, 3)
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
     for other, words in (
-        (groups[::-1], r"in a SGD, parameter or buffer bias \[3\] of group 0, not weight \[3, 2\] of group 0"),
+        (groups[::-1], r"in SGD, parameter or buffer bias \[3\] of group 0, not weight \[3, 2\] of group 0"),
         (
             [{"params": [*model.parameters()]}],
-            r"in a SGD, parameter or buffer bias \[3\] of group 0, not bias \[3\] of group 1",
+            r"in SGD, parameter or buffer bias \[3\] of group 0, not bias \[3\] of group 1",
         ),
-        (groups[:1], r"a SGD lacks the parameter or buffer bias \[3\] of group 1"),
+        (groups[:1], r"SGD lacks the parameter or buffer bias \[3\] of group 1"),
     ):
         optimizer = torch.optim.SGD(other if job.rank == 1 else groups, lr=0.1)
         raises(words, lambda optimizer=optimizer: job.prepare(model, optimizer))
