@@ -33,7 +33,7 @@ LAUNCH = Path(sys.executable).parent / "distrib-launch"
 SCRIPT = Path(__file__).parent / "scripts" / "averaging_steps.py"
 IPERF_SECONDS = 3
 JOB_SECONDS = 1800
-"""At 200 Mb/s three contenders with ResNet-50's gradients take some 800."""
+"""At 200 Mb/s three contenders with ResNet-50's gradients take 700 to 900."""
 
 
 def wire(cluster: Cluster) -> float:
