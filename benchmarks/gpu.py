@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 import distrib
-from distrib.probe import inside
-from distrib.training.backend import Synchronous
-from distrib.training.synchronous import synchronous
+from distrib.probe.bench import intra_node
+from distrib.training.strategies.base import Synchronous
+from distrib.training.strategies.synchronous import synchronous
 
 COPY_BYTES = 64 << 20
 COPIES, ROUNDS = 20, 15
@@ -161,13 +161,13 @@ def copies() -> None:
     pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     gpu = next(
-        link.source for link in inside.measure("here", 0.05)[0] if link.source != "memory"
+        link.source for link in intra_node.measure("here", 0.05)[0] if link.source != "memory"
     )  # of several GPUs the first seen
     ways = {("memory", gpu): (one, pinned), (gpu, "memory"): (pinned, one), (gpu, gpu): (other, one)}
     own: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     probed: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
-        links, problems = inside.measure("here", 0.2)
+        links, problems = intra_node.measure("here", 0.2)
         if problems:
             sys.exit(f"the probe could not measure all: {', '.join(problems)}")
         for link in links:

@@ -31,12 +31,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import msgspec
-from distrib_launch import cli, training
 
-from distrib.bandwidth.prediction import Prediction
-from distrib.bandwidth.scaling import foretell
-from distrib.bandwidth.workload import Workload
+from distrib.bandwidth_model.prediction import Prediction
+from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import parse_topology
+from distrib_launch.cli import launch, training_options
 from tests.cluster import Cluster
 from tests.cluster.virtual import parse_rate
 
@@ -257,7 +257,7 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
                 if half in (None, half_of(case["name"], seed)):
                     workload = msgspec.convert(found["profiles"][case["name"]], Workload)
                     words = [*KINDS[case["kind"]], "x"]
-                    strategy = training.strategy_of(cli.parser().parse_args(words))
+                    strategy = training_options.strategy_of(launch.parser().parse_args(words))
                     told = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
                     row = _row(case, workload, told, found["measured"][case["name"]])
                     rows.append({**row, "ranks": hosts * slots, "half": half_of(case["name"], seed)})

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from distrib.bandwidth.scaling import foretell
-from distrib.bandwidth.workload import Workload
-from distrib.bandwidth.workloads import workload
+from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.workload import Workload
+from distrib.bandwidth_model.workload_catalog import workload
 from distrib.cluster.topology import parse_topology
 from distrib.strategy import Gradients, Strategy
 

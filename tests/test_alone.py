@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from distrib_launch.alone import trains_alone
 
+from distrib_launch.alone import trains_alone
 from tests.conftest import ROOT
 
 EXAMPLES = ROOT / "examples"

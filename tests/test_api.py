@@ -16,13 +16,13 @@ import threading
 import time
 from pathlib import Path
 
-import distrib_launch
 import pytest
-from distrib_launch import api
-from distrib_launch.job import read_hosts
 
 import distrib
+import distrib_launch
 from distrib.errors import ConfigError, DistribError, JobFailed
+from distrib_launch import api
+from distrib_launch.runner import read_hosts
 from tests.conftest import SCRIPTS
 
 JOB = SCRIPTS / "job.py"

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth import collectives, curves, pieces, timeline, workloads
-from distrib.bandwidth.advice import advise, best_alike, convergence_of, is_alike, options_of
-from distrib.bandwidth.buckets import Wire
-from distrib.bandwidth.fabric import find_fabric
-from distrib.bandwidth.scaling import foretell, needed_bandwidth, unlimited
-from distrib.bandwidth.timeline import Transfer
-from distrib.bandwidth.wires import between, inside_of
-from distrib.bandwidth.workload import Gradient, Workload
-from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.bandwidth_model import bucket_bounds, collective_cost, link_curve, step_timeline, workload_catalog
+from distrib.bandwidth_model.bottleneck import between, inside_of
+from distrib.bandwidth_model.bucketing import Wire
+from distrib.bandwidth_model.fabric import find_fabric
+from distrib.bandwidth_model.recommendations import advise, best_alike, convergence_of, is_alike, options_of
+from distrib.bandwidth_model.scaling import foretell, needed_bandwidth, unlimited
+from distrib.bandwidth_model.step_timeline import Transfer
+from distrib.bandwidth_model.workload import Gradient, Workload
+from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Outer, Strategy, checked
@@ -102,7 +102,7 @@ def measured_lab(
 
 def test_a_curve_goes_through_what_was_measured_and_between():
     seen = [Point(4**k, 1e-4 + 4**k / 1e8) for k in range(3, 14)]
-    curve = curves.measured(seen)
+    curve = link_curve.measured(seen)
     for point in seen:
         assert curve.seconds(point.size_bytes) == pytest.approx(point.seconds)
     for size in (100, 3000, 20_000, 7 * MB):
@@ -111,7 +111,7 @@ def test_a_curve_goes_through_what_was_measured_and_between():
 
 
 def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
-    curve = curves.measured([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
+    curve = link_curve.measured([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
     assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
 
 
@@ -121,7 +121,7 @@ def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
     factor=st.floats(0.1, 10),
 )
 def test_a_curve_never_falls(points, sizes, factor):
-    curve = curves.measured([Point(size, seconds) for size, seconds in points])
+    curve = link_curve.measured([Point(size, seconds) for size, seconds in points])
     if curve is None:
         return
     for each in (curve, curve.slower(factor)):
@@ -134,12 +134,12 @@ def test_a_curve_never_falls(points, sizes, factor):
 
 
 def test_formulas():
-    link = curves.line(1e-3, 1e8)
-    assert collectives.ring_all_reduce(4, 100 * MB, link) == pytest.approx(6 * (1e-3 + 0.25))
+    link = link_curve.line(1e-3, 1e8)
+    assert collective_cost.ring_all_reduce(4, 100 * MB, link) == pytest.approx(6 * (1e-3 + 0.25))
     # max(M/B, nM/(kB)): as many servers as workers are enough, fewer are not
-    assert collectives.parameter_server(8, 8, 100 * MB, link) == pytest.approx(1e-3 + 1.0)
-    assert collectives.parameter_server(8, 2, 100 * MB, link) == pytest.approx(1e-3 + 4.0)
-    assert collectives.shared_parameter_server(4, 100 * MB, link) == pytest.approx(2e-3 + 2 * 3 / 4 * 1.0)
+    assert collective_cost.parameter_server(8, 8, 100 * MB, link) == pytest.approx(1e-3 + 1.0)
+    assert collective_cost.parameter_server(8, 2, 100 * MB, link) == pytest.approx(1e-3 + 4.0)
+    assert collective_cost.shared_parameter_server(4, 100 * MB, link) == pytest.approx(2e-3 + 2 * 3 / 4 * 1.0)
 
 
 def test_nccl_on_one_host_as_published():
@@ -147,7 +147,7 @@ def test_nccl_on_one_host_as_published():
     text = "nodes: [{hosts: h, gpus: {kind: H200, count: 8}, links: {nvlink: NVLink4 x18, nvswitch: yes}}]"
     fabric = find_fabric(parse_topology(text, "h200"), job(device="H200"), 1, 8)
     for size, published in ((16 << 20, 220e9), (16 << 30, 367e9)):
-        bus = size / collectives.all_reduce(fabric, size) * 2 * 7 / 8
+        bus = size / collective_cost.all_reduce(fabric, size) * 2 * 7 / 8
         assert bus == pytest.approx(published, rel=0.1)
 
 
@@ -161,7 +161,7 @@ def test_two_hosts_are_never_faster_than_one(each, rate):
     topology = parse_topology(text, "pcie")
     for size in (MB, 30 * MB, 1000 * MB):
         one, two, four = (
-            collectives.all_reduce(find_fabric(topology, job(device="RTX-4090"), hosts, each), size)
+            collective_cost.all_reduce(find_fabric(topology, job(device="RTX-4090"), hosts, each), size)
             for hosts in (1, 2, 4)
         )
         assert one <= two * (1 + 1e-9) and two <= four * (1 + 1e-9), size
@@ -169,13 +169,13 @@ def test_two_hosts_are_never_faster_than_one(each, rate):
 
 def test_an_all_reduce_that_was_measured_is_read_from_its_curve():
     fabric = find_fabric(measured_lab(), job(device="cpu"), 4, 1)
-    assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(0.161, rel=0.01)
+    assert collective_cost.all_reduce(fabric, 10 * MB) == pytest.approx(0.161, rel=0.01)
 
 
 def test_a_ring_of_other_ranks_is_put_together_from_the_steps_of_a_measured_one():
     fabric = find_fabric(measured_lab(ranks=(2,)), job(device="cpu"), 4, 1)
     # 2(m-1) messages of S/m took 0.161 s; so 2(n-1) of S/n take (n-1)/(m-1) times what mS/n took.
-    assert collectives.all_reduce(fabric, 10 * MB) == pytest.approx(3 * 0.081, rel=0.01)
+    assert collective_cost.all_reduce(fabric, 10 * MB) == pytest.approx(3 * 0.081, rel=0.01)
 
 
 def test_an_all_reduce_through_a_bad_link_is_not_that_of_hosts_without_it():
@@ -191,7 +191,7 @@ def test_an_all_reduce_through_a_bad_link_is_not_that_of_hosts_without_it():
     topology = msgspec.structs.replace(topology, measured=msgspec.structs.replace(measured, pairs=tuple(slow)))
 
     def seconds(*hosts: str) -> float:
-        return collectives.all_reduce(find_fabric(topology, job(device="cpu"), hosts, 1), 10 * MB)
+        return collective_cost.all_reduce(find_fabric(topology, job(device="cpu"), hosts, 1), 10 * MB)
 
     assert seconds("n1", "n2", "n3", "n4") == pytest.approx(1.5, rel=0.01)
     assert seconds("n3", "n4") == pytest.approx(1.0, rel=0.01)
@@ -202,9 +202,9 @@ def test_ranks_of_one_host_share_its_wire():
     """A flat ring over n ranks carries 2(n-1)/n of the bytes over each wire; hierarchical 2(h-1)/h, for h hosts."""
     fabric = find_fabric(lab("1 GbE"), job(device="cpu"), 4, 2)
     rate = 1e9 / 8 * 0.94
-    assert collectives.all_reduce(fabric, 100 * MB) == pytest.approx(2 * 7 / 8 * 100 * MB / rate, rel=0.01)
+    assert collective_cost.all_reduce(fabric, 100 * MB) == pytest.approx(2 * 7 / 8 * 100 * MB / rate, rel=0.01)
     inside = (1 + 1 / 2) * 100 * MB / 5e9
-    grouped = collectives.all_reduce(fabric, 100 * MB, hierarchical=True)
+    grouped = collective_cost.all_reduce(fabric, 100 * MB, hierarchical=True)
     assert grouped == pytest.approx(2 * 3 / 4 * 100 * MB / rate + inside, rel=0.01)
 
 
@@ -212,7 +212,7 @@ def test_a_message_that_was_disturbed_is_read_like_its_neighbours():
     """1 MiB over a wire of 0.1 GB/s with 1 ms of latency, measured three times as long as it takes."""
     sizes = [4**n << 10 for n in range(9)]
     points = [Point(size, 1e-3 + size / 1e8 * (3 if size == 1 << 20 else 1), 0.0) for size in sizes]
-    curve = curves.measured(points)
+    curve = link_curve.measured(points)
     for size in sizes:
         assert curve.seconds(size) == pytest.approx(1e-3 + size / 1e8, rel=0.05)
 
@@ -222,17 +222,17 @@ def test_a_message_that_was_disturbed_is_read_like_its_neighbours():
 
 def test_buckets_are_those_of_ddp():
     """1 MiB first, then 25 MiB, each closed by the gradient with which it is full (torch/nn/parallel/distributed.py)."""
-    found = pieces.of_ddp(job(megabytes=100, tensors=20).gradients)
+    found = bucket_bounds.of_ddp(job(megabytes=100, tensors=20).gradients)
     assert [part.size_bytes / MB for part in found] == [5, 30, 30, 30, 5]
     assert [round(part.ready_seconds, 6) for part in found] == [0.005, 0.035, 0.065, 0.095, 0.1]
-    assert len(pieces.of_ddp(job(tensors=20).gradients, 1)) == 20
+    assert len(bucket_bounds.of_ddp(job(tensors=20).gradients, 1)) == 20
 
 
 def test_the_pieces_of_distrib_are_all_of_the_gradients():
     gradients = job(megabytes=50, tensors=7).gradients
     wire = Wire(overhead_seconds=1e-3, seconds_per_byte=1e-8)
     for strategy in (Strategy(), Strategy(bucket_bytes=3 << 20)):
-        for found in (pieces.of_distrib(gradients, strategy, known, ranks_per_host=2) for known in (wire, None)):
+        for found in (bucket_bounds.of_distrib(gradients, strategy, known, ranks_per_host=2) for known in (wire, None)):
             assert sum(piece.size_bytes for piece in found) == sum(gradient.size_bytes for gradient in gradients)
             assert sum(piece.elements for piece in found) == pytest.approx(sum(g.elements for g in gradients))
             ready = [piece.ready_seconds for piece in found]
@@ -245,7 +245,7 @@ def transfers(*wire_seconds_at: tuple[float, float]) -> list[Transfer]:
 
 
 def test_the_last_piece_is_exposed():
-    step = timeline.synchronous(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
+    step = step_timeline.synchronous(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
     # forward 0.05, backward 0.1 with the first piece beside it, 0.03 of the last, optimizer 0.002
     assert step.seconds == pytest.approx(0.182)
     assert (step.communication_seconds, step.exposed_seconds) == (pytest.approx(0.06), pytest.approx(0.03))
@@ -254,26 +254,26 @@ def test_the_last_piece_is_exposed():
 
 
 def test_a_piece_waits_for_the_one_before():
-    step = timeline.synchronous(job(), transfers((0.02, 0.2), (0.1, 0.2)))
+    step = step_timeline.synchronous(job(), transfers((0.02, 0.2), (0.1, 0.2)))
     assert step.seconds == pytest.approx(0.05 + 0.02 + 0.2 + 0.2 + 0.002)
 
 
 def test_packing_makes_backward_longer_and_unpacking_follows_the_wire():
     parts = [Transfer(ready_seconds=0.1, wire_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
-    assert timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
+    assert step_timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
 
 
 def test_computing_is_slower_while_the_wire_is_busy():
-    step = timeline.synchronous(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
+    step = step_timeline.synchronous(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
     # 0.055 s of overlap bring 0.05 s of the backward pass
     assert step.seconds == pytest.approx(0.05 + 0.1 + 0.005 + 0.002)
 
 
 def test_the_slowest_of_many_is_slower():
-    assert timeline.slowest_of(1, 0.1) == 1.0
-    assert timeline.slowest_of(100, 0.0) == 1.0
+    assert step_timeline.slowest_of(1, 0.1) == 1.0
+    assert step_timeline.slowest_of(100, 0.0) == 1.0
     # the expected largest of 100 normal errors is 2.51 standard deviations
-    assert timeline.slowest_of(100, 0.1) == pytest.approx(1.251, abs=0.01)
+    assert step_timeline.slowest_of(100, 0.1) == pytest.approx(1.251, abs=0.01)
 
 
 # Scaling
@@ -440,7 +440,7 @@ def test_a_measured_cluster_of_cpu_hosts_with_several_ranks_is_known():
 def test_what_nccl_was_measured_to_do_corrects_what_its_tuner_says():
     topology = lab("25 GbE")
     work = job(device="RTX A6000")
-    model = collectives.all_reduce(find_fabric(topology, work, 4, 2), 100 * MB)
+    model = collective_cost.all_reduce(find_fabric(topology, work, 4, 2), 100 * MB)
     curve = [[1 << 20, 0.01, 0.0], [100_000_000, 1.25 * model, 0.0], [1 << 28, 4 * model, 0.0]]
     found = [
         {"name": "all_reduce", "backend": "nccl", "hosts": ["n1", "n2", "n3", "n4"], "ranks": 8, "gpudirect": gpudirect,
@@ -449,9 +449,9 @@ def test_what_nccl_was_measured_to_do_corrects_what_its_tuner_says():
     ]  # fmt: skip
     measured = {"when": "now", "software": {}, "hosts": ["n1", "n2", "n3", "n4"], "collectives": found}
     known = parse_topology(LAB.replace("RATE", "25 GbE") + f"measured: {msgspec.json.encode(measured).decode()}\n", "x")
-    assert collectives.all_reduce(find_fabric(known, work, 4, 2), 100 * MB) == pytest.approx(1.25 * model, rel=0.01)
-    more = collectives.all_reduce(find_fabric(topology, work, 4, 2, nodes=16), 100 * MB)
-    assert collectives.all_reduce(find_fabric(known, work, 4, 2, nodes=16), 100 * MB) == pytest.approx(
+    assert collective_cost.all_reduce(find_fabric(known, work, 4, 2), 100 * MB) == pytest.approx(1.25 * model, rel=0.01)
+    more = collective_cost.all_reduce(find_fabric(topology, work, 4, 2, nodes=16), 100 * MB)
+    assert collective_cost.all_reduce(find_fabric(known, work, 4, 2, nodes=16), 100 * MB) == pytest.approx(
         1.25 * more, rel=0.01
     )
 
@@ -878,10 +878,10 @@ def test_larger_batches_are_advised_where_they_fit():
 
 
 def test_options_choose_the_strategy():
-    from distrib_launch import cli, training
+    from distrib_launch.cli import launch, training_options
 
     for advice in advise(lab(), job(), hosts=4, ranks_per_host=2):
-        chosen = training.strategy_of(cli.parser().parse_args([*advice.options, "train.py"]))
+        chosen = training_options.strategy_of(launch.parser().parse_args([*advice.options, "train.py"]))
         assert chosen == advice.strategy
     assert options_of(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
 
@@ -914,20 +914,20 @@ formats |= st.floats(1e-9, 1).map(lambda fraction: Gradients("topk", fraction=fr
 )  # fmt: skip
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])  # most draws contradict themselves
 def test_every_strategy_has_options_that_choose_it(strategy):
-    from distrib_launch import cli, training
+    from distrib_launch.cli import launch, training_options
 
     try:
         checked(strategy)
     except ConfigError:
         assume(False)
     words = [*options_of(strategy), "train.py"]
-    assert training.strategy_of(cli.parser().parse_args(words)) == strategy
+    assert training_options.strategy_of(launch.parser().parse_args(words)) == strategy
 
 
 def test_gpus_of_which_bridges_join_some_are_as_slow_as_the_way_between_the_bridges():
     """In a ring through all of them."""
     cards = "nodes:\n  - hosts: a\n    gpus: {kind: A100 80GB PCIe, count: 8}\n"
-    workload = workloads.workload("ResNet-50", "A100 80GB PCIe")
+    workload = workload_catalog.workload("ResNet-50", "A100 80GB PCIe")
 
     def inside(rate):
         links = tuple(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth.buckets import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
-from distrib.bandwidth.pieces import LONGEST_SECONDS, WORTHWHILE, worth_trying
-from distrib.training.gradients.contest import Contest
+from distrib.bandwidth_model.bucket_bounds import LONGEST_SECONDS, WORTHWHILE, worth_trying
+from distrib.bandwidth_model.bucketing import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
+from distrib.training.gradients.bucket_autotuner import Contest
 
 wires = st.builds(
     Wire,

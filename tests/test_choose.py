@@ -7,14 +7,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from distrib_launch import cli
-from distrib_launch.choose import Choice, Wishes, choose, parse_filter, share_out
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.cluster.hostfile import Host
 from distrib.cluster.topology import Gpus
 from distrib.errors import ConfigError
+from distrib_launch.cli import launch as cli
+from distrib_launch.host_selection import Choice, Wishes, choose, parse_filter, share_out
 from tests.conftest import LAUNCH, SCRIPTS, call
 
 JOB = SCRIPTS / "job.py"

@@ -13,11 +13,19 @@ import time
 from pathlib import Path
 
 import pytest
-from distrib_launch.rank.control import GREETING, HEADER, NONCE_BYTES, Channel, Kind, ProtocolError, new_token
-from distrib_launch.supervision import door
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distrib_launch.rank_agent.control_channel import (
+    GREETING,
+    HEADER,
+    NONCE_BYTES,
+    Channel,
+    Kind,
+    ProtocolError,
+    new_token,
+)
+from distrib_launch.supervisor import listener as door
 from tests.conftest import LAUNCH, MARK, SCRIPTS
 
 TOKEN = new_token()
@@ -235,7 +243,7 @@ def token_of_own_job() -> bytes:
     mark = f"{MARK}={os.getpid()}".encode()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         variables = read(f"/proc/{pid}/environ").split(b"\0")
-        if mark in variables and b"distrib_launch.rank" in read(f"/proc/{pid}/cmdline"):
+        if mark in variables and b"distrib_launch.rank_agent" in read(f"/proc/{pid}/cmdline"):
             for variable in variables:
                 if variable.startswith(b"DISTRIB_TOKEN="):
                     return variable.partition(b"=")[2]

@@ -14,11 +14,11 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from distrib_launch import cli
-from distrib_launch.engines import kubernetes
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib_launch.cli import launch as cli
+from distrib_launch.engines import kubernetes
 from tests.conftest import LAUNCH, ROOT
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas/mpijob-v2beta1.json").read_text())

@@ -14,15 +14,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from distrib_launch import cli, job
-from distrib_launch.engines import srun
-from distrib_launch.plan import LaunchPlan
-from distrib_launch.preflight import survey
-from distrib_launch.rank.identity import identity
-from distrib_launch.rank.placement import count_gpus
-from distrib_launch.rank.sockets import call_back
 
 from distrib.errors import ConfigError
+from distrib.utils.mpi_env import identity
+from distrib_launch import runner as job
+from distrib_launch.cli import launch as cli
+from distrib_launch.engines import srun
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.preflight import preflight
+from distrib_launch.rank_agent.affinity import count_gpus
+from distrib_launch.rank_agent.sockets import call_back
 from tests.cluster import Cluster, slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
@@ -434,7 +435,7 @@ def test_hosts_need_the_daemon_of_the_engine_that_starts_the_ranks(tmp_path, eng
     daemon.touch()
     plan = job.make_plan(cli.parser().parse_args(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
     plan = msgspec.structs.replace(plan, engine=engine, command=(str(tmp_path / engine),))
-    assert survey._programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
+    assert preflight._programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
 
 
 def test_why_slurm_lets_a_job_wait(tmp_path):
@@ -493,7 +494,7 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
 def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
-    monkeypatch.setattr("distrib_launch.rank.sockets.CALL_BACK_SECONDS", 0.1)
+    monkeypatch.setattr("distrib_launch.rank_agent.sockets.CALL_BACK_SECONDS", 0.1)
     monkeypatch.setenv(engine, "0")
     with pytest.raises(SystemExit) as refused:
         call_back("127.0.0.1:1", "token")
@@ -578,7 +579,7 @@ def test_hosts_with_interpreters_of_their_own(launch, tmp_path):
     assert plan.command[-2:] == ("--multi-prog", f"{plan.run_dir}/srun-programs.txt")
     here = plan.script[0]
     assert (tmp_path / "srun-programs.txt").read_text().splitlines() == [
-        f"0 {here} -m distrib_launch.rank", f"1 {here} -m distrib_launch.rank", "2 /opt/b/bin/python -m distrib_launch.rank",
+        f"0 {here} -m distrib_launch.rank_agent", f"1 {here} -m distrib_launch.rank_agent", "2 /opt/b/bin/python -m distrib_launch.rank_agent",
     ]  # fmt: skip
     assert (tmp_path / "srun-hosts.txt").read_text() == "a\na\nb\n"
 

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from distrib_launch.ranges import ranges
-from distrib_launch.rank import memory
-from distrib_launch.rank.stacks import with_state
-from distrib_launch.supervision import failures, hangs, standstill
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib.utils.ranges import ranges
+from distrib_launch.rank_agent import oom
+from distrib_launch.rank_agent.stack_dump import with_state
+from distrib_launch.supervisor import hang_detector, hang_report, root_cause
 from tests.conftest import LAUNCH, SCRIPTS
 
 GLOO = SCRIPTS / "gloo.py"
@@ -102,8 +102,8 @@ def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, d
 def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, gpu, ends):
     """Others may ask each other, or compute backward on a GPU, for themselves."""
     now = 0.0
-    monkeypatch.setattr(standstill, "time", types.SimpleNamespace(monotonic=lambda: now))
-    watch = standstill.Standstill(0.0)
+    monkeypatch.setattr(hang_detector, "time", types.SimpleNamespace(monotonic=lambda: now))
+    watch = hang_detector.Standstill(0.0)
     watch.some_at_end = True
     ranks, told = [(0, "n1", 5), (1, "n1", 5)], []
     for now in (seconds / 2 for seconds in range(200)):
@@ -334,10 +334,10 @@ def test_the_end_of_the_memory_of_a_host_is_told_from_that_of_a_limit(tmp_path, 
         events[1].write_text(f"low 0\noom 0\noom_kill {kills}\noom_group_kill 0\n")
 
     (tmp_path / "own").write_text("0::/job/rank\n")
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "OWN", tmp_path / "own")
+    monkeypatch.setattr(oom, "CGROUPS", tmp_path)
+    monkeypatch.setattr(oom, "OWN", tmp_path / "own")
     count(3, 5)
-    counted = memory.OutOfMemory()
+    counted = oom.OutOfMemory()
     assert counted.why_killed() == "" or "it seems" in counted.why_killed()  # of another one, on this machine
     count(3, 6)
     assert "as no limit of its cgroup was met" in counted.why_killed()
@@ -357,18 +357,18 @@ def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     assert shown.count("all the same") == 64
 
 
-def ending(rank: int, **changes: object) -> failures.Ending:
+def ending(rank: int, **changes: object) -> root_cause.Ending:
     values = {
         "rank": rank, "local_rank": rank, "host": f"n{rank}", "time": float(rank), "exit_code": 1, "signal": None,
         "stopped_by": "", "message": "",
     }  # fmt: skip
-    return failures.Ending(**{**values, **changes})
+    return root_cause.Ending(**{**values, **changes})
 
 
 def test_ranks_that_were_stopped_and_ended_well_have_not_finished(tmp_path):
     server = ending(2, exit_code=0, stopped_by="launcher")
-    failure = failures.describe(ending(1), [ending(1)], tmp_path / "1.err", "/py")
-    report = failures.report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
+    failure = root_cause.describe(ending(1), [ending(1)], tmp_path / "1.err", "/py")
+    report = root_cause.report(failure, [ending(0, exit_code=0), ending(1), server], started=0.0)
     assert "rank 0: had finished" in report and "rank 2: was stopped" in report
 
 
@@ -377,10 +377,10 @@ def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_fi
     consequence = ending(1, consequence=True)
     cause = ending(5)
     later = ending(7)
-    assert failures.first_failure([stopped, later, consequence, cause]) is cause
-    assert failures.first_failure([stopped, consequence]) is consequence
-    assert failures.first_failure([stopped]) is stopped
-    assert failures.first_failure([ending(0, exit_code=0)]) is None
+    assert root_cause.first_failure([stopped, later, consequence, cause]) is cause
+    assert root_cause.first_failure([stopped, consequence]) is consequence
+    assert root_cause.first_failure([stopped]) is stopped
+    assert root_cause.first_failure([ending(0, exit_code=0)]) is None
 
 
 @pytest.mark.parametrize(
@@ -396,9 +396,9 @@ def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_fi
 def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text):
     log = tmp_path / "0.err"
     log.write_text(f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{text}\n')
-    assert failures.is_consequence(log)
+    assert root_cause.is_consequence(log)
     log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no\n')
-    assert not failures.is_consequence(log)
+    assert not root_cause.is_consequence(log)
 
 
 @pytest.mark.parametrize(
@@ -413,10 +413,10 @@ def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text)
 def test_well_known_ends_are_explained(tmp_path, words, meaning):
     log = tmp_path / "1.err"
     log.write_text(f'noise\nTraceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{words}\n')
-    told = failures.describe(ending(1), [ending(1)], log, "/py")
+    told = root_cause.describe(ending(1), [ending(1)], log, "/py")
     assert words in told.message and meaning in told.message
     assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
-    apart = failures.describe(ending(1), [ending(1)], log, "/py", apart=True).message
+    apart = root_cause.describe(ending(1), [ending(1)], log, "/py", apart=True).message
     assert ("for /py on n1, or hand on what is set here: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
 
 
@@ -430,8 +430,8 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
         '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv\n    chunk = read(handle)\n'
         "ConnectionResetError: [Errno 104] Connection reset by peer\n"
     )
-    assert not failures.is_consequence(log)
-    assert failures.describe(ending(0), [], log, "/py").message == (
+    assert not root_cause.is_consequence(log)
+    assert root_cause.describe(ending(0), [], log, "/py").message == (
         "ConnectionResetError: [Errno 104] Connection reset by peer "
         "(a process that it had started ended before: TrainingError: it would begin again)"
     )
@@ -446,8 +446,8 @@ def test_what_a_process_of_a_rank_says_after_it_is_not_what_it_lost(tmp_path):
         '  File "/usr/lib/python3.11/multiprocessing/connection.py", line 411, in _send_bytes\n    self._send(buf)\n'
         "BrokenPipeError: [Errno 32] Broken pipe\n"
     )
-    assert failures.is_consequence(log)
-    assert "had started" not in failures.describe(ending(0), [], log, "/py").message
+    assert root_cause.is_consequence(log)
+    assert "had started" not in root_cause.describe(ending(0), [], log, "/py").message
 
 
 def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
@@ -459,12 +459,12 @@ def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
         ending(2, stopped_by="launcher", exit_code=1, words="Stopped: asked to end", time=2.0),
         ending(3, stopped_by="launcher", exit_code=0, time=2.0),
     ]
-    assert failures.first_failure([first, *stopped]) is first
-    told = failures.describe(first, [first, *stopped], log, "/py")
+    assert root_cause.first_failure([first, *stopped]) is first
+    told = root_cause.describe(first, [first, *stopped], log, "/py")
     assert told.message.startswith("KeyError: 1") and told.message.endswith(
         "known to have failed before: the network?)"
     )
-    said = failures.report(told, [first, *stopped], started=0.0)
+    said = root_cause.report(told, [first, *stopped], started=0.0)
     assert "rank 1: failed too" in said and "ranks 2-3: were stopped" in said
 
 
@@ -490,7 +490,7 @@ def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
     log = tmp_path / "1.err"
     log.write_text("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n")
     first = ending(1, exit_code=None, signal=6)
-    told = failures.describe(first, [ending(0, stopped_by="launcher", closing=True), first], log, "/py").message
+    told = root_cause.describe(first, [ending(0, stopped_by="launcher", closing=True), first], log, "/py").message
     assert told.startswith("killed by SIGABRT (the ranks called different collectives: ")
     assert told.endswith("; rank 0 had come to the end of its script)")
 
@@ -498,7 +498,7 @@ def test_a_rank_at_its_end_is_told_of_where_collectives_differ(tmp_path):
 def test_the_last_words_of_one_that_aborts_are_told(tmp_path):
     log = tmp_path / "1.err"
     log.write_text("terminate called without an active exception\nframe #0: abort\n\n")
-    told = failures.describe(ending(1, exit_code=None, signal=6), [], log, "/py").message
+    told = root_cause.describe(ending(1, exit_code=None, signal=6), [], log, "/py").message
     assert told == "killed by SIGABRT; last words: terminate called without an active exception"
 
 
@@ -522,8 +522,8 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
             "terminate called after throwing an instance of 'c10::DistBackendError'", f"  what():  {ended}", raised, *stack, "", "",
         ])
     )  # fmt: skip
-    assert failures.is_consequence(log)
-    told = failures.describe(ending(0, exit_code=None, signal=6), [], log, "/py").message
+    assert root_cause.is_consequence(log)
+    told = root_cause.describe(ending(0, exit_code=None, signal=6), [], log, "/py").message
     assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
 
 
@@ -535,11 +535,11 @@ def test_of_a_time_out_those_are_told_who_were_not_there(tmp_path):
     log.write_text(f"  what():  {caught}\n")
     first, other = (ending(rank, exit_code=None, signal=6, consequence=True) for rank in (0, 1))
     endings = [first, other, ending(2, exit_code=None, signal=15, stopped_by="launcher")]
-    failure = failures.describe(first, endings, log, "/py")
+    failure = root_cause.describe(first, endings, log, "/py")
     assert failure.message.endswith(
         "or the network stood still) (still there, and perhaps what they waited for: rank 2)"
     )
-    assert "rank 1: timed out, too" in failures.report(failure, endings, started=0)
+    assert "rank 1: timed out, too" in root_cause.report(failure, endings, started=0)
 
 
 def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
@@ -550,7 +550,7 @@ def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
         "CUDA kernel errors might be asynchronously reported at some other API call.\n"
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\nframe #0: c10::Error\n"
     )
-    told = failures.describe(ending(3, exit_code=None, signal=6), [], log, "/py").message
+    told = root_cause.describe(ending(3, exit_code=None, signal=6), [], log, "/py").message
     assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (a GPU that fails" in told, told
 
 
@@ -574,7 +574,7 @@ def test_what_nccl_says_of_an_error_is_part_of_it(tmp_path):
     log.write_text(
         "".join(f"[rank3]: {line}\n" for line in [*lines, ""]) + "[rank3]:[W122 07:38:15.6 pg.cpp:1] not called\n"
     )
-    told = failures.describe(ending(3, exit_code=1), [], log, "/py")
+    told = root_cause.describe(ending(3, exit_code=1), [], log, "/py")
     assert told.message == f"{head}: {why} (a disk or /dev/shm of the host is full)"
     assert told.traceback.splitlines() == lines
 
@@ -587,13 +587,13 @@ def test_what_a_thread_says_at_the_end_is_not_what_the_script_died_of(tmp_path, 
     own = 'Traceback (most recent call last):\n  File "/train.py", line 3, in <module>\n    step()\ntorch.OutOfMemoryError: CUDA out of memory.\n'
     its = 'Traceback (most recent call last):\n  File "/lib/threading.py", line 9, in run\n    self.run()\nConnectionResetError: [Errno 104] Connection reset by peer\n'
     log.write_text(f"{own}{aside}\n{its}")
-    told = failures.describe(ending(3, exit_code=1), [], log, "/py").message
+    told = root_cause.describe(ending(3, exit_code=1), [], log, "/py").message
     assert told.startswith(
         "torch.OutOfMemoryError: CUDA out of memory. (out of GPU memory"
-    ) and not failures.is_consequence(log)
+    ) and not root_cause.is_consequence(log)
     for handled in ("", own + "tried again\n" * 9):  # of which the script has told, long ago
         log.write_text(f"{handled}{aside}\n{its}")
-        assert failures.words_of(log).startswith("ConnectionResetError")
+        assert root_cause.words_of(log).startswith("ConnectionResetError")
 
 
 @pytest.mark.parametrize("day", ["W1122", "W122"])
@@ -602,11 +602,11 @@ def test_what_torch_logs_by_itself_is_no_last_word(tmp_path, day):
     log.write_text(
         f"[{day} 07:38:15.6 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3\n"
     )
-    assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
+    assert root_cause.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9"
     log.write_text(
         f"no licence\n[rank1]:[{day} 07:38:15.6 ProcessGroup.cpp:1] destroy_process_group() was not called\n"
     )
-    assert failures.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9; last words: no licence"
+    assert root_cause.describe(ending(1, exit_code=9), [], log, "/py").message == "exit code 9; last words: no licence"
 
 
 def test_a_script_that_python_cannot_read_is_told_with_its_line(launch, tmp_path):
@@ -636,7 +636,7 @@ def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
     script = tmp_path / "chained.py"
     script.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('no') from error\n")
     printed = subprocess.run(["python3", str(script)], capture_output=True, text=True).stderr
-    assert failures.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
+    assert root_cause.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
 
 
 BAR = "\rTraining:   0%|          | 0/9\rTraining: 100%|##########| 9/9"
@@ -646,9 +646,9 @@ BAR = "\rTraining:   0%|          | 0/9\rTraining: 100%|##########| 9/9"
 @pytest.mark.parametrize("tag", ["", "[rank0]: "])
 def test_a_progress_bar_before_a_traceback_is_none_of_it(before, tag):
     words = f'{tag}Traceback (most recent call last):\n{tag}  File "a.py", line 1, in <module>\n{tag}    f()\n{tag}ValueError: no'
-    told = failures.last_traceback(f"{before}{words}\n")
+    told = root_cause.last_traceback(f"{before}{words}\n")
     assert told.splitlines()[0].endswith("Traceback (most recent call last):") and "Training" not in told
-    assert failures.last_words(told) == "ValueError: no"
+    assert root_cause.last_words(told) == "ValueError: no"
 
 
 def test_colours_are_none_of_what_an_exception_says(tmp_path):
@@ -656,7 +656,7 @@ def test_colours_are_none_of_what_an_exception_says(tmp_path):
         'Traceback (most recent call last):\n  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m1\x1b[0m, in \x1b[35m<module>\x1b[0m\n'
         "    \x1b[1;31mimport\x1b[0m nosuch\n\x1b[1;35mModuleNotFoundError\x1b[0m: \x1b[35mNo module named 'nosuch'\x1b[0m\n"
     )
-    told = failures.describe(ending(1), [ending(1)], log, "/py")
+    told = root_cause.describe(ending(1), [ending(1)], log, "/py")
     assert told.message.startswith("ModuleNotFoundError: No module named 'nosuch'") and "install nosuch" in told.message
     assert "\x1b" not in told.traceback
 
@@ -664,8 +664,8 @@ def test_colours_are_none_of_what_an_exception_says(tmp_path):
 def test_an_exception_is_told_with_all_it_says(tmp_path):
     told = 'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tsize mismatch for b'
     words = f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{told}'
-    assert failures.last_traceback(f"before\n{words}\nafter\n") == words
-    assert failures.last_words(words) == "RuntimeError: Error(s) in loading state_dict for Net:"
+    assert root_cause.last_traceback(f"before\n{words}\nafter\n") == words
+    assert root_cause.last_words(words) == "RuntimeError: Error(s) in loading state_dict for Net:"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
@@ -673,15 +673,15 @@ def test_an_exception_group_is_told_by_its_name(tmp_path):
     script = tmp_path / "group.py"
     script.write_text("raise ExceptionGroup('two things', [ValueError(1), KeyError(2)])\n")
     printed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stderr
-    assert failures.last_words(failures.last_traceback(printed)) == "ExceptionGroup: two things (2 sub-exceptions)"
+    assert root_cause.last_words(root_cause.last_traceback(printed)) == "ExceptionGroup: two things (2 sub-exceptions)"
 
 
 def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
     vanished = [ending(rank, host=f"n{rank}", lost="silence", exit_code=None) for rank in (2, 3)]
-    told = failures.describe(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
+    told = root_cause.describe(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
     assert told.message.startswith("2 of 3 hosts vanished at once (n2, n3): look at the network of this machine first")
     others = [ending(1, host="n1"), ending(4, host="n4")]
-    told = failures.describe(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
+    told = root_cause.describe(vanished[0], [*others, vanished[0]], tmp_path / "2.err", "/py")
     assert told.message.startswith("host n2 vanished")
 
 
@@ -701,33 +701,33 @@ def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
 )
 def test_a_fault_is_told_by_the_last_words(tmp_path, words, number):
     (tmp_path / "err").write_text("before\n" + words)
-    assert failures.fault_in(tmp_path / "err") == number
+    assert root_cause.fault_in(tmp_path / "err") == number
 
 
 def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_path):
     lost = [ending(rank, host=f"n{rank // 2}", lost="closed", exit_code=None) for rank in range(4)]
-    assert failures.first_failure(lost) is lost[0]
-    told = failures.describe(lost[0], lost, tmp_path / "0.err", "/py").message
+    assert root_cause.first_failure(lost) is lost[0]
+    told = root_cause.describe(lost[0], lost, tmp_path / "0.err", "/py").message
     assert told.startswith("all ranks were lost at once, without an exit record")
-    told = failures.describe(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
+    told = root_cause.describe(lost[0], [*lost[:2], ending(2, host="n1")], tmp_path / "0.err", "/py").message
     assert told.startswith("every rank of n0 was lost at once")
     faulty = [*lost[:3], ending(3, host="n1", lost="closed", exit_code=None, signal=11)]
-    first = failures.first_failure(faulty)
+    first = root_cause.first_failure(faulty)
     assert first is faulty[3] and first.code == 139
-    assert failures.describe(first, faulty, tmp_path / "3.err", "/py").message.startswith("killed by SIGSEGV")
+    assert root_cause.describe(first, faulty, tmp_path / "3.err", "/py").message.startswith("killed by SIGSEGV")
     stack = ("libmpi.so.40(mca_pml_ob1_recv_frag_callback_match+0x95)", "libmpi.so.40(ompi_mpi_init+0x425)")
     (tmp_path / "3.err").write_text("".join(f"[n1:80] [ {place}] /lib/{at}[0x7f]\n" for place, at in enumerate(stack)))
-    assert "in MPI_Init" in failures.describe(first, faulty, tmp_path / "3.err", "/py").message
+    assert "in MPI_Init" in root_cause.describe(first, faulty, tmp_path / "3.err", "/py").message
 
 
 @given(st.text())
 def test_any_text_may_be_searched_for_a_traceback(text):
-    assert isinstance(failures.last_traceback(text), str)
-    assert isinstance(failures.last_traceback(f"Traceback (most recent call last):\n{text}\n"), str)
+    assert isinstance(root_cause.last_traceback(text), str)
+    assert isinstance(root_cause.last_traceback(f"Traceback (most recent call last):\n{text}\n"), str)
 
 
-def frames(*calls: tuple[str, str, int]) -> tuple[hangs.Frame, ...]:
-    return tuple(hangs.Frame(name=name, filename=filename, line=line) for name, filename, line in calls)
+def frames(*calls: tuple[str, str, int]) -> tuple[hang_report.Frame, ...]:
+    return tuple(hang_report.Frame(name=name, filename=filename, line=line) for name, filename, line in calls)
 
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
@@ -755,15 +755,15 @@ CLOSING = frames(
 IN_LOADER = frames(("__next__", f"{TORCH}/utils/data/dataloader.py", 9), ("train", "/home/me/train.py", 41))
 
 
-def stack(rank: int, calls: tuple[hangs.Frame, ...], **changes: object) -> hangs.Stack:
+def stack(rank: int, calls: tuple[hang_report.Frame, ...], **changes: object) -> hang_report.Stack:
     values = {"rank": rank, "host": f"n{rank // 2}", "step": 7, "frames": calls}
-    return hangs.Stack(**{**values, **changes})
+    return hang_report.Stack(**{**values, **changes})
 
 
 def test_the_one_that_is_elsewhere_is_named():
     stacks = [stack(r, IN_BACKWARD) for r in (0, 1, 2, 4, 5, 6, 7)] + [stack(3, IN_LOADER)]
-    assert [s.rank for s in hangs.culprits(stacks)] == [3]
-    assert hangs.report(stacks, 60)[0] == (
+    assert [s.rank for s in hang_report.culprits(stacks)] == [3]
+    assert hang_report.report(stacks, 60)[0] == (
         "no progress for 60 s: rank 3 on n1 is in the data loader (train.py:41 in train); "
         "7 ranks wait for it in the backward pass, for gradients"
     )
@@ -771,36 +771,38 @@ def test_the_one_that_is_elsewhere_is_named():
 
 def test_the_one_that_is_stopped_is_named_wherever_it_is():
     stacks = [stack(r, IN_ALL_REDUCE) for r in range(3)] + [stack(3, IN_ALL_REDUCE, state="T")]
-    assert "rank 3 on n1 is in a stop by a signal" in hangs.report(stacks, 5)[0]
+    assert "rank 3 on n1 is in a stop by a signal" in hang_report.report(stacks, 5)[0]
     stacks[3] = stack(3, IN_LOADER, state="D")
-    assert "rank 3 on n1 is in the data loader" in hangs.report(stacks, 5)[0]
+    assert "rank 3 on n1 is in the data loader" in hang_report.report(stacks, 5)[0]
     stacks[3] = stack(3, frames(("load", "/home/me/train.py", 3)), state="D")
-    assert "rank 3 on n1 is in a wait for a disk or a file system (train.py:3 in load)" in hangs.report(stacks, 5)[0]
+    assert (
+        "rank 3 on n1 is in a wait for a disk or a file system (train.py:3 in load)" in hang_report.report(stacks, 5)[0]
+    )
 
 
 def test_ranks_in_different_collectives_wait_for_each_other():
     stacks = [stack(r, IN_BACKWARD) for r in range(3)] + [stack(3, IN_ALL_REDUCE)]
-    assert [s.rank for s in hangs.culprits(stacks)] == [3]
-    assert "rank 3 on n1 is in all_reduce (train.py:70 in validate); 3 ranks wait" in hangs.report(stacks, 5)[0]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [3]
+    assert "rank 3 on n1 is in all_reduce (train.py:70 in validate); 3 ranks wait" in hang_report.report(stacks, 5)[0]
 
 
 def test_all_in_the_same_collective_point_at_the_network_or_the_one_behind():
     stacks = [stack(r, IN_ALL_REDUCE) for r in range(4)]
-    assert hangs.culprits(stacks) == []
-    assert "all 4 ranks wait in all_reduce; is the network up?" in hangs.report(stacks, 5)[0]
+    assert hang_report.culprits(stacks) == []
+    assert "all 4 ranks wait in all_reduce; is the network up?" in hang_report.report(stacks, 5)[0]
     behind = [*stacks[:3], stack(3, IN_ALL_REDUCE, step=5)]
-    assert [s.rank for s in hangs.culprits(behind)] == [3]
+    assert [s.rank for s in hang_report.culprits(behind)] == [3]
 
 
 def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
     stacks = [stack(0, IN_BACKWARD), stack(1, CLOSING), stack(2, CLOSING)]
-    assert [s.rank for s in hangs.culprits(stacks)] == [1, 2]
-    assert hangs.report(stacks, 6)[0] == (
+    assert [s.rank for s in hang_report.culprits(stacks)] == [1, 2]
+    assert hang_report.report(stacks, 6)[0] == (
         "no progress for 6 s: ranks 1-2 are in job.close, at the end of its script; "
         "1 rank waits for them in the backward pass, for gradients"
     )
-    assert [s.rank for s in hangs.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
-    assert hangs.culprits([stack(rank, CLOSING) for rank in range(2)]) == []
+    assert [s.rank for s in hang_report.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
+    assert hang_report.culprits([stack(rank, CLOSING) for rank in range(2)]) == []
 
 
 def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
@@ -815,44 +817,44 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
     )
     evaluates = stack(0, frames(("evaluate", "/home/me/train.py", 90)), running=True)
     stacks = [evaluates, *(stack(rank, calls, running=True) for rank, calls in ((1, reads), (2, late), (3, reads)))]
-    assert [s.rank for s in hangs.culprits(stacks)] == [0]
-    assert "3 ranks wait for it in a call that waits for its GPU" in hangs.report(stacks, 9)[0]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [0]
+    assert "3 ranks wait for it in a call that waits for its GPU" in hang_report.report(stacks, 9)[0]
     ended = [stack(0, CLOSING), *stacks[1:]]
-    assert [s.rank for s in hangs.culprits(ended)] == [0]
-    assert not hangs.wait_for_ended(ended)  # their GPUs may still compute
+    assert [s.rank for s in hang_report.culprits(ended)] == [0]
+    assert not hang_report.wait_for_ended(ended)  # their GPUs may still compute
     further = [ended[0], *(msgspec.structs.replace(one, step=8) for one in ended[1:])]
-    assert hangs.wait_for_ended(further) and not hangs.ask_in_vain(further)
+    assert hang_report.wait_for_ended(further) and not hang_report.ask_in_vain(further)
     on_cpu = stack(1, reads, running=True, gpu=False)
-    assert not hangs.place_of(on_cpu).waits
+    assert not hang_report.place_of(on_cpu).waits
 
 
 def test_a_rank_that_copies_to_its_gpu_waits_for_it(tmp_path):
     """Of memory that is not pinned; with pinned memory it stops anywhere, and the one behind is named."""
     script = tmp_path / "train.py"
     script.write_text("images = images.to(device)\n")
-    moving = frames(("moved", "/venv/distrib/training/moving.py", 30), ("train", "/home/me/train.py", 50))
+    moving = frames(("moved", "/venv/distrib/training/to_device.py", 30), ("train", "/home/me/train.py", 50))
     copies = [stack(1, moving, step=8), stack(2, frames(("train", str(script), 1)), step=8)]
     elsewhere = frames(("forward", "/home/me/train.py", 90))
     stacks = [stack(0, elsewhere), *copies]
-    assert [s.rank for s in hangs.culprits(stacks)] == [0]
-    assert "2 ranks wait for it in a call that waits for its GPU" in hangs.report(stacks, 9)[0]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [0]
+    assert "2 ranks wait for it in a call that waits for its GPU" in hang_report.report(stacks, 9)[0]
     anywhere = [stack(rank, elsewhere, step=7 if rank == 2 else 9) for rank in range(4)]
-    assert [s.rank for s in hangs.culprits(anywhere)] == [2]
-    assert "3 ranks wait for it in kernels on their GPUs" in hangs.report(anywhere, 9)[0]
+    assert [s.rank for s in hang_report.culprits(anywhere)] == [2]
+    assert "3 ranks wait for it in kernels on their GPUs" in hang_report.report(anywhere, 9)[0]
     on_cpus = [stack(rank, elsewhere, step=7 if rank == 2 else 9, gpu=False) for rank in range(4)]
-    assert len(hangs.culprits(on_cpus)) == 4
+    assert len(hang_report.culprits(on_cpus)) == 4
 
 
 def test_a_rank_without_a_stack_is_still_told_of():
     stacks = [stack(0, IN_BACKWARD), stack(1, (), problem="Error: Permission denied")]
-    assert "rank 1 on n0 is in at an unknown place" not in hangs.report(stacks, 5)[0]
-    assert "Permission denied" in "\n".join(hangs.report(stacks, 5))
+    assert "rank 1 on n0 is in at an unknown place" not in hang_report.report(stacks, 5)[0]
+    assert "Permission denied" in "\n".join(hang_report.report(stacks, 5))
 
 
 def test_where_no_stack_can_be_read_nobody_is_blamed():
     stacks = [stack(rank, (), problem="Error: Permission denied") for rank in range(2)]
-    assert hangs.culprits(stacks) == []
-    assert hangs.report(stacks, 9)[0] == "no progress for 9 s, and no stack can be read: Error: Permission denied"
+    assert hang_report.culprits(stacks) == []
+    assert hang_report.report(stacks, 9)[0] == "no progress for 9 s, and no stack can be read: Error: Permission denied"
 
 
 @given(st.sets(st.integers(0, 50), min_size=1))

@@ -18,17 +18,17 @@ from torch import nn
 import distrib
 from distrib.cluster.inventory import Question, own_inventory
 from distrib.errors import TrainingError
-from distrib.probe import inside
-from distrib.probe.facts import own_facts
+from distrib.probe.bench import intra_node
+from distrib.probe.host_facts import own_facts
 from distrib.strategy import Outer, Strategy, parse_gradients
 from distrib.training import flat, rendezvous
 from distrib.training import job as job_module
-from distrib.training.clock import Clock
-from distrib.training.finite import Finite
 from distrib.training.gradients.compression import EXACT_STEPS
-from distrib.training.local import Round
-from distrib.training.parameter_server.sharing import Arena
-from distrib.training.synchronous import synchronous
+from distrib.training.nan_guard import Finite
+from distrib.training.parameter_server.shared_memory import Arena
+from distrib.training.strategies.local_sgd import Round
+from distrib.training.strategies.synchronous import synchronous
+from distrib.training.telemetry.device_timer import Clock
 from tests.conftest import ROOT, SCRIPTS, TOPO
 from tests.test_training import run_ranks
 
@@ -77,7 +77,7 @@ def test_the_inventory_and_the_probe_know_the_gpu(device):
 
 def test_ways_inside_are_those_of_torch(device):
     """Within a tenth: benchmarks/gpu.py compares with care."""
-    links, problems = inside.measure("here", 0.2)
+    links, problems = intra_node.measure("here", 0.2)
     assert problems == ()
     rates = {(link.source, link.target): link.bandwidth_bytes_per_second for link in links}
     pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
@@ -323,7 +323,7 @@ def test_shared_memory_is_pinned_once(device):
 
 @pytest.mark.parametrize("words", [[], ["--mode", "async"], ["--mode", "local"], ["--accumulate", "2"]])
 def test_the_example_learns_on_one_gpu(device, tmp_path, words):
-    launch = [sys.executable, "-m", "distrib_launch.cli", "-np", "1", "--run-dir", str(tmp_path / "run"), *words]
+    launch = [sys.executable, "-m", "distrib_launch.cli.launch", "-np", "1", "--run-dir", str(tmp_path / "run"), *words]
     done = subprocess.run(
         [*launch, str(ROOT / "examples/train_cnn.py")], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
@@ -338,7 +338,7 @@ def test_a_script_may_make_everything_on_its_gpu(device, tmp_path, mode):
     launch = [
         sys.executable,
         "-m",
-        "distrib_launch.cli",
+        "distrib_launch.cli.launch",
         "-np",
         "1",
         *mode,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from distrib.training.gradients.compression import BLOCK, Blocks
-from distrib.training.gradients.hierarchy import hosts_of, lanes_of
-from distrib.training.gradients.neighbours import Doorway, Neighbours
+from distrib.training.gradients.host_shared_memory import Doorway, Neighbours
+from distrib.training.gradients.process_groups import hosts_of, lanes_of
 from tests.conftest import SCRIPTS
 
 AVERAGES = SCRIPTS / "averages.py"

@@ -33,12 +33,12 @@ from hypothesis.stateful import (
 from torch import nn
 
 from distrib.strategy import Gradients
-from distrib.training.parameter_server import worker
-from distrib.training.parameter_server.hostgroup import host_identity
-from distrib.training.parameter_server.merging import Commit, Merger, Send
-from distrib.training.parameter_server.shard import Answer, Apply, Shard
-from distrib.training.parameter_server.wire import SHARED, Frame, Kind, packed
-from distrib.training.parameter_server.worker import Asynchronous
+from distrib.training.parameter_server.host_aggregation.aggregator import Commit, Merger, Send
+from distrib.training.parameter_server.host_aggregation.member import host_identity
+from distrib.training.parameter_server.transport import SHARED, Frame, Kind, packed
+from distrib.training.parameter_server.update_rules import Answer, Apply, Shard
+from distrib.training.strategies import parameter_server as worker
+from distrib.training.strategies.parameter_server import Asynchronous
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_parameter_server import (
@@ -469,7 +469,7 @@ def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(para
 
 
 def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
-    code = "from distrib.training.parameter_server import hostgroup; print(hostgroup.host_identity())"
+    code = "from distrib.training.parameter_server.host_aggregation import member as hostgroup; print(hostgroup.host_identity())"
     run = subprocess.run(["unshare", "-U", sys.executable, "-c", code], check=False, capture_output=True, text=True)
     if "unshare:" in run.stderr:
         pytest.skip("no user namespaces here")

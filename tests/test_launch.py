@@ -14,14 +14,15 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from distrib_launch import cli, job
-from distrib_launch.engines import mpirun
-from distrib_launch.job import read_hosts
-from distrib_launch.plan import LaunchPlan, is_secret
-from distrib_launch.results import choose_run_dir, make_run_dir
-from distrib_launch.supervision.engine_process import EngineProcess
 
 from distrib.errors import ConfigError
+from distrib_launch import runner as job
+from distrib_launch.cli import launch as cli
+from distrib_launch.engines import mpirun
+from distrib_launch.launch_plan import LaunchPlan, is_secret
+from distrib_launch.results import choose_run_dir, make_run_dir
+from distrib_launch.runner import read_hosts
+from distrib_launch.supervisor.engine_process import EngineProcess
 from tests.conftest import LAUNCH, SCRIPTS, TOPO, call, our_processes
 
 JOB = SCRIPTS / "job.py"
@@ -777,7 +778,7 @@ def test_so_does_a_signal_of_slurm_to_the_processes_that_it_started(tmp_path):
     (tmp_path / "saver.py").write_text(SAVER)
     process = start(tmp_path / "run", "-np", "1", "saver.py")
     (job,) = psutil.Process(process.pid).children()
-    (task,) = [one for one in job.children(recursive=True) if "distrib_launch.rank" in one.cmdline()]
+    (task,) = [one for one in job.children(recursive=True) if "distrib_launch.rank_agent" in one.cmdline()]
     task.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + 10
     while not (tmp_path / "saved-0").exists() and time.monotonic() < deadline:

@@ -7,7 +7,8 @@ import socket
 import time
 
 import pytest
-from distrib_launch.supervision.liveness import Liveness
+
+from distrib_launch.supervisor.host_liveness import Liveness
 
 
 def closed_port() -> int:
@@ -54,7 +55,7 @@ def test_a_host_lives_that_answers_at_one_of_its_ports():
 def test_a_host_that_neither_speaks_nor_answers_has_vanished_and_is_named_once(monkeypatch):
     # Nothing on this machine drops packets silently, so the boundary is faked: connects that stay open for ever.
     monkeypatch.setattr(socket.socket, "connect_ex", lambda self, target: 115)
-    monkeypatch.setattr("distrib_launch.supervision.liveness.select.poll", lambda: Deaf())
+    monkeypatch.setattr("distrib_launch.supervisor.host_liveness.select.poll", lambda: Deaf())
     liveness = Liveness(0.2)
     liveness.watch("gone", "198.18.0.99", None)
     begun = time.monotonic()

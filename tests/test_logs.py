@@ -12,11 +12,11 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from distrib_launch import console
-from distrib_launch.console import Folder
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib_launch import console
+from distrib_launch.console import Folder
 from tests.conftest import LAUNCH, SCRIPTS
 
 PRINTER = """

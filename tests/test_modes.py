@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.backend import backend_for
-from distrib.training.balance import MEASURED, Measured, Proportion, new_speeds
-from distrib.training.samples import Mean, Samples
-from distrib.training.shards import proportional, share
+from distrib.training.data.load_balancing import MEASURED, Measured, Proportion, new_speeds
+from distrib.training.data.sampler import proportional, share
+from distrib.training.gradient_accumulation import Mean, Samples
+from distrib.training.strategies.base import backend_for
 from distrib.training.world import World
 from tests.conftest import SCRIPTS
 from tests.test_training import run_ranks

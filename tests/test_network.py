@@ -11,13 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from distrib_launch.preflight.network import NoNetworkError, choose_network, engine_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrib.cluster import inventory_program
 from distrib.cluster.inventory import Interface, RdmaPort
+from distrib.cluster.remote import inventory_agent
 from distrib.errors import ConfigError
+from distrib_launch.preflight.interface_selection import NoNetworkError, choose_network, engine_environment
 from tests.inventories import interface, inventory
 
 DOCKER = interface("docker0", "172.17.0.1/16", kind="bridge")
@@ -297,7 +297,7 @@ def test_what_is_in_a_bridge_is_known(tmp_path):
 def test_the_cards_behind_a_bridge_a_bond_or_a_vlan():
     kinds = {1: "physical", 2: "physical", 3: "bond", 4: "vlan", 5: "bridge", 6: "tun", 7: "bridge", 8: "vxlan"}
     below = {3: [1, 2], 4: [3], 5: [4, 6], 7: [6, 8], 8: [1]}
-    found = {index: sorted(inventory_program.cards_below(index, kinds, below)) for index in kinds}
+    found = {index: sorted(inventory_agent.cards_below(index, kinds, below)) for index in kinds}
     assert found == {1: [], 2: [], 3: [1, 2], 4: [1, 2], 5: [1, 2], 6: [], 7: [], 8: []}
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from distrib.bandwidth.workloads import read_workload
+from distrib.bandwidth_model.workload_catalog import read_workload
 from tests.conftest import SCRIPTS, TOPO
 from tests.test_probe_cluster import measured_again_if_need_be
 

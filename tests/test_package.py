@@ -17,7 +17,7 @@ from setuptools.config.pyprojecttoml import read_configuration
 
 from tests.conftest import ROOT
 
-FOLDERS = {"distrib": "distrib", "distrib_launch": "launch"}
+FOLDERS = {"distrib": "distrib", "distrib_launch": "launch/distrib_launch"}
 COPIED = ("pyproject.toml", "README.md", "LICENSE", "distrib", "launch")
 
 
@@ -77,7 +77,7 @@ def where_installed(commands: Path, elsewhere: Path) -> str:
         assert told.returncode == 0, told.stderr
         assert command in told.stdout
     code = (
-        "import os, distrib_launch.rank.process, distrib_launch.engines.mpirun, distrib.cluster.hostfile; "
+        "import os, distrib_launch.rank_agent.agent, distrib_launch.engines.mpirun, distrib.cluster.hostfile; "
         "print(os.path.dirname(distrib_launch.__file__))"
     )
     python = [str(commands / "python"), "-c", code]
@@ -96,10 +96,12 @@ def test_the_wheel_holds_every_module_and_runs(source, tmp_path):
 
 def test_the_editable_install_runs(source, tmp_path):
     commands = install(build(source, tmp_path, "build_editable"), tmp_path / "venv")
-    assert where_installed(commands, tmp_path) == str(source / "launch")
+    assert where_installed(commands, tmp_path) == str(source / "launch/distrib_launch")
 
 
-@pytest.mark.parametrize("module", ["distrib", "distrib_launch", "distrib_launch.cli", "distrib_launch.rank.process"])
+@pytest.mark.parametrize(
+    "module", ["distrib", "distrib_launch", "distrib_launch.cli.launch", "distrib_launch.rank_agent.agent"]
+)
 def test_importing_loads_no_torch_and_is_quick(module, tmp_path):
     code = (
         f"import sys, time; begun = time.process_time(); import {module}; took = time.process_time() - begun; "
@@ -122,10 +124,10 @@ def test_an_interrupt_while_the_command_is_imported_is_no_traceback():
         "import sys\n"
         "class Interrupt:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'distrib_launch.cli':\n"
+        "        if name == 'distrib_launch.cli.launch':\n"
         "            raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupt())\n"
-        "from distrib_launch.command import main\n"
+        "from distrib_launch.cli.main import main\n"
         "sys.exit(main())\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -149,7 +151,10 @@ def with_what_it_imports(path: Path) -> set[Path]:
     while new:
         found |= new
         names = {name for path in new for name in imports_of(path)}
-        files = {ROOT / (re.sub("^distrib_launch", "launch", name).replace(".", "/") + ".py") for name in names}
+        files = {
+            ROOT / (re.sub("^distrib_launch", "launch/distrib_launch", name).replace(".", "/") + ".py")
+            for name in names
+        }
         new = {file for file in files if file.exists()} - found
     return found
 
@@ -161,7 +166,7 @@ def test_the_arrows_between_rooms_hold():
             assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
     for path in (ROOT / "launch").rglob("*.py"):
         assert not {n for n in imports_of(path) if n.split(".")[0] in ("torch", "mpi4py")}, path
-    for path in with_what_it_imports(ROOT / "launch/rank/process.py"):
+    for path in with_what_it_imports(ROOT / "launch/distrib_launch/rank_agent/agent.py"):
         outside = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names)
         assert outside <= {"distrib_launch", "distrib"}, (
             f"{path} runs on every host and needs the standard library only"

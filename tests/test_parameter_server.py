@@ -27,21 +27,21 @@ from torch import nn
 
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
-from distrib.training import checkpoint
+from distrib.training.checkpoint import checkpoint_format
+from distrib.training.gradient_accumulation import Samples
 from distrib.training.job import Job
+from distrib.training.optimizer_step import Steps, follow_scaler
 from distrib.training.parameter_server import client as client_module
-from distrib.training.parameter_server import wire
+from distrib.training.parameter_server import transport as wire
 from distrib.training.parameter_server.client import Client
-from distrib.training.parameter_server.held import HeldTable
-from distrib.training.parameter_server.optimizers import Recipe, by_own_momentum
-from distrib.training.parameter_server.part import Part
 from distrib.training.parameter_server.server import Server
+from distrib.training.parameter_server.server_optimizer import Recipe, by_own_momentum
+from distrib.training.parameter_server.server_table import Pool
+from distrib.training.parameter_server.shard_service import Part
 from distrib.training.parameter_server.snapshots import PART_OF_TIME, Snapshots
-from distrib.training.parameter_server.tables import Pool
-from distrib.training.parameter_server.wire import Frame, Kind
-from distrib.training.parameter_server.worker import Asynchronous
-from distrib.training.samples import Samples
-from distrib.training.steps import Steps, follow_scaler
+from distrib.training.parameter_server.transport import Frame, Kind
+from distrib.training.parameter_server.worker_table import HeldTable
+from distrib.training.strategies.parameter_server import Asynchronous
 from distrib.training.world import World
 
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
@@ -324,11 +324,13 @@ def test_checkpoints_of_a_compiled_model_are_the_servers_values(make, tmp_path):
     model = torch.compile(inner, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     prepared(backend, model, optimizer)
-    checkpoint.write(tmp_path / "other.pt", {"model": other})
-    checkpoint.read((tmp_path / "other.pt").read_bytes(), {"model": model}, torch.device("cpu"), source="other.pt")
+    checkpoint_format.write(tmp_path / "other.pt", {"model": other})
+    checkpoint_format.read(
+        (tmp_path / "other.pt").read_bytes(), {"model": model}, torch.device("cpu"), source="other.pt"
+    )
     assert torch.equal(cluster.servers[0].parts[0].tables[0].value(0), other.weight[0])
     step(model, optimizer)
-    checkpoint.write(tmp_path / "mine.pt", {"model": model})
+    checkpoint_format.write(tmp_path / "mine.pt", {"model": model})
     saved = torch.load(tmp_path / "mine.pt", weights_only=True)["states"]["model"]
     assert torch.equal(saved["weight"], other.weight - 1)
 
@@ -562,7 +564,7 @@ def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make, capf
 
 
 def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.meeting.PIECE_BYTES", 100)
+    monkeypatch.setattr("distrib.training.parameter_server.worker_collectives.PIECE_BYTES", 100)
     cluster = make(workers=2, replicas=1)
     large = bytes(range(250)) * 4
     assert cluster.each(lambda backend: straight(backend) and backend.from_main(lambda: large)) == [large] * 2
@@ -588,10 +590,10 @@ def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
             backend.client.ask(0, Frame(Kind.SET), bytes(10_001))
         return backend.reduce(torch.ones(100), "sum").sum().item()
 
-    monkeypatch.setattr("distrib.training.parameter_server.wire.LONGEST_BYTES", 10_000)
+    monkeypatch.setattr("distrib.training.parameter_server.transport.LONGEST_BYTES", 10_000)
     assert cluster.each(refused) == [200.0] * 2
     with pytest.raises(TrainingError, match=r"cannot do what was asked: .* in one piece"):  # by the server
-        monkeypatch.setattr("distrib.training.parameter_server.wire.LONGEST_BYTES", 1000)
+        monkeypatch.setattr("distrib.training.parameter_server.transport.LONGEST_BYTES", 1000)
         client = cluster.backends[0].client
         client.result(client.ask(0, Frame(Kind.GET_STATE)))
 
@@ -862,7 +864,7 @@ def weight(model: nn.Module) -> float:
 
 
 def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     cluster = make(workers=3)
     first, second, third = backends = cluster.each(lambda backend: straight(backend) and backend)
     assert [backend.is_main for backend in backends] == [True, False, False]
@@ -881,7 +883,7 @@ def test_the_next_worker_is_main_when_rank_0_is_lost_and_stays_it(make, monkeypa
 
 
 def test_main_stays_who_it_is_when_it_leaves(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     first, second = make(workers=2).each(lambda backend: straight(backend) and backend)
     first.close()
     time.sleep(1.5)
@@ -1124,7 +1126,7 @@ def test_what_is_advised_where_a_server_is_lost(monkeypatch, replicas):
 
 
 def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     cluster = make(workers=1)
     backend = cluster.worker(0)
     model, optimizer = straight(backend)
@@ -1137,7 +1139,7 @@ def test_the_last_worker_that_is_cut_off_is_main_again(make, monkeypatch):
 
 
 def test_a_worker_that_comes_back_is_main_when_rank_0_was_lost_meanwhile(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     cluster = make(workers=2)
     (first, *_), (second, model, optimizer) = cluster.each(lambda backend: (backend, *straight(backend)))
     cut_off(second)
@@ -1189,7 +1191,7 @@ def test_workers_that_all_lose_a_server_before_they_evaluate_share_the_evaluatio
 
 
 def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
     cluster = make(workers=2)
     first, second = cluster.each(lambda backend: straight(backend) and backend)
@@ -1202,7 +1204,7 @@ def test_a_worker_that_cannot_reach_another_server_stays_main_until_it_is_lost(m
 
 
 def test_what_others_wait_for_is_done_by_the_next_worker(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.part.DROP_SECONDS", 0.4)
+    monkeypatch.setattr("distrib.training.parameter_server.shard_service.DROP_SECONDS", 0.4)
     cluster = make(workers=2)
     first, second = cluster.worker(0), cluster.worker(1)
     assert first.from_main(lambda: "of rank 0") == second.from_main(lambda: "of rank 1") == "of rank 0"
@@ -1308,8 +1310,8 @@ def test_the_dead_have_no_voice_in_who_is_in_charge(make):
 @pytest.mark.parametrize("replicas", [0, 1])
 def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
     """The workers have been told that the table is known, rank 0 is about to give its values, and others wait for them."""
-    monkeypatch.setattr("distrib.training.parameter_server.succession.PARTIAL_SECONDS", 0.5)
-    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 1.0)
+    monkeypatch.setattr("distrib.training.parameter_server.failover.PARTIAL_SECONDS", 0.5)
+    monkeypatch.setattr("distrib.training.parameter_server.failover.ANEW_SECONDS", 1.0)
     monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
     cluster = make(workers=2, replicas=replicas)
     give, given, have_values = HeldTable.give, [], threading.Barrier(2)
@@ -1346,7 +1348,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
 
 
 def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_die(make, monkeypatch, capfd):
-    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 1.0)
+    monkeypatch.setattr("distrib.training.parameter_server.failover.ANEW_SECONDS", 1.0)
     cluster = make(workers=2, replicas=1)
     both = cluster.each(lambda backend: straight(backend))
     for model, optimizer in both:
@@ -1364,7 +1366,7 @@ def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_d
 
 
 def test_nobody_begins_anew_what_a_server_may_have_that_is_only_out_of_reach(make, monkeypatch):
-    monkeypatch.setattr("distrib.training.parameter_server.succession.ANEW_SECONDS", 0.5)
+    monkeypatch.setattr("distrib.training.parameter_server.failover.ANEW_SECONDS", 0.5)
     monkeypatch.setattr("distrib.training.parameter_server.server.DROP_SECONDS", 1.0)
     cluster = make(servers=3, workers=1, replicas=1)
 
@@ -1574,7 +1576,7 @@ def test_the_process_around_a_worker_is_killed_and_the_other_goes_on(tmp_path):
     """Open MPI would end all ranks because of one that left without its leave."""
     job = started(tmp_path, until="enough")
     (around,) = {psutil.Process(pid).parent() for pid in processes_of(tmp_path, 1)}
-    assert around and "distrib_launch.rank" in around.cmdline()
+    assert around and "distrib_launch.rank_agent" in around.cmdline()
     around.kill()
     before = noted(tmp_path)[0]
     reaches(job, lambda: noted(tmp_path)[0] > before + 40)

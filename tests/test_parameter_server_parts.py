@@ -20,13 +20,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from distrib.bandwidth.asynchronous import LARGEST_CHUNK_BYTES
+from distrib.bandwidth_model.server_throughput import LARGEST_CHUNK_BYTES
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.optimizers import Recipe, Updater, by_own_momentum, share_of_rate
-from distrib.training.parameter_server.placement import Parameter, cut, item_bytes
-from distrib.training.parameter_server.shard import Answer, Apply, Shard
-from distrib.training.parameter_server.succession import CALL_SECONDS, Ballot, patience_seconds
-from distrib.training.parameter_server.wire import Loop
+from distrib.training.parameter_server.failover import CALL_SECONDS, Ballot, patience_seconds
+from distrib.training.parameter_server.partitioning import Parameter, cut, item_bytes
+from distrib.training.parameter_server.server_optimizer import Recipe, Updater, by_own_momentum, share_of_rate
+from distrib.training.parameter_server.transport import Loop
+from distrib.training.parameter_server.update_rules import Answer, Apply, Shard
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
 KINDS = st.sampled_from(["float32", "float64"])

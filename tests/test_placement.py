@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from distrib_launch.ranges import ranges
-from distrib_launch.rank import placement
-from distrib_launch.rank.placement import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrib.utils.ranges import ranges
+from distrib_launch.rank_agent import affinity
+from distrib_launch.rank_agent.affinity import Gpu, Machine, Share, read_machine, share_of, shares, take_gpus
 from tests.conftest import LAUNCH, SCRIPTS
 
 JOB = SCRIPTS / "job.py"
@@ -84,7 +84,7 @@ def test_a_container_with_a_part_of_the_machines_time_is_not_bound_but_has_its_t
 nodes_of = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
 
-@given(nodes_of, st.integers(1, 2), st.integers(1, 40), st.sampled_from(placement.HOW))
+@given(nodes_of, st.integers(1, 2), st.integers(1, 40), st.sampled_from(affinity.HOW))
 def test_shares_of_cpu_hosts_are_fair(nodes, threads, ranks, how):
     host = machine(*nodes, threads=threads)
     found = shares(host, [None] * ranks, how)
@@ -175,7 +175,7 @@ def test_gpus_of_other_jobs_are_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _: path.name != "nvidia2")
     found = read_machine(tmp_path, {0}).gpus
     assert found == (Gpu("GPU-1", 1), Gpu("GPU-2", 2))
-    assert placement.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("GPU-2", 2)]
+    assert affinity.visible_gpus(found, {"CUDA_VISIBLE_DEVICES": "1"}) == [Gpu("GPU-2", 2)]
 
 
 def test_gpus_without_a_file_in_the_container_are_left_out(tmp_path):
@@ -200,7 +200,7 @@ def test_binding_that_fails_says_so_and_starts_the_script_all_the_same(monkeypat
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", deny)
-    with placement.bound([0, 1, 2]) as problem:
+    with affinity.bound([0, 1, 2]) as problem:
         pass
     assert problem == "cannot bind to processors 0-2: Operation not permitted"
 

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from distrib_launch import cli, topo
-from distrib_launch.outlook.words import age
 
-from distrib.bandwidth.workload import Gradient, write_workload
-from distrib.bandwidth.workloads import read_workload, workload
+from distrib.bandwidth_model.workload import Gradient, write_workload
+from distrib.bandwidth_model.workload_catalog import read_workload, workload
 from distrib.cluster.topology import parse_topology
+from distrib.utils.number_text import age
+from distrib_launch.cli import launch, topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
 EXAMPLES = ROOT / "hostfiles"
@@ -213,7 +213,7 @@ def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     words = ["-np", "2", "-x", "OMP_NUM_THREADS=1", "--workload", tmp_path / "p.json", "--dry-run", "--json", script]
-    done = call(cli.main, *words)
+    done = call(launch.main, *words)
     (note,) = [note for note in json.loads(done.stdout)["notes"] if "profiled" in note]
     assert note == "profiled with 4 processors, each rank has 1: a step alone takes 4 times as long"
 
@@ -356,7 +356,7 @@ def test_a_hundred_thousand_gpus_are_planned():
 
 
 def dry(*words: object) -> subprocess.CompletedProcess[str]:
-    return call(cli.main, "-H", LAB, *words, "--dry-run", SCRIPTS / "where.py")
+    return call(launch.main, "-H", LAB, *words, "--dry-run", SCRIPTS / "where.py")
 
 
 def test_a_job_that_the_wire_will_hold_is_warned_of():
@@ -419,7 +419,7 @@ def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
 
     def foretold(hosts: str, *words: str) -> dict:
         about = ["--topology", topology, "--workload", cpu_profile(tmp_path), "--warn-below", "100%"]
-        done = call(cli.main, "-H", hosts, *about, *words, "--dry-run", "--json", SCRIPTS / "where.py")
+        done = call(launch.main, "-H", hosts, *about, *words, "--dry-run", "--json", SCRIPTS / "where.py")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["outlook"]
 
@@ -446,7 +446,7 @@ def test_the_warning_names_what_costs_most(tmp_path):
     topology = tmp_path / "fast.yaml"
     topology.write_text("nodes:\n  - {hosts: 'n[1-4]', cores: 1, nics: [{name: eth0, rate: 10 GbE}]}\n")
     words = ["-H", "n1,n2,n3,n4", "--topology", topology, "--workload", cpu_profile(tmp_path, variation=0.5)]
-    done = call(cli.main, *words, "--dry-run", SCRIPTS / "where.py")
+    done = call(launch.main, *words, "--dry-run", SCRIPTS / "where.py")
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert "(the slowest of 4 ranks, whose steps vary by 50.0%)" in warning
 
@@ -467,7 +467,7 @@ def test_a_slow_loader_is_told_of(tmp_path):
     words = ["-H", "n1,n2", "--topology", topology, "--dry-run", "--workload"]
 
     def said(name: str) -> str:
-        return call(cli.main, *words, tmp_path / f"{name}.json", SCRIPTS / "where.py").stdout
+        return call(launch.main, *words, tmp_path / f"{name}.json", SCRIPTS / "where.py").stdout
 
     assert "ranks will reach 50% (loading data, for which the ranks of a host share its processors)" in said("starved")
     topology.write_text(
@@ -511,15 +511,15 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     found = msgspec.structs.replace(workload("VGG-16", "RTX A6000"), origin="measured")
     words = ["-H", LAB, "--dry-run", script]
     write_workload(tmp_path / "train.profile.json", found)
-    assert "warning: 4 hosts x 2 ranks will reach " in call(cli.main, *words).stdout
+    assert "warning: 4 hosts x 2 ranks will reach " in call(launch.main, *words).stdout
     write_workload(tmp_path / "train.profile.json", msgspec.structs.replace(found, device="cpu"))
-    said = call(cli.main, *words).stdout
+    said = call(launch.main, *words).stdout
     assert "nothing is foretold: " in said and "is of cpu, the ranks run on GPUs" in said
     (tmp_path / "train.profile.json").write_text("{}")
-    done = call(cli.main, *words)
+    done = call(launch.main, *words)
     assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
     assert "the default" not in done.stdout
-    done = call(cli.main, "--mode", "auto", *words)
+    done = call(launch.main, "--mode", "auto", *words)
     assert done.returncode == 0 and "; mode auto uses the default\n" in done.stdout
 
 

@@ -18,17 +18,9 @@ from pathlib import Path
 import msgspec
 import pynvml
 import pytest
-from distrib_launch.preflight import ask
-from distrib_launch.preflight.ask import Target, explain
-from distrib_launch.preflight.checks import CHECKS, Want, folded
-from distrib_launch.preflight.connections import SIGN, Connections, Patience
-from distrib_launch.preflight.judge import Evidence, judge, odd_ones
-from distrib_launch.preflight.remote import Remote
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrib.cluster import inventory_program
-from distrib.cluster.host_program import BEGIN, END
 from distrib.cluster.inventory import (
     GpuHealth,
     GpuHolder,
@@ -39,6 +31,14 @@ from distrib.cluster.inventory import (
     program,
     read_answer,
 )
+from distrib.cluster.remote import inventory_agent
+from distrib.cluster.remote.connectivity_agent import BEGIN, END
+from distrib_launch.preflight import collect as ask
+from distrib_launch.preflight.check_result import CHECKS, Want, folded
+from distrib_launch.preflight.collect import Target, explain
+from distrib_launch.preflight.host_checks import Evidence, judge, odd_ones
+from distrib_launch.preflight.host_sessions import SIGN, Connections, Patience
+from distrib_launch.preflight.remote import Remote
 from tests.conftest import BIN, SCRIPTS, TOPO
 from tests.inventories import GIB, gpus, inventory
 
@@ -108,13 +108,13 @@ def nvml(monkeypatch):
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-    entries = inventory_program.entries
+    entries = inventory_agent.entries
     monkeypatch.setattr(
-        inventory_program,
+        inventory_agent,
         "entries",
         lambda path: ["nvidia0", "nvidia1", "nvidiactl"] if path == "/dev" else entries(path),
     )
-    monkeypatch.setattr(inventory_program, "open_device_files", lambda: {1: {0}, os.getppid(): {1}})
+    monkeypatch.setattr(inventory_agent, "open_device_files", lambda: {1: {0}, os.getppid(): {1}})
     return functools.partial(monkeypatch.setattr, pynvml)
 
 
@@ -251,12 +251,12 @@ def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
 )
 def test_the_driver_and_whether_it_has_dma_buf(monkeypatch, tmp_path, told, version, gpudirect):
     (tmp_path / "version").write_text(told)
-    monkeypatch.setattr(inventory_program, "DRIVER_FILE", str(tmp_path / "version"))
+    monkeypatch.setattr(inventory_agent, "DRIVER_FILE", str(tmp_path / "version"))
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release="6.8.0-45-generic"))
-    assert inventory_program.driver_version() == version
-    assert inventory_program.has_gpudirect() == gpudirect
+    assert inventory_agent.driver_version() == version
+    assert inventory_agent.has_gpudirect() == gpudirect
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release="5.4.0"))
-    assert not inventory_program.has_gpudirect()
+    assert not inventory_agent.has_gpudirect()
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, t
         "/sys/class/infiniband": ["mlx5_0"], "/sys/class/infiniband_verbs": ["uverbs3"],
         "/sys/class/infiniband/mlx5_0/ports": ["1"],
     }  # fmt: skip
-    monkeypatch.setattr(inventory_program, "text_of", lambda path: files.get(path, ""))
-    monkeypatch.setattr(inventory_program, "entries", lambda path: folders.get(path, []))
+    monkeypatch.setattr(inventory_agent, "text_of", lambda path: files.get(path, ""))
+    monkeypatch.setattr(inventory_agent, "entries", lambda path: folders.get(path, []))
     monkeypatch.setattr(os, "access", lambda path, _: usable and path == "/dev/infiniband/uverbs3")
-    (found,) = inventory_program.rdma_ports()
+    (found,) = inventory_agent.rdma_ports()
     assert (found["active"], found["rate_bytes_per_second"]) == (usable, rate)
 
 
@@ -304,15 +304,15 @@ def test_the_lowest_limit_of_the_control_groups_counts(monkeypatch, group, folde
         place("memory", f"/jobs/mine/{'memory.limit_in_bytes' if old else 'memory.max'}"): "1000000",
         place("memory", f"/{'memory.limit_in_bytes' if old else 'memory.max'}"): str(1 << 62),
     }
-    monkeypatch.setattr(inventory_program, "text_of", lambda path, *_: files.get(path, ""))
-    assert inventory_program.cgroup_limit("pids", "pids.max", "pids.max") == 100
-    assert inventory_program.cgroup_limit("memory", "memory.max", "memory.limit_in_bytes") == 1_000_000
+    monkeypatch.setattr(inventory_agent, "text_of", lambda path, *_: files.get(path, ""))
+    assert inventory_agent.cgroup_limit("pids", "pids.max", "pids.max") == 100
+    assert inventory_agent.cgroup_limit("memory", "memory.max", "memory.limit_in_bytes") == 1_000_000
 
 
 def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    entries = inventory_program.entries
-    monkeypatch.setattr(inventory_program, "entries", lambda path: ["nvidia0"] if path == "/dev" else entries(path))
+    entries = inventory_agent.entries
+    monkeypatch.setattr(inventory_agent, "entries", lambda path: ["nvidia0"] if path == "/dev" else entries(path))
     facts = own_inventory(Question())
     assert len(facts.gpus) == 1
     assert "pynvml" in facts.nvml_error
@@ -986,7 +986,7 @@ def test_hosts_of_which_the_same_is_said_share_a_line():
 
 def test_the_limit_of_open_files_is_raised_or_refused():
     code = (
-        "import resource, sys\nfrom distrib_launch import openfiles\n"
+        "import resource, sys\nfrom distrib.utils import rlimits as openfiles\n"
         "from distrib.errors import LaunchError\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))\n"
         "try:\n    openfiles.allow(100, 800)\n"

@@ -13,16 +13,21 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
-from distrib.cluster.groups import groups_of
+from distrib.cluster import link_sharing
 from distrib.cluster.inventory import RdmaPort
-from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.links import link_between
+from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
 from distrib.cluster.node import Nic, NodeGroup
+from distrib.cluster.shared_links import groups_of
 from distrib.cluster.topology import Topology
-from distrib.cluster.ways import link_between
-from distrib.probe import baseline, cards, findings, samples, schedule, sharing, slow, steps, suspects
-from distrib.probe.facts import ports_of_job, used_ports
-from distrib.probe.leader import ATTEMPTS
-from distrib.probe.networks import other_networks
+from distrib.probe import schedule, stages
+from distrib.probe.bench import statistics as samples
+from distrib.probe.coordinator import ATTEMPTS
+from distrib.probe.diagnosis import nics as cards
+from distrib.probe.diagnosis import outliers as slow
+from distrib.probe.diagnosis import regressions, remeasure, rules
+from distrib.probe.host_facts import ports_of_job, used_ports
+from distrib.probe.probe_report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text, usual_most
 from distrib.probe.records import (
     CollectiveSeen,
     Ended,
@@ -40,7 +45,7 @@ from distrib.probe.records import (
     encode,
     measured,
 )
-from distrib.probe.report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text, usual_most
+from distrib.probe.secondary_networks import other_networks
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
 MB = 1e6
@@ -77,7 +82,7 @@ def test_counts_of_hosts_for_collectives():
 
 
 def test_a_full_probe_covers_the_sizes_asked_for():
-    streamed = {size for step in steps.steps(8, FULL, "tcp") for size in step.sizes}
+    streamed = {size for step in stages.steps(8, FULL, "tcp") for size in step.sizes}
     assert streamed == {8 * 2**n for n in range(24)}  # 8 B to 64 MiB
     assert FULL.collective_sizes == tuple(1024 * 2**n for n in range(19))  # 1 KiB to 256 MiB
 
@@ -85,7 +90,7 @@ def test_a_full_probe_covers_the_sizes_asked_for():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hosts", [2, 3, 8, 33, 128])
 def test_every_pair_is_measured_and_the_time_alone_is_bounded(mode, hosts):
-    found = steps.steps(hosts, MODES[mode], "tcp")
+    found = stages.steps(hosts, MODES[mode], "tcp")
     assert len({step.key for step in found}) == len(found)
     # Where a round has one pair, nobody is beside it.
     load = "together" if hosts > 3 else "alone"
@@ -96,7 +101,7 @@ def test_every_pair_is_measured_and_the_time_alone_is_bounded(mode, hosts):
     for way in ("tcp", "mpi"):
         alone = [step for step in found if step.key.startswith(f"alone/{way}")]
         spent = sum(step.estimate_seconds for step in alone)
-        least = hosts * (MODES[mode].alone_seconds[0] + steps.OVERHEAD_SECONDS)
+        least = hosts * (MODES[mode].alone_seconds[0] + stages.OVERHEAD_SECONDS)
         assert spent <= max(MODES[mode].alone_budget_seconds, least) * 1.01
 
 
@@ -175,18 +180,18 @@ class Network:
                 when="2026-01-01T00:00:00+00:00", mode=mode.mode, hosts=tuple(self.names), primary="tcp", facts=facts
             )
         ]
-        for step in steps.steps(len(self.names), mode, "tcp"):
+        for step in stages.steps(len(self.names), mode, "tcp"):
             if step.kind == "transfer" and step.way == "tcp" and not step.both_ways:
                 for number, phase in enumerate(step.phases):
                     seen += self.measure(step.key, step.load, phase, number)
         pairs = [record for record in seen if isinstance(record, PairSeen)]
         by_host = {each.host: each for each in facts}
         speeds = cards.card_speeds(by_host, "tcp")
-        for a, b in suspects.second_look(pairs, self.names, "tcp", mode.suspects, by_host, speeds)[0]:
+        for a, b in remeasure.second_look(pairs, self.names, "tcp", mode.suspects, by_host, speeds)[0]:
             seen += self.measure("again", "alone", [(self.names.index(a), self.names.index(b))])
         pairs = [record for record in seen if isinstance(record, PairSeen)]
-        base = suspects.Baseline(pairs, "tcp")
-        for phase in suspects.slowed_phases(pairs, base, "tcp")[:1]:
+        base = remeasure.Baseline(pairs, "tcp")
+        for phase in remeasure.slowed_phases(pairs, base, "tcp")[:1]:
             load = tuple((self.names.index(a), self.names.index(b)) for a, b in phase)
 
             def run(key, phase, base=base):
@@ -198,10 +203,10 @@ class Network:
                 }
 
             for _ in range(ATTEMPTS):
-                full = tuple(sharing.slowed(run("once more", load)))
+                full = tuple(link_sharing.slowed(run("once more", load)))
                 used = {host for pair in full for host in pair}
                 others = tuple(host for host in range(len(self.names)) if host not in used)
-                if found := sharing.find_sides(full, run, others):
+                if found := link_sharing.find_sides(full, run, others):
                     sides = (
                         tuple(self.names[host] for host in found.left),
                         tuple(self.names[host] for host in found.right),
@@ -222,7 +227,7 @@ class Network:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 16), st.integers(0, 10_000), st.sampled_from([QUICK, DEFAULT]))
 def test_a_clean_network_has_no_findings(hosts, seed, mode):
-    assert findings.find(Network(hosts, noise=0.01, seed=seed).records(mode)) == ()
+    assert rules.find(Network(hosts, noise=0.01, seed=seed).records(mode)) == ()
 
 
 @settings(max_examples=60, deadline=None)
@@ -235,7 +240,7 @@ def test_a_clean_network_has_no_findings(hosts, seed, mode):
 )
 def test_a_slow_host_is_named_with_its_ratio_and_nobody_else(hosts, seed, part, mode, data):
     which = data.draw(st.integers(0, hosts - 1))
-    found = findings.find(Network(hosts, noise=0.005, seed=seed, slow={which: part}).records(mode))
+    found = rules.find(Network(hosts, noise=0.005, seed=seed, slow={which: part}).records(mode))
     assert [(finding.kind, finding.hosts) for finding in found] == [("slow_host", (f"n{which + 1}",))]
     assert found[0].ratio == pytest.approx(part, abs=0.03)
     assert found[0].severity == ("warning" if part == 0.9 else "error")
@@ -248,7 +253,7 @@ def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, s
         return  # so few hosts do not fill it
     network = Network(2 * half, noise=0.005, seed=seed, racks=[0] * half + [1] * half, uplink=119.5 * MB * half / ratio)
     records = network.records()
-    found = findings.find(records)
+    found = rules.find(records)
     if half == 3:  # too few streams to tell the sides apart while the uplink is kept full
         assert all(finding.kind == "oversubscribed_uplink" for finding in found)
         return
@@ -264,13 +269,13 @@ def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, s
 
 def test_sides_are_not_made_up_where_the_processors_are_what_all_share():
     load = ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert sharing.find_sides(load, lambda key, phase: {pair: 2.0 / len(phase) / 2 for pair in phase}) is None
+    assert link_sharing.find_sides(load, lambda key, phase: {pair: 2.0 / len(phase) / 2 for pair in phase}) is None
 
 
 @pytest.mark.parametrize("hosts", [2, 3])
 @pytest.mark.parametrize("slow", [(0, 1), (1, 0)])
 def test_one_slow_direction_of_few_hosts_is_seen_in_the_shortest_probe(hosts, slow):
-    found = findings.find(Network(hosts, noise=0.002, one_way={slow: 0.2}).records(QUICK))
+    found = rules.find(Network(hosts, noise=0.002, one_way={slow: 0.2}).records(QUICK))
     assert [(f.kind, f.source, f.target) for f in found] == [("asymmetric_link", f"n{slow[0] + 1}", f"n{slow[1] + 1}")]
 
 
@@ -278,12 +283,12 @@ def test_a_card_has_shown_what_it_can_beside_others():
     """In a quick probe the pairs behind one uplink may never have been alone; the cards are what the matrix says."""
     own = tuple(facts(f"n{number}") for number in range(1, 5))
     records = Network(4, noise=0.002, racks=[0, 0, 1, 1], uplink=60 * MB).records(QUICK, own)
-    assert {finding.kind for finding in findings.find(records)} == {"oversubscribed_uplink"}
+    assert {finding.kind for finding in rules.find(records)} == {"oversubscribed_uplink"}
 
 
 def test_one_slow_direction_is_an_asymmetric_link():
     records = Network(6, noise=0.002, one_way={(1, 4): 0.5}).records(DEFAULT)
-    found = findings.find(records)
+    found = rules.find(records)
     assert [(f.kind, f.source, f.target) for f in found] == [("asymmetric_link", "n2", "n5")]
     assert found[0].ratio == pytest.approx(0.5, abs=0.02)
 
@@ -292,11 +297,11 @@ def test_one_slow_direction_is_an_asymmetric_link():
 def test_a_host_that_is_slow_one_way_is_told_of_once(hosts):
     """Also where too few links of others were measured alone to say what is usual among them."""
     network = Network(hosts, one_way={(1, other): 0.25 for other in range(hosts) if other != 1})
-    assert [(f.kind, f.hosts) for f in findings.find(network.records(QUICK))] == [("slow_host", ("n2",))]
+    assert [(f.kind, f.hosts) for f in rules.find(network.records(QUICK))] == [("slow_host", ("n2",))]
 
 
 def test_a_slow_way_between_two_good_hosts_is_a_slow_link():
-    found = findings.find(Network(6, noise=0.002, one_way={(1, 4): 0.8, (4, 1): 0.8}).records(DEFAULT))
+    found = rules.find(Network(6, noise=0.002, one_way={(1, 4): 0.8, (4, 1): 0.8}).records(DEFAULT))
     assert [(f.kind, f.hosts) for f in found] == [("slow_link", ("n2", "n5"))]
 
 
@@ -308,7 +313,7 @@ def test_a_bad_link_is_found_in_whichever_round_its_pair_meets(hosts, mode, part
     for round_ in (rounds[0], rounds[len(rounds) // 2], rounds[-1]):
         a, b = round_[-1]
         bad = {(a, b): part, (b, a): part} if ways == 2 else {(b, a): part}
-        found = findings.find(Network(hosts, noise=0.005, one_way=bad).records(mode))
+        found = rules.find(Network(hosts, noise=0.005, one_way=bad).records(mode))
         told = [(f.kind, {f.source, f.target}) for f in found]
         assert told == [("slow_link" if ways == 2 else "asymmetric_link", {f"n{a + 1}", f"n{b + 1}"})]
         assert found[0].ratio == pytest.approx(part, abs=0.02)
@@ -317,7 +322,7 @@ def test_a_bad_link_is_found_in_whichever_round_its_pair_meets(hosts, mode, part
 def test_many_bad_links_do_not_pass_for_what_is_usual():
     bad = [(0, 2), (2, 4), (4, 6), (1, 3), (3, 5)]  # none of the first round: only these are looked at again
     network = Network(8, noise=0.005, one_way={way: 0.3 for a, b in bad for way in ((a, b), (b, a))})
-    found = findings.find(network.records(QUICK))
+    found = rules.find(network.records(QUICK))
     assert {(f.kind, frozenset(f.hosts)) for f in found} == {
         ("slow_link", frozenset({f"n{a + 1}", f"n{b + 1}"})) for a, b in bad
     }
@@ -337,7 +342,7 @@ def test_no_host_or_link_is_blamed_for_what_it_shares(sizes, ratio, all_narrow, 
     uplinks = {rack: 119.5 * MB * size / ratio for rack, size in enumerate(sizes) if all_narrow or not rack}
     # One pair alone is not slowed by it.
     uplinks = {rack: max(rate, 119.5 * MB) for rack, rate in uplinks.items()}
-    found = findings.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks, seed=seed).records(mode))
+    found = rules.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks, seed=seed).records(mode))
     assert {f.kind for f in found} <= {"oversubscribed_uplink"}
 
 
@@ -346,7 +351,7 @@ def test_no_host_or_link_is_blamed_for_what_it_shares(sizes, ratio, all_narrow, 
 def test_the_narrow_uplinks_of_several_racks_are_found_with_their_hosts(sizes, mode):
     racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     uplinks = {rack: 119.5 * MB * size / 2 for rack, size in enumerate(sizes)}
-    (found,) = findings.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks).records(mode))
+    (found,) = rules.find(Network(len(racks), noise=0.005, racks=racks, uplink=uplinks).records(mode))
     assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
     assert found.ratio == pytest.approx(2.0, abs=0.1)
     ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
@@ -357,7 +362,7 @@ def test_the_narrow_uplinks_of_several_racks_are_found_with_their_hosts(sizes, m
 def test_the_ratio_of_an_uplink_is_that_of_what_its_hosts_could_send():
     """One that is narrower than a single host is so for a pair alone already."""
     network = Network(8, noise=0.005, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 0.1)
-    (found,) = findings.find(network.records(DEFAULT))
+    (found,) = rules.find(network.records(DEFAULT))
     assert found.kind == "oversubscribed_uplink" and found.ratio == pytest.approx(40, rel=0.05)
     assert "4 pairs across at once reach" in found.evidence and "that their hosts could send" in found.evidence
 
@@ -368,7 +373,7 @@ def test_ways_that_are_narrow_though_most_are_so_are_told_of_once(size, sides):
     racks = [0] * size + [1] * size
     across = {(a, b): 0.1 for a, one in enumerate(racks) for b, other in enumerate(racks) if one != other}
     network = Network(2 * size, noise=0.005, one_way=across)
-    (found,) = findings.find(network.records(DEFAULT))
+    (found,) = rules.find(network.records(DEFAULT))
     assert (found.kind, found.severity, sorted(found.hosts)) == ("slow_link", "error", network.names)
     assert found.what.startswith(f"between {sides} the way is slow: 10% of")
     assert found.ratio == pytest.approx(0.1, rel=0.03)
@@ -376,7 +381,7 @@ def test_ways_that_are_narrow_though_most_are_so_are_told_of_once(size, sides):
         name="eth0", physical=False, up=True, mtu=1500, kind="bond"
     )  # its streams may have met in one card
     said = tuple(facts(name, interfaces=(bond,)) for name in network.names)
-    assert [f.severity for f in findings.find(network.records(DEFAULT, said))] == ["note"]
+    assert [f.severity for f in rules.find(network.records(DEFAULT, said))] == ["note"]
 
 
 def test_narrow_ways_without_sides_are_named_by_pairs():
@@ -426,7 +431,7 @@ def test_a_host_that_freezes_after_it_was_measured_is_blamed():
         else PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=100 * MB)
         for a, b in pairs
     ]
-    (found,) = findings._failed([*together, *alone], hosts)
+    (found,) = rules._failed([*together, *alone], hosts)
     assert (found.kind, found.hosts) == ("host_lost", ("d",))
 
 
@@ -434,11 +439,11 @@ def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shar
     racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
     records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()
     assert not any(isinstance(record, GroupsSeen) for record in records)
-    (found,) = findings.find(records)
+    (found,) = rules.find(records)
     assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
     assert "share seem to be oversubscribed" in found.what
     busy = [structs.replace(r, busy=0.95) if isinstance(r, PairSeen) else r for r in records]
-    assert findings.find(busy) == ()  # the processors may be what the pairs share
+    assert rules.find(busy) == ()  # the processors may be what the pairs share
     assert "pairs across at once" in found.evidence and " to " in found.evidence and "%" in found.evidence
 
 
@@ -448,9 +453,9 @@ def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shar
 def test_hosts_behind_a_narrow_uplink_are_not_slow_themselves(sizes, rate, mode):
     racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     network = Network(len(racks), noise=0.005, racks=racks, uplink={0: 119.5 * MB * rate})
-    assert {f.kind for f in findings.find(network.records(mode))} == {"oversubscribed_uplink"}
+    assert {f.kind for f in rules.find(network.records(mode))} == {"oversubscribed_uplink"}
     network.slow[1] = 0.5
-    found = findings.find(network.records(mode))
+    found = rules.find(network.records(mode))
     assert [f.hosts for f in found if f.kind == "slow_host"] == [("n2",)]
 
 
@@ -493,9 +498,9 @@ def test_hosts_of_one_machine_do_not_make_others_look_slow():
     machines = ["a", "a", "a", "b", "b", "b", "c"]
     network = Network(7, noise=0.005, rate=1000 * MB, racks=[0, 0, 0, 1, 1, 1, 2], uplink=119.5 * MB)
     said = tuple(facts(f"n{n + 1}", machine=machine, interfaces=()) for n, machine in enumerate(machines))
-    found = findings.find(network.records(DEFAULT, said))
+    found = rules.find(network.records(DEFAULT, said))
     assert {f.kind for f in found} <= {"oversubscribed_uplink"}, found  # three on one wire
-    assert any(f.kind == "slow_host" for f in findings.find(network.records(DEFAULT)))
+    assert any(f.kind == "slow_host" for f in rules.find(network.records(DEFAULT)))
 
 
 def test_a_link_of_a_bond_is_not_called_broken():
@@ -503,9 +508,9 @@ def test_a_link_of_a_bond_is_not_called_broken():
     bond = Interface(name="eth0", physical=False, up=True, mtu=1500, speed_bytes_per_second=250 * MB, kind="bond")
     said = tuple(facts(f"n{n}", interfaces=(bond,)) for n in range(1, 9))
     network = Network(8, noise=0.005, rate=239 * MB, one_way={(0, 3): 0.5})
-    (found,) = findings.find(network.records(DEFAULT, said))
+    (found,) = rules.find(network.records(DEFAULT, said))
     assert (found.kind, found.severity) == ("asymmetric_link", "note") and "bond" in found.evidence
-    (found,) = findings.find(network.records(DEFAULT))
+    (found,) = rules.find(network.records(DEFAULT))
     assert (found.kind, found.severity) == ("asymmetric_link", "error")
 
 
@@ -521,12 +526,12 @@ def test_segments_that_were_lost_are_told_of_by_host():
         ]
 
     for mtu in (1500, 9000):
-        (found,) = findings.find(lossy(Network(8), lambda r: "n3" in (r.source, r.target), mtu))
+        (found,) = rules.find(lossy(Network(8), lambda r: "n3" in (r.source, r.target), mtu))
         assert (found.kind, found.hosts) == ("noisy_link", ("n3",))
         assert found.what.startswith("n3, with 6 of 6 hosts: 10.0% of all segments")
-    (found,) = findings.find(lossy(Network(8), lambda r: (r.source, r.target) == ("n3", "n5")))
+    (found,) = rules.find(lossy(Network(8), lambda r: (r.source, r.target) == ("n3", "n5")))
     assert (found.source, found.target) == ("n3", "n5")
-    across = findings.find(lossy(Network(8), lambda r: (r.source < "n4") != (r.target < "n4")))
+    across = rules.find(lossy(Network(8), lambda r: (r.source < "n4") != (r.target < "n4")))
     assert len(across) <= 4 and all(f.kind == "noisy_link" for f in across), across
 
 
@@ -540,22 +545,22 @@ def both_ways(names, part, load="alone"):
 
 def test_half_duplex_shows_when_both_send():
     records = Network(4).records(DEFAULT)
-    assert findings.find([*records, *both_ways(("n1", "n2"), 0.97)]) == ()
+    assert rules.find([*records, *both_ways(("n1", "n2"), 0.97)]) == ()
     beside = both_ways(("n1", "n2"), 0.5, "together")  # others may be the reason: it is looked at again
-    assert findings.find([*records, *beside]) == ()
+    assert rules.find([*records, *beside]) == ()
     seen = [record for record in [*records, *beside] if isinstance(record, PairSeen)]
-    base = suspects.Baseline(seen, "tcp")
-    assert suspects.half_duplex(seen, base, "tcp", 9, ()) == [("n1", "n2")]
-    assert suspects.half_duplex(seen, base, "tcp", 9, {"n1"}) == []  # that card is too fast for it
-    found = findings.find([*records, *both_ways(("n1", "n2"), 0.5)])
+    base = remeasure.Baseline(seen, "tcp")
+    assert remeasure.half_duplex(seen, base, "tcp", 9, ()) == [("n1", "n2")]
+    assert remeasure.half_duplex(seen, base, "tcp", 9, {"n1"}) == []  # that card is too fast for it
+    found = rules.find([*records, *both_ways(("n1", "n2"), 0.5)])
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("half_duplex", "error", ("n1", "n2"))]
     fast = Network(4, rate=1195 * MB).records(DEFAULT, tuple(facts(f"n{n}", interfaces=card(10)) for n in range(1, 5)))
-    assert findings.find([*fast, *both_ways(("n1", "n2"), 5.0)]) == ()
+    assert rules.find([*fast, *both_ways(("n1", "n2"), 5.0)]) == ()
     untold = Network(4, rate=1195 * MB).records(DEFAULT)  # a virtual card tells no rate; it shows what it can
     both = both_ways(("n1", "n2"), 5.0)
-    assert findings.find([*untold, *both]) == ()
+    assert rules.find([*untold, *both]) == ()
     seen = [record for record in [*untold, *both] if isinstance(record, PairSeen)]
-    assert suspects.half_duplex(seen, suspects.Baseline(seen, "tcp"), "tcp", 9, ()) == []
+    assert remeasure.half_duplex(seen, remeasure.Baseline(seen, "tcp"), "tcp", 9, ()) == []
 
 
 def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
@@ -567,7 +572,7 @@ def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
         r for r in seen if r.bandwidth_bytes_per_second < 40 * MB and not {frozenset((r.source, r.target))} & alone
     )
     both = both_ways((never.source, never.target), 0.2)
-    assert not [f for f in findings.find([*records, *both]) if f.kind == "half_duplex"]
+    assert not [f for f in rules.find([*records, *both]) if f.kind == "half_duplex"]
 
 
 def test_pairs_that_failed_are_told_of_with_the_reason():
@@ -576,7 +581,7 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
     lost = PairSeen(
         step="alone/tcp/0", source="n1", target="n2", way="tcp", load="alone", failed="n2: the stream stands still"
     )
-    found = findings.find([*kept, lost])
+    found = rules.find([*kept, lost])
     assert [(f.kind, f.severity) for f in found] == [("mtu", "error")]
     gone = [r for r in records if not (isinstance(r, PairSeen) and "n3" in (r.source, r.target))]
     gone += [
@@ -584,11 +589,11 @@ def test_pairs_that_failed_are_told_of_with_the_reason():
         for name in ("n1", "n2", "n4", "n5")
         for a, b in ((name, "n3"), ("n3", name))
     ]
-    assert [(f.kind, f.hosts) for f in findings.find(gone)] == [("host_lost", ("n3",))]
+    assert [(f.kind, f.hosts) for f in rules.find(gone)] == [("host_lost", ("n3",))]
     stalled = [
         structs.replace(r, failed="nearly nothing arrived") if isinstance(r, PairSeen) and r.failed else r for r in gone
     ]
-    assert [(f.kind, f.hosts) for f in findings.find(stalled)] == [("mtu", ("n3",))]
+    assert [(f.kind, f.hosts) for f in rules.find(stalled)] == [("mtu", ("n3",))]
 
 
 def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
@@ -603,16 +608,16 @@ def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
             for r in records
         ]
 
-    (found,) = findings.find(after(["n7", "n8"]))
+    (found,) = rules.find(after(["n7", "n8"]))
     assert (found.kind, found.severity, found.hosts) == ("host_lost", "error", ("n3",))
     assert found.what == "n3 could not be measured with 2 other hosts" and found.evidence.startswith(
         "4 of 14 directions"
     )
-    stalled = findings.find(after(["n7", "n8"], "n3 did not answer; n7: the stream stands still"))
+    stalled = rules.find(after(["n7", "n8"], "n3 did not answer; n7: the stream stands still"))
     assert [(f.kind, f.hosts) for f in stalled] == [("host_lost", ("n3",))]
-    (one_way, _) = findings.find(after(["n8"]))  # it may be either
+    (one_way, _) = rules.find(after(["n8"]))  # it may be either
     assert one_way.kind == "not_measured" and one_way.advice.startswith("see whether both are up")
-    assert {f.kind for f in findings.find(after(["n7", "n8"], "n3: no connection in 2 s"))} == {"not_measured"}
+    assert {f.kind for f in rules.find(after(["n7", "n8"], "n3: no connection in 2 s"))} == {"not_measured"}
 
 
 @pytest.mark.parametrize("primary", ["tcp", "mpi"])
@@ -625,7 +630,7 @@ def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does
             structs.replace(r, way=way, failed="n3: the stream stands still" if way in ways and where((r.source, r.target)) else None)
             for r in seen if isinstance(r, PairSeen) for way in ("tcp", "mpi")
         ]  # fmt: skip
-        found = findings.find([structs.replace(start, primary=primary), *over])
+        found = rules.find([structs.replace(start, primary=primary), *over])
         return [(f.kind, f.severity, f.hosts, f"over {other}" in f.what) for f in found]
 
     assert told() == []
@@ -643,9 +648,9 @@ def test_a_further_network_that_passes_nothing_is_no_finding():
                  failed=f"{b}: no connection in 2 s")
         for a in names for b in names if a != b
     ]  # fmt: skip
-    assert findings.find([*records, *other]) == ()
+    assert rules.find([*records, *other]) == ()
     some = [structs.replace(other[0], failed=None, bandwidth_bytes_per_second=119.5 * MB), *other[1:2]]
-    assert [(f.kind, f.severity) for f in findings.find([*records, *some])] == [("not_measured", "warning")]
+    assert [(f.kind, f.severity) for f in rules.find([*records, *some])] == [("not_measured", "warning")]
 
 
 def facts(host, **changed):
@@ -663,7 +668,7 @@ def test_a_faster_network_that_some_hosts_are_not_on_is_told_of_with_them():
                  bandwidth_bytes_per_second=240 * MB, variation=0.01, repetitions=10, seconds=0.1)
         for a, b in (("n1", "n2"), ("n2", "n1"))
     ]  # fmt: skip
-    (found,) = findings.find([*Network(3, noise=0.002).records(QUICK, own), *faster])
+    (found,) = rules.find([*Network(3, noise=0.002).records(QUICK, own), *faster])
     assert found.kind == "wrong_interface" and found.advice.startswith("bring up the cards of n3 on it, or leave")
 
 
@@ -677,7 +682,7 @@ def test_what_hosts_say_of_themselves():
         facts("n3", gpus=(gpu,), rdma_bytes_per_second=5e9),
         facts("n4"),
     )
-    found = findings.find(Network(4).records(facts=said))
+    found = rules.find(Network(4).records(facts=said))
     assert {(f.kind, f.hosts) for f in found} == {
         ("wrong_interface", ("n2",)),
         ("mtu", ("n2",)),
@@ -696,7 +701,7 @@ def test_of_two_equally_common_mtus_none_is_usual(mtus, told):
         facts(f"n{n + 1}", interfaces=(Interface(name="eth0", physical=True, up=True, mtu=mtu),))
         for n, mtu in enumerate(mtus)
     )
-    found = findings.find(Network(len(mtus)).records(facts=said))
+    found = rules.find(Network(len(mtus)).records(facts=said))
     assert {f.what for f in found} == told
     assert all(f.advice.startswith("ip link set" if "usual" in f.what else "set the same on all hosts") for f in found)
 
@@ -729,10 +734,8 @@ def test_a_gpu_whose_copies_are_slow_is_told_of():
     h100, t4 = (tuple(Gpu(index=n, name=name) for n in range(4)) for name in ("H100", "T4"))
     said = (facts("n1", gpus=h100), facts("n2", gpus=h100), facts("n3", gpus=t4))
     records = Network(3).records(facts=said)
-    assert (
-        findings.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9] * 4), *copies("n3", [12e9] * 4)]) == ()
-    )
-    found = findings.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9, 54e9, 13e9, 54e9])])
+    assert rules.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9] * 4), *copies("n3", [12e9] * 4)]) == ()
+    found = rules.find([*records, *copies("n1", [54e9] * 4), *copies("n2", [54e9, 54e9, 13e9, 54e9])])
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("slow_copies", "warning", ("n2",))]
     assert "n2: from memory to gpu2 (PCIe) bytes go at 24% of what is usual here" in found[0].what
     assert "usual between 8 of its kind on n[1-2]" in found[0].evidence
@@ -751,8 +754,8 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
         ]  # fmt: skip
 
     records = [*Network(4).records(facts=said), *between("n1"), *between("n2"), *between("n3")]
-    assert findings.find([*records, *between("n4")]) == ()
-    (found,) = findings.find([*records, *between("n4", slow=(2, 3))])
+    assert rules.find([*records, *between("n4")]) == ()
+    (found,) = rules.find([*records, *between("n4", slow=(2, 3))])
     assert (found.kind, found.hosts) == ("slow_copies", ("n4",)) and "from gpu2 to gpu3 (NVLink)" in found.what
 
 
@@ -762,16 +765,16 @@ def test_a_narrow_slot_is_known_once_the_gpu_was_used():
         index=0, name="RTX 4090", pcie_generation=1, pcie_generation_possible=4, pcie_width=8, pcie_width_possible=16
     )
     records = Network(2).records(facts=(facts("n1", gpus=(idle,)), facts("n2")))
-    assert findings.find(records) == ()
+    assert rules.find(records) == ()
     used = structs.replace(idle, pcie_generation=4)
-    assert [f.kind for f in findings.find([*records, GpusSeen(host="n1", gpus=(used,))])] == ["narrow_pcie"]
-    assert findings.find([*records, GpusSeen(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
+    assert [f.kind for f in rules.find([*records, GpusSeen(host="n1", gpus=(used,))])] == ["narrow_pcie"]
+    assert rules.find([*records, GpusSeen(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
 
 
 def test_mpi_that_goes_beside_infiniband_is_told_of():
     """As without the libraries for it; the one number would be held against the ports' rate."""
     said = tuple(facts(f"n{n}", rdma_bytes_per_second=25e9, mpi_over_rdma=n != 2) for n in (1, 2, 3))
-    (found,) = findings.find(Network(3).records(facts=said))
+    (found,) = rules.find(Network(3).records(facts=said))
     assert (found.kind, found.severity, found.hosts) == ("wrong_interface", "warning", ("n2",))
     assert found.what.startswith("n2: MPI goes over TCP, though there is InfiniBand")
 
@@ -780,7 +783,7 @@ def test_gpudirect_is_doubted_only_where_nothing_was_measured():
     gpu = Gpu(index=0, name="H100")
     said = tuple(facts(f"n{n}", gpus=(gpu,), rdma_bytes_per_second=25e9) for n in (1, 2, 3))
     records = Network(3).records(facts=said)
-    (found,) = findings.find(records)  # for all hosts at once: drivers with DMA-BUF need no module
+    (found,) = rules.find(records)  # for all hosts at once: drivers with DMA-BUF need no module
     assert (found.kind, found.severity, found.hosts) == ("gpudirect_off", "note", ("n1", "n2", "n3"))
     assert found.what.startswith("n[1-3]: GPUDirect RDMA may be off")
     measured = [
@@ -789,7 +792,7 @@ def test_gpudirect_is_doubted_only_where_nothing_was_measured():
             curve=(Point(64 << 20, seconds),)))
         for gpudirect, seconds in ((True, 1.0), (False, 1.9))
     ]  # fmt: skip
-    assert findings.find([*records, *measured]) == ()
+    assert rules.find([*records, *measured]) == ()
 
 
 def address(n, net):
@@ -819,7 +822,7 @@ def test_other_networks_are_found_by_their_subnets():
     (network,) = other_networks(hosts)
     assert network.name == "10.1.0.0/16"
     assert network.cards == {"n1": ("ib0", "10.1.0.1"), "n2": ("ib0", "10.1.0.2"), "n3": ("ib9", "10.1.0.3")}
-    planned = steps.steps(3, DEFAULT, "tcp", (network.name,))
+    planned = stages.steps(3, DEFAULT, "tcp", (network.name,))
     pairs = sorted(pair for step in planned if step.network == network.name for phase in step.phases for pair in phase)
     assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
 
@@ -847,7 +850,7 @@ def two_networks(rates, hosts=4, gbits=10):
 
 @pytest.mark.parametrize("slow", [1, 2, 3, 4])
 def test_a_slow_card_of_a_further_network_is_found_by_the_shortest_probe(slow):
-    found = findings.find(two_networks(lambda a, b: (60 if slow in (a, b) else 118) * MB, gbits=1))
+    found = rules.find(two_networks(lambda a, b: (60 if slow in (a, b) else 118) * MB, gbits=1))
     assert [(f.kind, f.hosts) for f in found] == [("slow_host", (f"n{slow}",))]
     assert found[0].what == (
         f"n{slow}: its link is slow: it runs at 51% of what is usual here (on 10.1.0.0/16, n{slow}'s eth1)"
@@ -855,7 +858,7 @@ def test_a_slow_card_of_a_further_network_is_found_by_the_shortest_probe(slow):
 
 
 def test_a_card_that_was_measured_as_a_target_alone_was_tried():
-    found = findings.find(two_networks(lambda a, b: 1100 * MB))
+    found = rules.find(two_networks(lambda a, b: 1100 * MB))
     assert [f.what for f in found] == ["10.1.0.0/16 is faster than the network that is used"]
 
 
@@ -866,13 +869,13 @@ def card(gbits):
 
 def test_a_card_that_does_not_reach_its_rate():
     said = tuple(facts(f"n{n}", interfaces=card(10)) for n in (1, 2, 3))
-    found = findings.find(Network(3).records(facts=said))
+    found = rules.find(Network(3).records(facts=said))
     assert [(f.kind, f.hosts) for f in found] == [("below_nominal", ("n1", "n2", "n3"))]  # one limit that all have
     assert "of 10 Gb/s" in found[0].evidence and "provider" in found[0].advice
     unequal = Network(3, slow={0: 0.8}).records(facts=said)
-    assert {f.hosts for f in findings.find(unequal) if f.kind == "below_nominal"} == {(f"n{n}",) for n in (1, 2, 3)}
+    assert {f.hosts for f in rules.find(unequal) if f.kind == "below_nominal"} == {(f"n{n}",) for n in (1, 2, 3)}
     said = (said[0], *(facts(f"n{n}", interfaces=card(1)) for n in (2, 3)))  # the others' cards allow no more
-    assert findings.find(Network(3).records(facts=said)) == ()
+    assert rules.find(Network(3).records(facts=said)) == ()
 
 
 @pytest.mark.parametrize(
@@ -882,11 +885,9 @@ def test_a_card_that_does_not_reach_its_rate():
 def test_a_card_is_compared_with_what_tcp_gets_out_of_its_kind(gbits, part, told):
     said = tuple(facts(f"n{n}", interfaces=card(gbits)) for n in (1, 2, 3, 4))
     network = Network(4, rate=part * gbits * 125 * MB)
-    assert {f.kind for f in findings.find(network.records(DEFAULT, facts=said))} == (
-        {"below_nominal"} if told else set()
-    )
+    assert {f.kind for f in rules.find(network.records(DEFAULT, facts=said))} == ({"below_nominal"} if told else set())
     # One stream does not fill such a card.
-    assert findings.find(Network(4, rate=3e9 / 8).records(QUICK, facts=said)) == ()
+    assert rules.find(Network(4, rate=3e9 / 8).records(QUICK, facts=said)) == ()
 
 
 def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
@@ -907,30 +908,30 @@ def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
         records = Network(4, rate=rate).records(DEFAULT, facts=said)
         over_mpi = [structs.replace(r, primary="mpi") if isinstance(r, Started) else structs.replace(r, way="mpi") if
                     isinstance(r, PairSeen) else r for r in records]  # fmt: skip
-        assert {f.kind for f in findings.find(over_mpi)} == kinds
+        assert {f.kind for f in rules.find(over_mpi)} == kinds
 
 
 @pytest.mark.parametrize("mode", [QUICK, DEFAULT])
 def test_slower_cards_are_no_faults_but_a_slow_one_among_them_is(mode):
     slow = dict.fromkeys((0, 2, 7), 0.25)
     said = tuple(facts(f"n{n + 1}", interfaces=card(0.25 if n in slow else 1)) for n in range(8))
-    (found,) = findings.find(Network(8, noise=0.005, slow=slow).records(mode, facts=said))
+    (found,) = rules.find(Network(8, noise=0.005, slow=slow).records(mode, facts=said))
     assert (found.kind, found.severity, found.hosts) == ("mixed_cards", "note", ("n1", "n3", "n8"))
     for worse, ratio in ((2, 0.5), (1, 0.6)):  # of the slow cards and of the fast ones
-        found = findings.find(
+        found = rules.find(
             Network(8, noise=0.005, slow={**slow, worse: slow.get(worse, 1.0) * ratio}).records(mode, facts=said)
         )
         (host,) = [f for f in found if f.kind == "slow_host"]
         assert (host.hosts, host.severity) == ((f"n{worse + 1}",), "error")
         assert host.ratio == pytest.approx(ratio, abs=0.03)
     unknown = (*said[:1], facts("n2", interfaces=()), *said[2:])  # then all are of one class
-    found = findings.find(Network(8, noise=0.005, slow=slow).records(mode, facts=unknown))
+    found = rules.find(Network(8, noise=0.005, slow=slow).records(mode, facts=unknown))
     assert {f.hosts for f in found if f.kind == "slow_host"} == {("n1",), ("n3",), ("n8",)}
 
 
 def test_one_card_that_agreed_on_a_lower_rate_is_a_warning():
     said = tuple(facts(f"n{n}", interfaces=card(0.1 if n == 3 else 1)) for n in range(1, 6))
-    found = findings.find(Network(5, slow={2: 0.1}).records(facts=said))
+    found = rules.find(Network(5, slow={2: 0.1}).records(facts=said))
     assert [(f.kind, f.severity, f.hosts) for f in found] == [("mixed_cards", "warning", ("n3",))]
 
 
@@ -948,7 +949,7 @@ def test_a_noisy_link_is_noted():
         else r
         for r in records
     ]
-    assert [(f.kind, f.severity, f.source) for f in findings.find(shaken)] == [("noisy_link", "note", "n1")]
+    assert [(f.kind, f.severity, f.source) for f in rules.find(shaken)] == [("noisy_link", "note", "n1")]
 
 
 # -- what people say of the cards ----------------------------------------------------------------------------------------
@@ -967,7 +968,7 @@ def described_network(nics, name="eth0"):
     )
     (nic,) = (Nic(**nics),)
     records = Network(3).records(facts=facts)
-    return findings.find(records, {f"n{i}": (nic,) for i in (1, 2, 3)})
+    return rules.find(records, {f"n{i}": (nic,) for i in (1, 2, 3)})
 
 
 def test_links_are_measured_against_the_rate_that_the_topology_gives_them():
@@ -997,7 +998,7 @@ def test_links_over_rdma_are_measured_against_the_rate_that_the_topology_gives_t
         for record in Network(3, rate=11.5e9).records(DEFAULT, facts=said)
         if isinstance(record, (Started, PairSeen))
     ]
-    found = findings.find(records, {f"n{n}": (Nic(**nic),) for n in (1, 2, 3)})
+    found = rules.find(records, {f"n{n}": (Nic(**nic),) for n in (1, 2, 3)})
     assert {finding.kind for finding in found} == told
 
 
@@ -1008,7 +1009,7 @@ def test_links_over_rdma_are_measured_against_the_rate_that_the_topology_gives_t
 def test_a_roce_card_that_is_only_in_the_file_is_told_of(name, kind, told):
     said = tuple(facts(f"n{n}", rdma_devices=("mlx5_0",)) for n in (1, 2, 3))
     nic = Nic(name=name, kind=kind, rate="100Gb/s")
-    found = findings.find(Network(3).records(facts=said), {f"n{n}": (nic,) for n in (1, 2, 3)})
+    found = rules.find(Network(3).records(facts=said), {f"n{n}": (nic,) for n in (1, 2, 3)})
     assert ("no_such_card" in {finding.kind for finding in found}) == told
 
 
@@ -1042,12 +1043,12 @@ def drawn(table, width=200):
 def test_the_baseline_shows_what_became_worse():
     before = measured(Network(6).records(DEFAULT))
     same = measured(Network(6, noise=0.01, seed=3).records(DEFAULT))
-    assert baseline.worse(before, same) == ()
-    found = baseline.worse(before, measured(Network(6, slow={2: 0.6}).records(DEFAULT)))
+    assert regressions.worse(before, same) == ()
+    found = regressions.worse(before, measured(Network(6, slow={2: 0.6}).records(DEFAULT)))
     assert [(f.kind, f.hosts, f.severity) for f in found] == [("worse_than_baseline", ("n3",), "error")]
-    found = baseline.worse(before, measured(Network(6, one_way={(0, 1): 0.8}).records(DEFAULT)))
+    found = regressions.worse(before, measured(Network(6, one_way={(0, 1): 0.8}).records(DEFAULT)))
     assert [(f.source, f.target, f.severity) for f in found] == [("n1", "n2", "warning")]
-    assert baseline.worse(measured(Network(6, slow={2: 0.6}).records(DEFAULT)), before) == ()
+    assert regressions.worse(measured(Network(6, slow={2: 0.6}).records(DEFAULT)), before) == ()
 
 
 @pytest.mark.parametrize(("gbits", "worse"), [(1, True), (25, False)])
@@ -1058,22 +1059,22 @@ def test_a_fast_link_by_one_stream_is_not_compared_with_four(gbits, worse):
         rate = gbits * 125 * MB / (3 if mode is QUICK and gbits > 10 else 1)
         return measured(Network(6, rate=rate * part).records(mode))
 
-    found = baseline.worse(probe(DEFAULT), probe(QUICK))
+    found = regressions.worse(probe(DEFAULT), probe(QUICK))
     assert [f.kind for f in found] == ([] if worse else ["not_compared"])
     if not worse:
         assert found[0].what.startswith("only 0 of 30 directions could be compared")
-    kinds = {f.kind for f in baseline.worse(probe(DEFAULT), probe(QUICK, 0.6))}
+    kinds = {f.kind for f in regressions.worse(probe(DEFAULT), probe(QUICK, 0.6))}
     assert kinds == ({"worse_than_baseline"} if worse else {"not_compared"})
-    assert {f.kind for f in baseline.worse(probe(QUICK), probe(QUICK, 0.6))} == {"worse_than_baseline"}
+    assert {f.kind for f in regressions.worse(probe(QUICK), probe(QUICK, 0.6))} == {"worse_than_baseline"}
 
 
 def test_links_that_were_measured_beside_others_are_compared_where_the_others_are_the_same():
     a, b = schedule.rounds(32)[-1][3]
     before = measured(Network(32, noise=0.005).records(QUICK))
     now = measured(Network(32, noise=0.005, seed=1, one_way={(a, b): 0.5}).records(QUICK))
-    assert [(f.source, f.target) for f in baseline.worse(before, now)] == [(f"n{a + 1}", f"n{b + 1}")]
+    assert [(f.source, f.target) for f in regressions.worse(before, now)] == [(f"n{a + 1}", f"n{b + 1}")]
     others = measured(Network(31, noise=0.005).records(QUICK))  # other rounds
-    assert [(f.kind, f.severity) for f in baseline.worse(others, now)] == [("not_compared", "note")]
+    assert [(f.kind, f.severity) for f in regressions.worse(others, now)] == [("not_compared", "note")]
 
 
 def test_shares_of_a_narrow_uplink_are_not_compared():
@@ -1088,7 +1089,7 @@ def test_shares_of_a_narrow_uplink_are_not_compared():
             for p in before.pairs
         ),
     )
-    assert all(f.kind == "not_compared" for f in baseline.worse(before, other))
+    assert all(f.kind == "not_compared" for f in regressions.worse(before, other))
 
 
 def further(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 * MB):
@@ -1105,22 +1106,22 @@ def test_networks_are_compared_by_themselves():
     before, now = (
         structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", ("n1", "n2"), rate))) for rate in (1e9, 5e8)
     )
-    found = baseline.worse(before, now)
+    found = regressions.worse(before, now)
     assert [(f.source, f.target) for f in found] == [("n1", "n2"), ("n2", "n1")]
     assert found[0].what == "n1 to n2: 50% of the bandwidth that it had (tcp on 10.9.0.0/24)"
     slow = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", rate=4e8), *further("10.8.0.0/24")))
     fast = structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24"), *further("10.8.0.0/24")))
-    (found,) = baseline.worse(fast, slow)  # and nobody of its hosts is to blame
+    (found,) = regressions.worse(fast, slow)  # and nobody of its hosts is to blame
     assert found.what == "nearly all links on 10.9.0.0/24 have 33% of the bandwidth that they had"
 
 
 def test_where_nearly_all_links_became_worse_that_is_one_finding():
     before = measured(Network(6).records(DEFAULT))
-    (found,) = baseline.worse(before, measured(Network(6, rate=60 * MB).records(DEFAULT)))
+    (found,) = regressions.worse(before, measured(Network(6, rate=60 * MB).records(DEFAULT)))
     assert (found.severity, sorted(found.hosts)) == ("error", sorted(before.hosts))
     assert found.what == "nearly all links have 50% of the bandwidth that they had"
     few = measured(Network(3).records(DEFAULT))
-    assert len(baseline.worse(few, measured(Network(3, rate=60 * MB).records(DEFAULT)))) > 1
+    assert len(regressions.worse(few, measured(Network(3, rate=60 * MB).records(DEFAULT)))) > 1
 
 
 def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
@@ -1141,14 +1142,14 @@ def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
 
 def test_copies_of_gpus_and_all_reduces_are_compared():
     before = with_gpus()
-    assert baseline.worse(before, with_gpus(nvlink=250e9, seconds=0.0105, own=1e9)) == ()  # host memory is whoever's
-    said = baseline.unchanged(before, before)
+    assert regressions.worse(before, with_gpus(nvlink=250e9, seconds=0.0105, own=1e9)) == ()  # host memory is whoever's
+    said = regressions.unchanged(before, before)
     assert said.endswith("none of 0 directions, 4 ways inside hosts, 1 all-reduce became worse")
-    (found,) = baseline.worse(before, with_gpus(seconds=0.0125))
+    (found,) = regressions.worse(before, with_gpus(seconds=0.0125))
     assert (found.severity, found.hosts) == ("warning", ("n1", "n2"))
     assert found.what == "all-reduce over 2 hosts, 4 ranks: 80% of the speed that it had"
     assert found.evidence == "64 MiB took 10 ms on 2026-11-01, 12.5 ms now"
-    found = baseline.worse(before, with_gpus(nvlink=24e9))
+    found = regressions.worse(before, with_gpus(nvlink=24e9))
     assert {f.what for f in found} == {
         f"{host}: gpu0 to gpu1: 9% of the bandwidth that it had (NVLink)" for host in ("n1", "n2")
     }
@@ -1162,7 +1163,7 @@ def test_a_host_all_of_whose_copies_became_worse_is_told_of_once():
             InsideLink(host="n1", source=a, target=b, path="NVLink", variation=0.0, bandwidth_bytes_per_second=rate) for a, b in ways
         ))  # fmt: skip
 
-    (found,) = baseline.worse(copies(270e9), copies(20e9))
+    (found,) = regressions.worse(copies(270e9), copies(20e9))
     assert found.what == "n1: 12 ways inside it have 7% of the bandwidth that they had"
     assert found.evidence.startswith("gpu0 to gpu1: 20 GB/s now")
 
@@ -1324,9 +1325,9 @@ def test_a_host_that_loses_packets_is_told_of_however_few_there_are(hosts, bad):
         return structs.replace(record, path_mtu=1500, retransmits=int(lost * segments))
 
     records = [lossy(r) if isinstance(r, PairSeen) and r.way == "tcp" else r for r in Network(hosts).records()]
-    found = [f for f in findings.find(records) if f.kind == "noisy_link"]
+    found = [f for f in rules.find(records) if f.kind == "noisy_link"]
     assert found and all(bad in f.hosts for f in found)
-    assert not [f for f in findings.find(Network(hosts).records()) if f.kind == "noisy_link"]
+    assert not [f for f in rules.find(Network(hosts).records()) if f.kind == "noisy_link"]
 
 
 def test_a_link_that_came_and_went_often_is_told_of():
@@ -1334,11 +1335,11 @@ def test_a_link_that_came_and_went_often_is_told_of():
         return (Interface(name="eth0", physical=True, up=True, mtu=1500, carrier_changes=changes),)
 
     said = tuple(facts(f"n{n}", interfaces=card(400 if n == 2 else 3)) for n in (1, 2, 3, 4))
-    (found,) = findings.find(Network(4).records(facts=said))
+    (found,) = rules.find(Network(4).records(facts=said))
     assert (found.kind, found.severity, found.hosts) == ("noisy_link", "note", ("n2",))
     assert "came or went 400 times" in found.what
     often = tuple(facts(f"n{n}", interfaces=card(300 + n)) for n in (1, 2, 3, 4))  # hosts that are often booted
-    assert findings.find(Network(4).records(facts=often)) == ()
+    assert rules.find(Network(4).records(facts=often)) == ()
 
 
 @pytest.mark.parametrize(
@@ -1354,5 +1355,5 @@ def test_a_network_is_recommended_where_its_worst_pair_is_better(worst, failed, 
         for a in names for b in names if a != b
     ]  # fmt: skip
     said = tuple(facts(name) for name in names)
-    kinds = {finding.kind for finding in findings.find([*Network(3, noise=0.002).records(QUICK, said), *further])}
+    kinds = {finding.kind for finding in rules.find([*Network(3, noise=0.002).records(QUICK, said), *further])}
     assert ("wrong_interface" in kinds) == told, kinds

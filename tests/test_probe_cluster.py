@@ -12,8 +12,8 @@ import warnings
 
 import pytest
 
+from distrib.cluster.links import link_between
 from distrib.cluster.topology import read_topology
-from distrib.cluster.ways import link_between
 from tests.cluster.calm import wait_for_calm
 from tests.conftest import TOPO
 

@@ -15,28 +15,28 @@ from unittest import mock
 
 import pytest
 import torch
-from distrib_launch import topo
-from distrib_launch.console import Console
-from distrib_launch.probing.journal import Journal
-from distrib_launch.probing.probeview import View
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from distrib.cluster.measured import Measured
-from distrib.cluster.measured_part import check_writable, write_measured
+from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements_io import check_writable, write_measured
 from distrib.errors import ConfigError, TrainingError
-from distrib.pictures import check_name
-from distrib.probe import collective, inside, tcp
-from distrib.probe import facts as facts_module
-from distrib.probe.collective import repetitions_of
-from distrib.probe.deadline import ProbeTimeout, wait
-from distrib.probe.facts import own_facts
-from distrib.probe.load import Load
-from distrib.probe.messages import AllReduce, Inside
+from distrib.probe import host_facts as facts_module
+from distrib.probe.bench import allreduce, intra_node, tcp
+from distrib.probe.bench.allreduce import repetitions_of
+from distrib.probe.bench.polling import ProbeTimeout, wait
+from distrib.probe.host_facts import own_facts
+from distrib.probe.journal import Journal
+from distrib.probe.protocol import AllReduce, Inside
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
+from distrib.utils.cpu_load import Load
+from distrib.utils.plotting import check_name
+from distrib_launch.cli import topo
+from distrib_launch.cli.probe_progress import View
+from distrib_launch.console import Console
 from tests.inventories import interface, inventory
 
 TOKEN = b"0123456789abcdef"
@@ -163,7 +163,7 @@ def test_the_ends_of_containers_are_no_facts_of_a_host(monkeypatch):
 
 
 def test_memory_copies_have_a_rate():
-    (memory, *_), problems = inside.measure("here", 0.05)
+    (memory, *_), problems = intra_node.measure("here", 0.05)
     assert problems == ()
     assert (memory.host, memory.source, memory.target) == ("here", "memory", "memory")
     assert memory.bandwidth_bytes_per_second > 100e6
@@ -223,7 +223,7 @@ class FakeTorch:
 
 
 def test_copies_on_gpus_are_timed_with_events():
-    found, problems = inside.gpu_links("here", FakeTorch, 0.1)
+    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1)
     links = {(link.source, link.target): link for link in found}
     assert (len(links), problems) == (8, ())
     assert (links["gpu1", "gpu1"].path, links["gpu1", "memory"].path) == ("its own memory", "PCIe")
@@ -237,7 +237,7 @@ def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, 
     monkeypatch.setattr(FakeTorch, "gpus", 8)
     monkeypatch.setattr(FakeTorch, "rates", {"between": 3e9, "memory": 6e9})
     begun = FakeTorch.cuda.clock
-    found, _ = inside.gpu_links("here", FakeTorch, MODES[mode].inside_seconds, backwards=mode != "quick")
+    found, _ = intra_node.gpu_links("here", FakeTorch, MODES[mode].inside_seconds, backwards=mode != "quick")
     assert FakeTorch.cuda.clock - begun < most
     pairs = {frozenset((link.source, link.target)) for link in found}
     assert len(pairs) == 8 + 8 + 28
@@ -250,14 +250,14 @@ def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, 
 def test_a_gpu_whose_memory_is_full_costs_its_own_ways(monkeypatch):
     monkeypatch.setattr(FakeTorch, "gpus", 3)
     monkeypatch.setattr(FakeTorch, "full", "cuda:1")
-    found, problems = inside.gpu_links("here", FakeTorch, 0.1)
+    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1)
     assert {end for link in found for end in (link.source, link.target)} == {"memory", "gpu0", "gpu2"}
     assert len(found) == 8
     assert problems == ("gpu1: CUDA out of memory",)
 
 
 def test_what_was_measured_in_time_is_kept():
-    found, problems = inside.gpu_links("here", FakeTorch, 0.1, deadline=time.monotonic() - 1)
+    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1, deadline=time.monotonic() - 1)
     assert found == []
     assert problems == ("GPUs: for time, 8 of 8 ways were left out",)
 
@@ -273,10 +273,10 @@ def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with monkeypatch.context() as there:
         there.setitem(sys.modules, "torch", broken)
-        there.setattr(inside.os.path, "exists", lambda path: True)
-        (link,), problems = inside.measure("here", 0.05)
+        there.setattr(intra_node.os.path, "exists", lambda path: True)
+        (link,), problems = intra_node.measure("here", 0.05)
     assert link.source == "memory" and problems == ("GPUs: CUDA call failed lazily",)
-    monkeypatch.setattr(inside, "measure", mock.Mock(side_effect=error))
+    monkeypatch.setattr(intra_node, "measure", mock.Mock(side_effect=error))
     task = Inside(number=3, seconds=0.1, backwards=True, memory=True, patience_seconds=1.0)
     reply = Worker(SimpleNamespace(rank=1), "here", {}).perform(task)
     assert (reply.number, reply.rank, reply.failed) == (3, 1, "CUDA call failed lazily")
@@ -305,37 +305,37 @@ def test_a_rank_without_room_keeps_nobody_waiting(monkeypatch):
     def gather(into, own):
         into[:] = ["", own or "n2, rank 1: CUDA out of memory"]
 
-    monkeypatch.setattr(collective.dist, "all_gather_object", gather)
+    monkeypatch.setattr(allreduce.dist, "all_gather_object", gather)
     for rank in (0, 1):
-        ranks = object.__new__(collective.Ranks)
+        ranks = object.__new__(allreduce.Ranks)
         ranks.hosts, ranks.device, ranks.world = ["n1", "n2"], "cpu", SimpleNamespace(rank=rank, size=2)
         with monkeypatch.context() as there, pytest.raises(RuntimeError, match="n2, rank 1: CUDA out of memory"):
             if rank == 1:
-                there.setattr(collective.torch, "zeros", full)
+                there.setattr(allreduce.torch, "zeros", full)
             ranks._memory(1024)
 
 
 def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
     broken = "n2, rank 1: CUDA driver too old"
-    monkeypatch.setattr(collective.rendezvous, "join", lambda *args: pytest.fail("it would wait for rank 1"))
+    monkeypatch.setattr(allreduce.rendezvous, "join", lambda *args: pytest.fail("it would wait for rank 1"))
     for rank in (0, 1):
         barrier = mock.Mock(return_value=SimpleNamespace(Test=lambda: True))
         comm = SimpleNamespace(rank=rank, size=2, Ibarrier=barrier, allgather=lambda own: ["", own or broken])
         with monkeypatch.context() as there, pytest.raises(RuntimeError, match=broken):
             if rank == 1:
                 error = TrainingError("CUDA driver too old", hint="see to it")
-                there.setattr(collective, "find_device", mock.Mock(side_effect=error))
-            collective.Ranks(comm, f"n{rank + 1}", 1.0)
+                there.setattr(allreduce, "find_device", mock.Mock(side_effect=error))
+            allreduce.Ranks(comm, f"n{rank + 1}", 1.0)
     gone = SimpleNamespace(rank=0, size=2, Ibarrier=lambda: SimpleNamespace(Test=lambda: False))
     with pytest.raises(ProbeTimeout, match="not every rank"):
-        collective.Ranks(gone, "n1", 0.1)
+        allreduce.Ranks(gone, "n1", 0.1)
 
 
 @pytest.mark.parametrize("ranks", [(), (1, 2)])
 def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ranks):
     """NCCL and Gloo do not meet; those that are left out are not asked, and must not be waited for."""
     made = mock.Mock(return_value=SimpleNamespace(measure=lambda task: ()))
-    monkeypatch.setattr(collective, "Ranks", made)
+    monkeypatch.setattr(allreduce, "Ranks", made)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which it sets
     group = SimpleNamespace(Incl=lambda of: ("group", of))
     comm = SimpleNamespace(rank=1, size=3, Get_group=lambda: group, Create_group=lambda of: ("comm", of))

@@ -8,22 +8,18 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from distrib_launch import job, results, topo
-from distrib_launch import plan as planning
-from distrib_launch.console import Console
-from distrib_launch.rank.control import Kind
-from distrib_launch.supervision.supervisor import Supervisor
 
 from distrib.cluster import hostfile
-from distrib.cluster.measured import Collective, InsideLink, Measured, PairLink, Point
-from distrib.cluster.measured_part import write_measured
+from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measurements_io import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
 from distrib.probe import __main__ as rank_of_probe
-from distrib.probe import findings, leader
-from distrib.probe.leader import Leader
-from distrib.probe.messages import AllReduce, Arrived, Hello, Inside, Leave, Reply, Setup, Spec, Task, Transfer
-from distrib.probe.plot import draw
+from distrib.probe import coordinator
+from distrib.probe.coordinator import Leader
+from distrib.probe.diagnosis import rules
+from distrib.probe.matrix_plot import draw
+from distrib.probe.protocol import AllReduce, Arrived, Hello, Inside, Leave, Reply, Setup, Spec, Task, Transfer
 from distrib.probe.records import (
     CollectiveSeen,
     Ended,
@@ -38,7 +34,13 @@ from distrib.probe.records import (
     encode,
 )
 from distrib.probe.settings import DEFAULT
-from distrib.probe.steps import LINKS_DONE
+from distrib.probe.stages import LINKS_DONE
+from distrib_launch import launch_plan as planning
+from distrib_launch import results, runner
+from distrib_launch.cli import topo
+from distrib_launch.console import Console
+from distrib_launch.rank_agent.control_channel import Kind
+from distrib_launch.supervisor.supervisor import Supervisor
 from tests.test_probe import Network, facts
 
 RATE = 100e6
@@ -116,7 +118,7 @@ def usual(rank, task, rate=RATE):
 @pytest.fixture(autouse=True)
 def little_patience(monkeypatch):
     for name in ("PATIENCE_SECONDS", "ANSWER_SECONDS", "INSIDE_PATIENCE_SECONDS"):
-        monkeypatch.setattr(leader, name, -3.0, raising=False)
+        monkeypatch.setattr(coordinator, name, -3.0, raising=False)
 
 
 def of(kind, records):
@@ -206,7 +208,7 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
     assert len({(r.source, r.target) for r in mine}) == 14
     failed = {r.step for r in mine if r.failed}
     assert failed == {r.step for r in of(StepDone, records) if not r.whole} - {"inside", "all-reduce"}
-    found = {(f.kind, f.severity, f.hosts) for f in findings.find(records) if f.severity == "error"}
+    found = {(f.kind, f.severity, f.hosts) for f in rules.find(records) if f.severity == "error"}
     assert found == {("host_lost", "error", ("n3",))}
     assert of(Ended, records)[0].notes[-1] == "no answer came from n3 when last asked"
 
@@ -228,7 +230,7 @@ def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
     cluster = Cluster(8, answer=answer)
     records = cluster.probe()
     assert len(given) > 20 and of(CollectiveSeen, records)
-    assert not [finding for finding in findings.find(records) if finding.kind == "host_lost"]
+    assert not [finding for finding in rules.find(records) if finding.kind == "host_lost"]
 
 
 def test_rank_0_knows_who_is_silent_at_the_end():
@@ -486,7 +488,7 @@ def jobs(monkeypatch, tmp_path):
             restarts=0, ranks=(), first_failure=None if whole else failure, warnings=(),
         )  # fmt: skip
 
-    monkeypatch.setattr(job, "launch", launch)
+    monkeypatch.setattr(runner, "launch", launch)
     return made
 
 
@@ -675,7 +677,7 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
 
 def fails_in_all_reduce(monkeypatch, host):
     """As NCCL's watchdog ends a rank: by SIGABRT, whoever is to blame."""
-    launch = job.launch
+    launch = runner.launch
 
     def failing(*plan, **to):
         result = launch(*plan, **to)
@@ -684,7 +686,7 @@ def fails_in_all_reduce(monkeypatch, host):
         )
         return msgspec.structs.replace(result, status="failed", first_failure=failure)
 
-    monkeypatch.setattr(job, "launch", failing)
+    monkeypatch.setattr(runner, "launch", failing)
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -743,7 +745,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
     made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
     whole = [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
     jobs.records = lambda spec: whole
-    launch = job.launch
+    launch = runner.launch
 
     def interrupted(plan, options, **streams):
         result = launch(plan, options, **streams)
@@ -753,7 +755,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
             raise KeyboardInterrupt
         return msgspec.structs.replace(result, status="stopped", exit_code=143)
 
-    monkeypatch.setattr(job, "launch", interrupted)
+    monkeypatch.setattr(runner, "launch", interrupted)
     assert probe("-H", "n1,n2", "-o", "t.yaml") == (130 if how == "here" else 143)
     assert "without GPUDirect RDMA was not measured to its end: interrupted" in capsys.readouterr().out
     assert read_topology("t.yaml").measured.collectives == (made,)
@@ -772,9 +774,9 @@ def test_what_a_probe_found_is_shown_though_a_rank_had_to_end_it(jobs, monkeypat
     start, *seen = Network(2).records()
     failed = [msgspec.structs.replace(r, failed="n2 did not answer") for r in seen if isinstance(r, PairSeen)]
     jobs.records = lambda spec: [start, *failed, Ended(seconds=1.0, notes=("no answer came from n2 when last asked",))]
-    launch = job.launch
+    launch = runner.launch
     monkeypatch.setattr(
-        job, "launch", lambda *plan, **to: msgspec.structs.replace(launch(*plan, **to), status="failed")
+        runner, "launch", lambda *plan, **to: msgspec.structs.replace(launch(*plan, **to), status="failed")
     )
     assert probe("-H", "n1,n2") == 0
     out = capsys.readouterr().out

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from distrib.bandwidth.workloads import read_workload
-from distrib.training import profiling
+from distrib.bandwidth_model.workload_catalog import read_workload
+from distrib.training import profiler
 from tests.conftest import SCRIPTS
 
 STEPS = SCRIPTS / "steps.py"
@@ -60,8 +60,8 @@ def test_a_profile_does_not_change_what_is_computed(tmp_path):
 
 
 def test_the_variation_of_a_machine_that_stood_still_can_be_read_again():
-    assert profiling._variation([0.001] * 11 + [1.0] * 9) == 10.0
-    assert profiling._variation([1.0] * 20) == 0.0
+    assert profiler._variation([0.001] * 11 + [1.0] * 9) == 10.0
+    assert profiler._variation([1.0] * 20) == 0.0
 
 
 def test_one_hiccup_is_not_the_variation_of_the_step(launch, tmp_path):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distrib_launch.rank.control import Channel, Kind, new_token
-from distrib_launch.rank.process import CONTROL, TOKEN
+
+from distrib_launch.rank_agent.agent import CONTROL, TOKEN
+from distrib_launch.rank_agent.control_channel import Channel, Kind, new_token
 
 
 def comes_true(what: Callable[[], bool]) -> None:
@@ -75,7 +76,7 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
         environment |= {CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", TOKEN: token}
         process = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, "-m", "distrib_launch.rank"], env=environment, stderr=subprocess.PIPE, text=True
+                [sys.executable, "-m", "distrib_launch.rank_agent"], env=environment, stderr=subprocess.PIPE, text=True
             )
         )
         stack.callback(process.kill)

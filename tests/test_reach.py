@@ -8,13 +8,13 @@ import re
 import socket
 
 import pytest
-from distrib_launch.preflight.connections import Connections
-from distrib_launch.preflight.network import NoNetworkError, choose_network
-from distrib_launch.preflight.reach import NEAR, Call, Callee, Round, _due, explain, explain_launcher
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrib.cluster import host_program
+from distrib.cluster.remote import connectivity_agent
+from distrib_launch.preflight.connectivity import NEAR, Call, Callee, Round, _due, explain, explain_launcher
+from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.preflight.interface_selection import NoNetworkError, choose_network
 from tests.conftest import SCRIPTS, TOPO
 from tests.inventories import interface, inventory
 
@@ -83,14 +83,14 @@ def test_a_door_takes_any_number_of_calls():
     with Connections() as connections:
         target = ("127.0.0.1", connections.listen()[0])
         for _ in range(3):
-            assert host_program.reach([target] * 600, 5.0) == [("", 0, 0)] * 600
+            assert connectivity_agent.reach([target] * 600, 5.0) == [("", 0, 0)] * 600
         connections.stop_listening()
-        assert host_program.reach([target], 1.0) == [("Connection refused", 0, 0)]
+        assert connectivity_agent.reach([target], 1.0) == [("Connection refused", 0, 0)]
 
 
 def test_a_call_tells_why_it_failed():
     with contextlib.ExitStack() as stack:
-        there = stack.enter_context(host_program.listen(0))
+        there = stack.enter_context(connectivity_agent.listen(0))
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
         for _ in range(3):  # the kernel lets one more than the backlog in, and is silent to the others
             caller = stack.enter_context(socket.socket())
@@ -98,10 +98,10 @@ def test_a_call_tells_why_it_failed():
             caller.connect_ex(full.getsockname())
         with socket.create_server(("127.0.0.1", 0)) as gone:
             nobody = gone.getsockname()
-        port = host_program.port_of(there)
-        told = host_program.reach([("127.0.0.1", port), nobody, full.getsockname(), ("127.0.0.2", port)], 0.3)
+        port = connectivity_agent.port_of(there)
+        told = connectivity_agent.reach([("127.0.0.1", port), nobody, full.getsockname(), ("127.0.0.2", port)], 0.3)
     assert [reason for reason, _, _ in told] == ["", "Connection refused", "timed out", ""]
-    assert host_program.reach([], 0.3) == []
+    assert connectivity_agent.reach([], 0.3) == []
 
 
 # -- blaming ----------------------------------------------------------------------------------------------------------

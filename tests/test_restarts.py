@@ -14,16 +14,18 @@ from types import SimpleNamespace as Part
 
 import pytest
 import torch
-from distrib_launch import cli, job, signals
-from distrib_launch.preflight.admission import Admission
-from distrib_launch.results import Failure
-from distrib_launch.supervision import attempts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.errors import ConfigError, PreflightError
-from distrib.training import checkpoint, copies
-from distrib.training.copies import Stamp
+from distrib.training.checkpoint import checkpoint_format, replicas
+from distrib.training.checkpoint.replicas import Stamp
+from distrib.utils import signals
+from distrib_launch import runner
+from distrib_launch.cli import launch as cli
+from distrib_launch.preflight.gate import Admission
+from distrib_launch.results import Failure
+from distrib_launch.supervisor import attempts
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
@@ -108,16 +110,16 @@ def test_what_cannot_be_is_refused(words, told):
     with pytest.raises(
         ConfigError, match="^" + told.replace("(", r"\(").replace(")", r"\)") if told.startswith("--min") else told[:30]
     ):
-        job.make_plan(cli.parser().parse_args([*words, str(TRAINING)]))
+        runner.make_plan(cli.parser().parse_args([*words, str(TRAINING)]))
 
 
 def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
     options = cli.parser().parse_args(
         ["-H", "a:2,b:2,c:2", "-np", "6", "--min-hosts", "1", "--max-restarts", "4", str(TRAINING)]
     )
-    first = job.make_plan(options)
-    again = job.make_plan(options, before=first, again=True)
-    rest = job.make_plan(options, ["b"], again)
+    first = runner.make_plan(options)
+    again = runner.make_plan(options, before=first, again=True)
+    rest = runner.make_plan(options, ["b"], again)
     assert first.world_size == again.world_size == 6 and rest.world_size == 4
     assert first.run == first.job == again.run == rest.run and again.job == rest.job != first.job
     environment = rest.ranks[0].environment
@@ -125,18 +127,18 @@ def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
     assert (environment["TORCHELASTIC_RESTART_COUNT"], environment["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "4")
     options.min_hosts = None
     with pytest.raises(ConfigError, match="6 ranks asked for"):
-        job.make_plan(options, ["b"], again)
+        runner.make_plan(options, ["b"], again)
 
 
 def test_a_hostfile_that_was_changed_meanwhile_is_what_counts(tmp_path):
     (file := tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\nc slots=2\n")
     words = ["-H", str(file), "-np", "6", "--only-rank", "5", "--min-hosts", "2", "--max-restarts", "4", str(TRAINING)]
     options = cli.parser().parse_args(words)
-    first = job.make_plan(options)
+    first = runner.make_plan(options)
     file.write_text("a slots=2\nc slots=2\n")
-    assert job.make_plan(options, before=first, again=True).world_size == 4
+    assert runner.make_plan(options, before=first, again=True).world_size == 4
     file.write_text("c slots=2\n")
-    alone = job.make_plan(options, before=first, again=True)
+    alone = runner.make_plan(options, before=first, again=True)
     with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*--min-hosts 2 asks for more"):
         Admission(options, None, None, None, None).run(alone)
 
@@ -221,29 +223,29 @@ def _stamp(run: str, start: int, number: int, time: float = 0.0) -> Stamp:
 
 
 def test_the_newest_checkpoint_of_the_run_is_the_one():
-    run = copies.Run(name="r", restarts=2, max_restarts=3)
-    assert copies.newest([None, None], run) == 0
-    assert copies.newest([_stamp("other", 9, 9), _stamp("r", 0, 1)], run) == 1
+    run = replicas.Run(name="r", restarts=2, max_restarts=3)
+    assert replicas.newest([None, None], run) == 0
+    assert replicas.newest([_stamp("other", 9, 9), _stamp("r", 0, 1)], run) == 1
     own = [_stamp("r", 0, 9), _stamp("r", 1, 1), _stamp("r", 1, 2), _stamp("r", 1, 2)]
-    assert copies.newest(own, run) == 2
+    assert replicas.newest(own, run) == 2
 
 
 def test_a_new_run_goes_on_from_the_newest_of_the_run_that_its_main_rank_knows():
     """A host that was lost has an old one, comes back, and has the main rank of the next run."""
-    run = copies.Run(name="new", restarts=0, max_restarts=3)
-    assert copies.newest([_stamp("r", 0, 5), _stamp("r", 1, 20), _stamp("r", 1, 19)], run) == 1
-    assert copies.newest([_stamp("r", 0, 5, 100.0), _stamp("other", 1, 20, 200.0)], run) == 0
-    assert copies.newest([None, _stamp("r", 0, 5, 100.0), _stamp("other", 0, 2, 200.0)], run) == 2
-    assert copies.newest([None, copies.NO_STAMP, _stamp("other", 9, 9, 9.0)], run) == 2
-    assert copies.newest([copies.NO_STAMP, copies.NO_STAMP], run) == 0
+    run = replicas.Run(name="new", restarts=0, max_restarts=3)
+    assert replicas.newest([_stamp("r", 0, 5), _stamp("r", 1, 20), _stamp("r", 1, 19)], run) == 1
+    assert replicas.newest([_stamp("r", 0, 5, 100.0), _stamp("other", 1, 20, 200.0)], run) == 0
+    assert replicas.newest([None, _stamp("r", 0, 5, 100.0), _stamp("other", 0, 2, 200.0)], run) == 2
+    assert replicas.newest([None, replicas.NO_STAMP, _stamp("other", 9, 9, 9.0)], run) == 2
+    assert replicas.newest([replicas.NO_STAMP, replicas.NO_STAMP], run) == 0
 
 
 def test_a_checkpoint_that_another_run_wrote_later_is_told_of():
     own, older, newer = _stamp("r", 0, 5, 100.0), _stamp("other", 9, 9, 90.0), _stamp("other", 0, 1, 200.0)
-    assert copies.later([own, newer, older], 0) == (1, own, newer)
-    assert copies.later([own, older, None], 0) is None
-    assert copies.later([own, _stamp("r", 0, 6, 300.0), None], 0) is None
-    assert copies.later([None, newer], 0) is None and copies.later([copies.NO_STAMP, newer], 0) is None
+    assert replicas.later([own, newer, older], 0) == (1, own, newer)
+    assert replicas.later([own, older, None], 0) is None
+    assert replicas.later([own, _stamp("r", 0, 6, 300.0), None], 0) is None
+    assert replicas.later([None, newer], 0) is None and replicas.later([replicas.NO_STAMP, newer], 0) is None
 
 
 stamps = st.none() | st.builds(
@@ -253,7 +255,7 @@ stamps = st.none() | st.builds(
 
 @given(st.lists(stamps, min_size=1, max_size=6))
 def test_no_host_has_a_newer_one(given_stamps):
-    chosen = given_stamps[copies.newest(given_stamps, copies.Run(name="r", restarts=1, max_restarts=3))]
+    chosen = given_stamps[replicas.newest(given_stamps, replicas.Run(name="r", restarts=1, max_restarts=3))]
     own = [stamp for stamp in given_stamps if stamp and stamp.run == "r"]
     if own:
         assert chosen is not None and chosen.run == "r"
@@ -263,12 +265,12 @@ def test_no_host_has_a_newer_one(given_stamps):
 
 
 def test_a_checkpoint_tells_when_it_was_written(tmp_path):
-    assert copies.stamp_of(tmp_path / "none.pt") is None
-    checkpoint.write(tmp_path / "a.pt", {"x": 1}, stamp=_stamp("r", 1, 7, 3.5))
-    assert copies.stamp_of(tmp_path / "a.pt") == _stamp("r", 1, 7, 3.5)
+    assert replicas.stamp_of(tmp_path / "none.pt") is None
+    checkpoint_format.write(tmp_path / "a.pt", {"x": 1}, stamp=_stamp("r", 1, 7, 3.5))
+    assert replicas.stamp_of(tmp_path / "a.pt") == _stamp("r", 1, 7, 3.5)
     torch.save({"x": 1}, tmp_path / "b.pt")
     (tmp_path / "c.pt").write_bytes(b"nothing of the kind")
-    assert copies.stamp_of(tmp_path / "b.pt") == copies.stamp_of(tmp_path / "c.pt") == copies.NO_STAMP
+    assert replicas.stamp_of(tmp_path / "b.pt") == replicas.stamp_of(tmp_path / "c.pt") == replicas.NO_STAMP
 
 
 def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
@@ -277,10 +279,10 @@ def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
     parts = {"/": "ext4", "/home": "nfs4", "/home/me/scratch": "xfs", "/data": "fuse.sshfs", "/ntfs": "fuseblk"}
     parts[str(scratch)] = "lustre"
     monkeypatch.setattr(
-        copies.psutil, "disk_partitions", lambda all: [Part(mountpoint=m, fstype=f) for m, f in parts.items()]
+        replicas.psutil, "disk_partitions", lambda all: [Part(mountpoint=m, fstype=f) for m, f in parts.items()]
     )
     places = ("/x.pt", "/home/me/x.pt", "/home/me/scratch/a/x.pt", "/data/x", "/homeless/x", "/ntfs/x", link / "x.pt")
-    shared = {str(path): copies.is_shared(path) for path in places}
+    shared = {str(path): replicas.is_shared(path) for path in places}
     assert shared == {
         "/x.pt": False,
         "/home/me/x.pt": True,
@@ -294,7 +296,7 @@ def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
 
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
     code = (
-        "import resource, sys, torch\nfrom distrib.training import checkpoint\n"
+        "import resource, sys, torch\nfrom distrib.training.checkpoint.checkpoint_format import checkpoint_format as checkpoint\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))\n"
         "try:\n    checkpoint.write(sys.argv[1], {'x': torch.zeros(1 << 20)})\n"
         "except OSError as error:\n    print(error.strerror)\n"
@@ -306,19 +308,19 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
 
 def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoint(tmp_path):
     code = (
-        "import os, signal, sys\nfrom distrib.training import checkpoint\n"
+        "import os, signal, sys\nfrom distrib.training.checkpoint.checkpoint_format import checkpoint_format as checkpoint\n"
         "checkpoint.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.write(sys.argv[1], {'x': 1})\n"
     )
     subprocess.run([sys.executable, "-c", code, tmp_path / "a.pt"], check=False)
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".a.pt.")
-    checkpoint.write(tmp_path / "b.pt", {"x": 1})
+    checkpoint_format.write(tmp_path / "b.pt", {"x": 1})
     with left.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # as a process does that still writes
-        checkpoint.write(tmp_path / "a.pt", {"x": 1})
+        checkpoint_format.write(tmp_path / "a.pt", {"x": 1})
         assert left.exists()
-    checkpoint.write(tmp_path / "a.pt", {"x": 1})
+    checkpoint_format.write(tmp_path / "a.pt", {"x": 1})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
 
 
@@ -370,7 +372,7 @@ def test_a_job_outlives_its_hosts_and_finds_its_newest_checkpoint(make_cluster, 
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert [attempt["hosts"] for attempt in result["attempts"]] == [["n2", "n3", "n4"], ["n3", "n4"]]
     assert result["hosts"] == ["n2", "n3"]
-    own, other = (copies.stamp_of(tmp_path / f"disk-{host}/last.pt") for host in ("n2", "n3"))
+    own, other = (replicas.stamp_of(tmp_path / f"disk-{host}/last.pt") for host in ("n2", "n3"))
     assert own[:3] == other[:3]
     assert sorted(path.name for path in (tmp_path / "disk-n3").iterdir()) == ["last.pt"]
     assert cluster.left_over(within_seconds=10) == {}

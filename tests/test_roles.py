@@ -6,13 +6,14 @@ import argparse
 
 import msgspec
 import pytest
-from distrib_launch import cli, job
-from distrib_launch.plan import LaunchPlan
-from distrib_launch.supervision import tolerance
-from distrib_launch.supervision.failures import Ending
 
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
+from distrib_launch import runner
+from distrib_launch.cli import launch
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.supervisor import tolerance_rules
+from distrib_launch.supervisor.root_cause import Ending
 
 
 def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> argparse.Namespace:
@@ -21,11 +22,11 @@ def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> argparse.Namespa
     if "\n" in hosts:
         (tmp_path / "hosts.txt").write_text(hosts)
         hosts = str(tmp_path / "hosts.txt")
-    return cli.parser().parse_args(["-H", hosts, "--mode", "async", *words, str(script)])
+    return launch.parser().parse_args(["-H", hosts, "--mode", "async", *words, str(script)])
 
 
 def planned(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchPlan:
-    return job.make_plan(options(tmp_path, *words, hosts=hosts))
+    return runner.make_plan(options(tmp_path, *words, hosts=hosts))
 
 
 def servers(plan: LaunchPlan) -> list[str]:
@@ -62,7 +63,7 @@ def test_servers_run_on_hosts_that_were_chosen(tmp_path):
     assert servers(planned(tmp_path, "--exclude", "n2", "--servers", "1")) == ["n1"]
     assert servers(planned(tmp_path, "--exclude", "n3", "-np", "2", "--servers", "1", hosts="n1:2,n2:2,n3:2")) == ["n2"]
     without = options(tmp_path, "--drop-bad-hosts", hosts=apart)
-    assert servers(job.make_plan(without, without=["n3"])) == ["n4"]
+    assert servers(runner.make_plan(without, without=["n3"])) == ["n4"]
     with pytest.raises(ConfigError, match="n9, which is not among the hosts"):
         planned(tmp_path, "--exclude", "n9", hosts=apart)
     with pytest.raises(ConfigError, match="--exclude names slots of n3, which has role=server"):
@@ -103,79 +104,87 @@ def ending(rank: int, code: int = 1, lost: bool = False, stopped_by: str = "") -
 
 def test_a_job_goes_on_without_some_and_not_without_all(tmp_path):
     plan, kept = planned(tmp_path), planned(tmp_path, "--replicas", "1")
-    assert tolerance.goes_on_without(plan, ending(0), [ending(0)])
-    assert not tolerance.goes_on_without(plan, ending(3), [ending(rank) for rank in range(4)])
-    assert not tolerance.goes_on_without(plan, ending(4, lost=True), [ending(4, lost=True)])
-    assert tolerance.goes_on_without(kept, ending(4, lost=True), [ending(4, lost=True)])
-    assert "--replicas 1 survives" in tolerance.why_over(plan, ending(4, lost=True))
-    assert not tolerance.why_over(plan, ending(3)) and not tolerance.why_over(kept, ending(4))
-    assert tolerance.succeeded(plan, [ending(0), ending(1, code=0)]) and not tolerance.succeeded(plan, [ending(0)])
-    assert not tolerance.succeeded(plan, [ending(0), ending(1, code=0, stopped_by="launcher")])
-    assert not tolerance.succeeded(plan, [ending(4, code=0)])
+    assert tolerance_rules.goes_on_without(plan, ending(0), [ending(0)])
+    assert not tolerance_rules.goes_on_without(plan, ending(3), [ending(rank) for rank in range(4)])
+    assert not tolerance_rules.goes_on_without(plan, ending(4, lost=True), [ending(4, lost=True)])
+    assert tolerance_rules.goes_on_without(kept, ending(4, lost=True), [ending(4, lost=True)])
+    assert "--replicas 1 survives" in tolerance_rules.why_over(plan, ending(4, lost=True))
+    assert not tolerance_rules.why_over(plan, ending(3)) and not tolerance_rules.why_over(kept, ending(4))
+    assert tolerance_rules.succeeded(plan, [ending(0), ending(1, code=0)]) and not tolerance_rules.succeeded(
+        plan, [ending(0)]
+    )
+    assert not tolerance_rules.succeeded(plan, [ending(0), ending(1, code=0, stopped_by="launcher")])
+    assert not tolerance_rules.succeeded(plan, [ending(4, code=0)])
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_who_may_be_started_again(tmp_path, rank):
     plan = planned(tmp_path)
-    assert tolerance.may_start_again(plan, ending(rank), 0) and tolerance.may_start_again(plan, ending(rank), 2)
-    assert not tolerance.may_start_again(plan, ending(rank), 3)
-    assert not tolerance.may_start_again(plan, ending(rank, lost=True), 0)
-    assert not tolerance.may_start_again(plan, ending(rank, stopped_by="engine"), 0)
+    assert tolerance_rules.may_start_again(plan, ending(rank), 0) and tolerance_rules.may_start_again(
+        plan, ending(rank), 2
+    )
+    assert not tolerance_rules.may_start_again(plan, ending(rank), 3)
+    assert not tolerance_rules.may_start_again(plan, ending(rank, lost=True), 0)
+    assert not tolerance_rules.may_start_again(plan, ending(rank, stopped_by="engine"), 0)
     sync = msgspec.structs.replace(plan, mode="sync", strategy=Strategy())
-    assert not tolerance.may_start_again(sync, ending(rank), 0) and not tolerance.is_over(sync, [ending(0)], set())
+    assert not tolerance_rules.may_start_again(sync, ending(rank), 0) and not tolerance_rules.is_over(
+        sync, [ending(0)], set()
+    )
 
 
 def test_the_job_is_over_when_those_that_were_there_from_the_start_have_ended(tmp_path):
     plan = planned(tmp_path)  # workers 0 to 3, servers 4 and 5
     ended = [ending(0, code=0), ending(1), ending(2, code=0)]
-    assert tolerance.is_training(plan, ended, set()) and not tolerance.is_over(plan, ended, set())
-    assert tolerance.is_over(plan, ended, {3})  # though 3 is running again
-    assert not tolerance.is_over(plan, ended[1:], {3})
-    assert tolerance.is_over(plan, [ending(rank) for rank in range(4)], set())
-    assert not tolerance.is_over(plan, [ending(4)], {1, 2})
+    assert tolerance_rules.is_training(plan, ended, set()) and not tolerance_rules.is_over(plan, ended, set())
+    assert tolerance_rules.is_over(plan, ended, {3})  # though 3 is running again
+    assert not tolerance_rules.is_over(plan, ended[1:], {3})
+    assert tolerance_rules.is_over(plan, [ending(rank) for rank in range(4)], set())
+    assert not tolerance_rules.is_over(plan, [ending(4)], {1, 2})
 
 
 def test_workers_that_were_started_again_do_not_carry_on_alone(tmp_path):
     plan = planned(tmp_path)
     failed = [ending(rank) for rank in (1, 2, 3)]
-    assert not tolerance.goes_on_without(plan, ending(3), failed, {0})
-    assert tolerance.goes_on_without(plan, ending(3), [*failed, ending(0, code=0)], {0})  # it reached its end
-    assert not tolerance.goes_on_without(plan, ending(3), [*failed, ending(0, code=0, stopped_by="launcher")], {0})
-    assert tolerance.goes_on_without(plan, ending(3), failed[1:], {0})
+    assert not tolerance_rules.goes_on_without(plan, ending(3), failed, {0})
+    assert tolerance_rules.goes_on_without(plan, ending(3), [*failed, ending(0, code=0)], {0})  # it reached its end
+    assert not tolerance_rules.goes_on_without(
+        plan, ending(3), [*failed, ending(0, code=0, stopped_by="launcher")], {0}
+    )
+    assert tolerance_rules.goes_on_without(plan, ending(3), failed[1:], {0})
 
 
 def test_main_is_the_first_worker_that_has_never_failed(tmp_path):
     plan = planned(tmp_path)
-    assert tolerance.main(plan, [], set()) == 0
-    assert tolerance.main(plan, [ending(0, code=0)], set()) == 0
-    assert tolerance.main(plan, [ending(1)], {0}) == 2
-    assert tolerance.main(plan, [ending(rank) for rank in (0, 1, 2)], {3}) is None
+    assert tolerance_rules.main(plan, [], set()) == 0
+    assert tolerance_rules.main(plan, [ending(0, code=0)], set()) == 0
+    assert tolerance_rules.main(plan, [ending(1)], {0}) == 2
+    assert tolerance_rules.main(plan, [ending(rank) for rank in (0, 1, 2)], {3}) is None
 
 
 def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
     plan = planned(tmp_path)
     lost = ending(3, lost=True)
-    assert tolerance.may_return(plan, lost, [lost], set(), 0)
-    assert tolerance.may_return(plan, lost, [lost], set(), tolerance.MOST_RESTARTS)
-    assert tolerance.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2}, 0)
-    assert not tolerance.may_return(plan, lost, [lost], {0, 1, 2}, 0)
-    assert not tolerance.may_return(plan, ending(3, code=0), [ending(3, code=0)], set(), 0)
-    assert not tolerance.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set(), 0)
-    assert not tolerance.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set(), 0)
+    assert tolerance_rules.may_return(plan, lost, [lost], set(), 0)
+    assert tolerance_rules.may_return(plan, lost, [lost], set(), tolerance_rules.MOST_RESTARTS)
+    assert tolerance_rules.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2}, 0)
+    assert not tolerance_rules.may_return(plan, lost, [lost], {0, 1, 2}, 0)
+    assert not tolerance_rules.may_return(plan, ending(3, code=0), [ending(3, code=0)], set(), 0)
+    assert not tolerance_rules.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set(), 0)
+    assert not tolerance_rules.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set(), 0)
     died = ending(3)  # and then its host was cut off
-    assert tolerance.may_return(plan, died, [died], set(), tolerance.MOST_RESTARTS - 1)
-    assert not tolerance.may_return(plan, died, [died], set(), tolerance.MOST_RESTARTS)
+    assert tolerance_rules.may_return(plan, died, [died], set(), tolerance_rules.MOST_RESTARTS - 1)
+    assert not tolerance_rules.may_return(plan, died, [died], set(), tolerance_rules.MOST_RESTARTS)
 
 
 def test_what_is_said_of_a_rank_that_died(tmp_path):
     plan = planned(tmp_path)
 
     def said(rank: int, *, again: bool, was_main: bool = False) -> str:
-        return tolerance.lines(plan, ending(rank), "SIGKILL", again=again, was_main=was_main)
+        return tolerance_rules.lines(plan, ending(rank), "SIGKILL", again=again, was_main=was_main)
 
     assert said(1, again=True) == "worker rank 1 on n1 died (SIGKILL) and was started again"
     assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job goes on without it"
     assert said(0, again=True, was_main=True).endswith("was started again; the next worker prints and saves now")
     assert said(4, again=True).startswith("parameter server rank 4")
-    back = tolerance.lines(plan, ending(2, lost=True), "silence", again=True, was_main=False)
+    back = tolerance_rules.lines(plan, ending(2, lost=True), "silence", again=True, was_main=False)
     assert back == "worker rank 2 on n1 can be reached again and was started again"

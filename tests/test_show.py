@@ -12,13 +12,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from distrib_launch import topo
 
 import distrib
-from distrib.cluster.measured import InsideLink, Measured, PairLink
-from distrib.cluster.measured_part import write_measured
+from distrib.cluster.links import uplink_rate
+from distrib.cluster.measurements import InsideLink, Measured, PairLink
+from distrib.cluster.measurements_io import write_measured
 from distrib.cluster.topology import parse_topology, read_topology
-from distrib.cluster.ways import uplink_rate
+from distrib_launch.cli import topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
 EXAMPLES = ROOT / "hostfiles"

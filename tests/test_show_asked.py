@@ -12,17 +12,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from distrib_launch import topo
-from distrib_launch.draft import as_yaml, describe
-from distrib_launch.show import asked
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from distrib.cluster import inventory_program
 from distrib.cluster.inventory import Inventory, RdmaPort
+from distrib.cluster.remote import inventory_agent
 from distrib.cluster.topology import parse_topology, read_topology
+from distrib.cluster.topology_draft import as_yaml, describe
 from distrib.errors import TopologyError
+from distrib_launch.cli import topo, topology_query
 from tests.conftest import TOPO
 from tests.inventories import GIB, gpus, interface, inventory
 
@@ -185,7 +184,7 @@ def test_the_gpus_as_they_are():
         f"n{i}": inventory(f"n{i}", gpus=gpus(2, temperature_celsius=40 + i, slowdown_celsius=87)) for i in (1, 2, 3)
     }
     hosts["n3"] = inventory("n3", gpus=gpus(2, nvlinks_up=11, temperature_celsius=80))
-    table = asked.gpu_table(hosts)
+    table = topology_query.gpu_table(hosts)
     assert table is not None
     with (console := Console(width=160)).capture() as captured:
         console.print(table)
@@ -194,16 +193,18 @@ def test_the_gpus_as_they_are():
         "n1, n2 0-1 NVIDIA A100-SXM4-80GB 0 B 12 of 12 400 W ? 41 to 42 C (slower from 87 C) 0",
         "n3 0-1 NVIDIA A100-SXM4-80GB 0 B 11 of 12 400 W ? 80 C 0",
     ]
-    assert asked.ailments(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
+    assert topology_query.ailments(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
     narrow, wide = (msgspec.structs.replace(gpus(1)[0], pcie="PCIe4 x16", pcie_width_now=lanes) for lanes in (4, 16))
     with console.capture() as captured:
-        console.print(asked.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))}))
+        console.print(
+            topology_query.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))})
+        )
     assert re.findall(r"PCIe4 x16 (?:\(now x4\))?", captured.get()) == ["PCIe4 x16 (now x4)", "PCIe4 x16 "]
-    assert asked.ailments({"n1": inventory("n1", gpus=(narrow, wide))}) == [
+    assert topology_query.ailments({"n1": inventory("n1", gpus=(narrow, wide))}) == [
         "n1: GPU 0: its PCIe link has 4 lanes, 16 with others of its kind; reseat the card, and look at its riser and the slot's "
         "settings in the BIOS"
     ]
-    assert asked.gpu_table({"n1": inventory("n1")}) is None
+    assert topology_query.gpu_table({"n1": inventory("n1")}) is None
 
 
 def test_the_slot_of_a_device(tmp_path):
@@ -214,14 +215,14 @@ def test_the_slot_of_a_device(tmp_path):
     for folder, speed, width in ((device, "16.0 GT/s PCIe", 16), (device.parent, "8.0 GT/s PCIe", 4)):
         (folder / "max_link_speed").write_text(f"{speed}\n")
         (folder / "max_link_width").write_text(f"{width}\n")
-    assert inventory_program.pcie_of(str(tmp_path / "link")) == "PCIe3 x4"
+    assert inventory_agent.pcie_of(str(tmp_path / "link")) == "PCIe3 x4"
     (device.parent / "max_link_width").write_text("255\n")  # as a bridge says that has none
-    assert inventory_program.pcie_of(str(device)) == "PCIe4 x16"
-    assert inventory_program.pcie_of(str(tmp_path)) is None
+    assert inventory_agent.pcie_of(str(device)) == "PCIe4 x16"
+    assert inventory_agent.pcie_of(str(tmp_path)) is None
     for said, width in (("4", 4), ("0", None), ("63", None)):  # as virtual machines say
         (device / "current_link_width").write_text(f"{said}\n")
-        assert inventory_program.width_now(str(tmp_path / "link")) == width
-    assert inventory_program.width_now(str(tmp_path)) is None
+        assert inventory_agent.width_now(str(tmp_path / "link")) == width
+    assert inventory_agent.width_now(str(tmp_path)) is None
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def test_mistakes_are_told(tmp_path, words, says):
 
 def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(asked, "ask", lambda *of: pytest.fail("asked hosts"))
+    monkeypatch.setattr(topology_query, "ask", lambda *of: pytest.fail("asked hosts"))
     assert topo.main(["show", "--ask", "-H", "localhost", "-o", "new.yaml", "--plot", "x.jpg"]) == 2
     assert "--plot x.jpg: no kind of picture" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -276,9 +277,9 @@ def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_t
     def ask(hosts, topology, *of):
         given.append(topology)
         drafted = as_yaml(describe({"n1": dgx("n1")}))
-        return asked.Said({"n1": dgx("n1")}, drafted, parse_topology(drafted, asked.SOURCE), ())
+        return topology_query.Said({"n1": dgx("n1")}, drafted, parse_topology(drafted, topology_query.SOURCE), ())
 
-    monkeypatch.setattr(asked, "ask", ask)
+    monkeypatch.setattr(topology_query, "ask", ask)
     assert topo.main(["show", "--ask", "-H", str(tmp_path / "cluster.txt")]) == 0
     assert given == [None] and "A100" in capsys.readouterr().out
     assert topo.main(["show", "-H", str(tmp_path / "cluster.txt")]) == (2 if "[" in text else 0)
@@ -297,7 +298,7 @@ def test_a_draft_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", no_room)
     with pytest.raises(TopologyError, match=r"t\.yaml: cannot write it: No space left on device; name another file"):
-        asked.write_new(str(tmp_path / "t.yaml"), "nodes: []")
+        topology_query.write_new(str(tmp_path / "t.yaml"), "nodes: []")
     assert not list(tmp_path.iterdir())
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from distrib_launch import cli, training
 from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Strategy, from_environment, parse_gradients, to_environment
+from distrib_launch.cli import launch, training_options
 
 
 def chosen(*words: str) -> Strategy:
-    return training.strategy_of(cli.parser().parse_args([*words, "train.py"]))
+    return training_options.strategy_of(launch.parser().parse_args([*words, "train.py"]))
 
 
 @pytest.mark.parametrize("text", ["fp32", "fp16", "bf16", "int8", "powersgd:4", "topk:0.01"])

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from distrib_launch import agent
-from distrib_launch.preflight.routes import is_here
-from distrib_launch.sync import check_folder, sync
 
 from distrib.errors import ConfigError, PreflightError
+from distrib.utils.local_addresses import is_here
+from distrib_launch.engines import ssh_wrapper
+from distrib_launch.rsync import check_folder, sync
 from tests.conftest import LAUNCH, SCRIPTS
 
 JOB = SCRIPTS / "job.py"
@@ -99,11 +99,11 @@ SETTINGS = {"ssh": ["ssh", "-F", "/a b/config"], "prefix": "/v", "prefixes": {"n
 
 def test_the_agent_starts_the_daemon_where_it_is_on_that_host():
     remote = "PRTE_PREFIX=/v;export PRTE_PREFIX;LD_LIBRARY_PATH=/v/lib:$LD_LIBRARY_PATH;/v/bin/prted"
-    *ssh, host, command = agent.rewrite(["n2", remote, "--uri", '"x"'], SETTINGS)
+    *ssh, host, command = ssh_wrapper.rewrite(["n2", remote, "--uri", '"x"'], SETTINGS)
     assert (ssh, host) == (["ssh", "-F", "/a b/config"], "n2")
     assert command.startswith("exec /bin/sh -c ")
     assert "/w w" in command and f'else {remote} --uri "x"; fi' in command
-    assert agent.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
+    assert ssh_wrapper.rewrite(["n1", remote], SETTINGS) == ["ssh", "-F", "/a b/config", "n1", remote]
 
 
 def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
@@ -113,7 +113,7 @@ def test_the_plan_shows_which_ranks_an_interpreter_of_its_own_runs(tmp_path):
     plan = json.loads(done.stdout)
     shell, option, script = plan["command"][-3:]
     assert (shell, option) == ("/bin/sh", "-c")
-    rank = "-m distrib_launch.rank"
+    rank = "-m distrib_launch.rank_agent"
     own = f"{plan['script'][0]} {rank}"
     assert (
         script

@@ -17,16 +17,16 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from distrib import units
-from distrib.cluster import ways
-from distrib.cluster.catalog import catalog, find_gpu, near_gpus
+from distrib.cluster import links as ways
+from distrib.cluster.hardware_catalog import catalog, find_gpu, near_gpus
+from distrib.cluster.hardware_checks import rules_of_thumb
 from distrib.cluster.hostfile import parse_host_list, parse_hostfile, read_hostfile
-from distrib.cluster.links import parse_bus, parse_network, parse_uplink
-from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
-from distrib.cluster.measured_part import decode_measured, encode_measured, split_measured, write_measured
+from distrib.cluster.link_spec import parse_bus, parse_network, parse_uplink
+from distrib.cluster.links import inside_link, link_between, switch_oversubscription
+from distrib.cluster.measurements import Collective, InsideLink, Machine, Measured, PairLink, Point
+from distrib.cluster.measurements_io import decode_measured, encode_measured, split_measured, write_measured
 from distrib.cluster.node import name_hosts
-from distrib.cluster.rules import rules_of_thumb
 from distrib.cluster.topology import Topology, check_hosts, parse_topology, read_topology
-from distrib.cluster.ways import inside_link, link_between, switch_oversubscription
 from distrib.errors import TopologyError
 
 EXAMPLES = Path(__file__).parents[1] / "hostfiles"

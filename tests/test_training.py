@@ -42,15 +42,17 @@ from torch.utils.data import (
 import distrib
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy, parse_gradients
-from distrib.training import Job, ShardedLoader, alike, checkpoint, drift
+from distrib.training import Job, ShardedLoader
 from distrib.training import job as job_module
-from distrib.training.batches import every_nth
-from distrib.training.epochs import Lessons
-from distrib.training.moving import moved
-from distrib.training.normalization import with_synchronized_batches
+from distrib.training.checkpoint import checkpoint_format
+from distrib.training.checks import cross_rank, divergence
+from distrib.training.data.epoch import Lessons
+from distrib.training.data.sampler import global_batches, share
+from distrib.training.data.sharded_loader import every_nth
 from distrib.training.rendezvous import choose_interface, compare, own_address
-from distrib.training.shards import global_batches, share
-from distrib.training.synchronous import _on_gpu, is_elsewhere
+from distrib.training.strategies.synchronous import _on_gpu, is_elsewhere
+from distrib.training.sync_batchnorm import with_synchronized_batches
+from distrib.training.to_device import moved
 from distrib.training.world import World, _from_mpi, find_device, find_world
 
 ROOT = Path(__file__).parent.parent
@@ -570,15 +572,15 @@ def test_batches_of_classes_of_their_own_are_moved_too():
 
 
 def test_sums_are_of_all_parts_whatever_the_layout(monkeypatch):
-    monkeypatch.setattr(alike, "_PART_ELEMENTS", 7)
+    monkeypatch.setattr(cross_rank, "_PART_ELEMENTS", 7)
     values = torch.arange(60.0).view(3, 4, 5)
     for same in (values, values.permute(2, 0, 1), values.double(), values[None, None]):
-        digest = drift._Digest.of("weight", same)
+        digest = divergence._Digest.of("weight", same)
         assert (digest.sum, digest.norm) == (pytest.approx(1770), pytest.approx(values.norm().item()))
-        assert all(part.numel() <= 12 for part in alike.in_parts(same))
-    own = drift._Digest.of("weight", values)
+        assert all(part.numel() <= 12 for part in cross_rank.in_parts(same))
+    own = divergence._Digest.of("weight", values)
     assert own.is_far_from(1770.0 + own.norm, own.norm)
-    unknown = drift._Digest.of("weight", torch.eye(3).to_sparse())
+    unknown = divergence._Digest.of("weight", torch.eye(3).to_sparse())
     assert not own.is_far_from(unknown.sum, unknown.norm) and not unknown.is_far_from(own.sum, own.norm)
 
 
@@ -746,7 +748,7 @@ def test_values_come_back_to_where_they_were(job, tmp_path, monkeypatch):
     edges = {"coo": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "none": torch.empty(0)}
     job.save(tmp_path / "last.pt", average=average, state=state, edges=edges)
     data = (tmp_path / "last.pt").read_bytes()
-    values, _ = checkpoint.read(data, {}, torch.device("meta"), source="last.pt")
+    values, _ = checkpoint_format.read(data, {}, torch.device("meta"), source="last.pt")
     assert values["average"].is_meta
     assert torch.equal(values["edges"]["coo"].to_dense(), torch.eye(3)) and values["edges"]["csr"].device.type == "cpu"
     torch.set_rng_state(values["state"])
@@ -959,7 +961,7 @@ def test_what_a_script_does_after_its_job(tmp_path, does):
         "import sys, time\n"
         "if 'asks' in sys.argv:\n    from mpi4py import MPI\n"
         "import distrib\n"
-        "from distrib.training import leaving\n"
+        "from distrib.training import shutdown as leaving\n"
         "leaving.FAILED_EXIT_SECONDS = 0.2\n"
         "try:\n"
         "    with distrib.init() as job:\n"

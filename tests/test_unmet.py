@@ -8,20 +8,21 @@ import sys
 import types
 
 import pytest
+
 from distrib_launch import alone
-from distrib_launch.rank.stacks import with_state
-from distrib_launch.supervision import hangs, unmet
+from distrib_launch.rank_agent.stack_dump import with_state
+from distrib_launch.supervisor import hang_report, unmet
 
-IN_BACKWARD = (hangs.Frame(name="_engine_run_backward", filename="/venv/torch/autograd/graph.py", line=9),)
-IN_STEP = (hangs.Frame(name="step", filename="/venv/site-packages/torch/optim/sgd.py", line=9),)
-IN_LOADER = (hangs.Frame(name="__next__", filename="/venv/torch/utils/data/dataloader.py", line=9),)
-
-
-def stack(rank: int, frames: tuple[hangs.Frame, ...] = (), **changes: object) -> hangs.Stack:
-    return hangs.Stack(**{"rank": rank, "host": "n1", "step": -1, "frames": frames, "met": False, **changes})
+IN_BACKWARD = (hang_report.Frame(name="_engine_run_backward", filename="/venv/torch/autograd/graph.py", line=9),)
+IN_STEP = (hang_report.Frame(name="step", filename="/venv/site-packages/torch/optim/sgd.py", line=9),)
+IN_LOADER = (hang_report.Frame(name="__next__", filename="/venv/torch/utils/data/dataloader.py", line=9),)
 
 
-def when_found(*seen: hangs.Stack, ranks: int = 2, notes: tuple[str, ...] = ()) -> float | None:
+def stack(rank: int, frames: tuple[hang_report.Frame, ...] = (), **changes: object) -> hang_report.Stack:
+    return hang_report.Stack(**{"rank": rank, "host": "n1", "step": -1, "frames": frames, "met": False, **changes})
+
+
+def when_found(*seen: hang_report.Stack, ranks: int = 2, notes: tuple[str, ...] = ()) -> float | None:
     """After how many seconds of ten minutes it is said that these are strangers, who are as this at every look."""
     watch, found = unmet.Unmet(types.SimpleNamespace(notes=notes)), []
     for tenths in range(6000):
@@ -48,8 +49,8 @@ def test_strangers_are_ranks_that_train_of_which_none_has_met_another():
 
 def test_ranks_that_stand_where_they_meet_are_told_of():
     meets = (
-        hangs.Frame(name="_meet", filename="/venv/distrib/training/rendezvous.py", line=159),
-        hangs.Frame(name="train", filename="/home/me/train.py", line=3),
+        hang_report.Frame(name="_meet", filename="/venv/distrib/training/rendezvous.py", line=159),
+        hang_report.Frame(name="train", filename="/home/me/train.py", line=3),
     )
     assert when_found(stack(0, meets, met=True), stack(1, meets, met=True)) == 2 * unmet.FIRST_SECONDS
     assert when_found(stack(0, meets, met=True), stack(1, IN_LOADER)) is None  # it waits for one that is slow
@@ -91,7 +92,7 @@ while time.monotonic() < end:
 if dist.is_initialized():
     dist.destroy_process_group()
 """
-SOON = "import sys; from distrib_launch import cli; from distrib_launch.supervision import unmet; unmet.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
+SOON = "import sys; from distrib_launch.cli.launch import launch as cli; from distrib_launch.supervisor import unmet; unmet.FIRST_SECONDS = 3.0; sys.exit(cli.main())"
 
 
 @pytest.mark.parametrize("option", ["", "--distributed"])

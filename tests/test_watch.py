@@ -8,16 +8,17 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from distrib_launch import cli, job, report
-from distrib_launch.outlook.during import Watch
-from distrib_launch.outlook.record import Outlook
-from distrib_launch.results import Failure, RankResult, Result
 from msgspec.structs import replace
 
-from distrib.bandwidth.prediction import Cap, Prediction
+from distrib.bandwidth_model.prediction import Cap, Prediction
 from distrib.strategy import Strategy
-from distrib.training import wires
-from distrib.training.meter import WARMUP_STEPS, WINDOW_STEPS, Meter
+from distrib.training.telemetry import tcp_stats
+from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
+from distrib_launch import html_report, runner
+from distrib_launch.cli import launch
+from distrib_launch.forecast_record import Outlook
+from distrib_launch.results import Failure, RankResult, Result
+from distrib_launch.supervisor.performance_monitor import Watch
 from tests.conftest import SCRIPTS
 
 HOSTS = ("n1", "n2", "n3")
@@ -30,9 +31,9 @@ FORETOLD = Prediction(
 
 @pytest.fixture
 def plan(tmp_path):
-    options = cli.parser().parse_args(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
+    options = launch.parser().parse_args(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
     outlook = Outlook(workload="w", source="w.json", foretold=FORETOLD, expected_error=0.05)
-    return replace(job.make_plan(options), outlook=outlook)
+    return replace(runner.make_plan(options), outlook=outlook)
 
 
 def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
@@ -181,29 +182,34 @@ def test_what_a_script_may_write_into_its_pipe(plan, told):
 
 def test_the_kernel_counts_what_goes_to_another_address():
     with socket.create_server(("127.0.0.2", 0)) as server:
-        begin = wires.sent()
+        begin = tcp_stats.sent()
         with socket.create_connection(server.getsockname(), source_address=("127.0.0.1", 0)) as out:
             received, _ = server.accept()
             with received:
-                before = wires.sent()
+                before = tcp_stats.sent()
                 for _ in range(64):
                     out.sendall(b"x" * (1 << 16))
                     assert received.recv(1 << 16, socket.MSG_WAITALL)
-                after = wires.sent()
+                after = tcp_stats.sent()
     assert "127.0.0.2" not in begin
     assert after["127.0.0.2"].size_bytes - before["127.0.0.2"].size_bytes == pytest.approx(1 << 22, rel=0.05)
 
 
 def test_a_rate_is_of_the_time_in_which_there_was_something_to_send():
-    before = {"a": wires.Sent(1 << 20, 1.0), "b": wires.Sent(5, 0.5), "c": wires.Sent(0, 0.0)}
+    before = {"a": tcp_stats.Sent(1 << 20, 1.0), "b": tcp_stats.Sent(5, 0.5), "c": tcp_stats.Sent(0, 0.0)}
     after = {
-        "a": wires.Sent(5 << 20, 1.5),
-        "b": wires.Sent(5000, 0.6),
-        "c": wires.Sent(1 << 30, 0.0),
-        "d": wires.Sent(2 << 20, 2.0),
+        "a": tcp_stats.Sent(5 << 20, 1.5),
+        "b": tcp_stats.Sent(5000, 0.6),
+        "c": tcp_stats.Sent(1 << 30, 0.0),
+        "d": tcp_stats.Sent(2 << 20, 2.0),
     }
-    assert wires.rates(before, after) == {"a": 8 << 20, "d": 1 << 20}
-    assert wires.sizes(before, {**after, "e": wires.Sent()}) == {"a": 4 << 20, "b": 4995, "c": 1 << 30, "d": 2 << 20}
+    assert tcp_stats.rates(before, after) == {"a": 8 << 20, "d": 1 << 20}
+    assert tcp_stats.sizes(before, {**after, "e": tcp_stats.Sent()}) == {
+        "a": 4 << 20,
+        "b": 4995,
+        "c": 1 << 30,
+        "d": 2 << 20,
+    }
 
 
 @pytest.mark.parametrize(
@@ -215,7 +221,7 @@ def test_what_may_go_by_rdma_is_not_counted(monkeypatch, device, cards, disabled
     if disabled:
         monkeypatch.setenv("NCCL_IB_DISABLE", disabled)
     monkeypatch.setattr("os.listdir", lambda path: cards)
-    assert wires.are_all(torch.device(device)) is counted
+    assert tcp_stats.are_all(torch.device(device)) is counted
 
 
 class Page(HTMLParser):
@@ -256,7 +262,7 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
         warnings=("the wire & more",), foretold=FORETOLD, measured=measured,
     )  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
-    report.write(plan, result, tmp_path, 0.0)
+    html_report.write(plan, result, tmp_path, 0.0)
     page = Page()
     page.feed((tmp_path / "report.html").read_text())
     assert not page.open

@@ -9,9 +9,9 @@ import statistics
 import msgspec
 import pytest
 
-from distrib.bandwidth import workloads
-from distrib.bandwidth.workload import Workload, checked
-from distrib.bandwidth.workloads import network, on_processors, read_workload, scaled, workload
+from distrib.bandwidth_model import workload_catalog
+from distrib.bandwidth_model.workload import Workload, checked
+from distrib.bandwidth_model.workload_catalog import network, on_processors, read_workload, scaled, workload
 from distrib.errors import ConfigError
 
 
@@ -61,18 +61,18 @@ def test_gradients_are_ready_from_the_last_layer_to_the_first():
 
 
 @pytest.mark.parametrize(
-    "speed", workloads.speeds(), ids=lambda speed: f"{speed.network} {speed.gpu} {speed.precision}"
+    "speed", workload_catalog.speeds(), ids=lambda speed: f"{speed.network} {speed.gpu} {speed.precision}"
 )
 def test_no_published_speed_is_more_than_the_gpu_can_do(speed):
     """Nobody gets near the peak; who seems to has measured smaller samples, or shorter sequences, than the network's."""
     operations = 3 * 2 * network(speed.network).forward_products * speed.samples_per_second
     if speed.network == "VGG-16":  # Winograd's convolutions of 3 x 3 take 2.25 times fewer products
         operations /= 2.25
-    assert operations < 0.85 * workloads._peak(speed.gpu, speed.precision)
+    assert operations < 0.85 * workload_catalog._peak(speed.gpu, speed.precision)
 
 
 def test_a_published_speed_is_what_comes_out():
-    for speed in workloads.speeds():
+    for speed in workload_catalog.speeds():
         if speed.gpu == "RTX-3090":  # no GPU of the catalogue
             continue
         found = workload(speed.network, speed.gpu, speed.batch, precision=speed.precision)
@@ -83,8 +83,8 @@ def test_a_published_speed_is_what_comes_out():
 
 def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
     errors: dict[float, list[float]] = {}
-    for speed in workloads.speeds():
-        pace = workloads._pace(speed.network, speed.gpu, speed.precision, without=speed)
+    for speed in workload_catalog.speeds():
+        pace = workload_catalog._pace(speed.network, speed.gpu, speed.precision, without=speed)
         real = speed.samples_per_second * network(speed.network).training_flop
         errors.setdefault(pace.expected_error, []).append(abs(pace.flop_per_second / real - 1))
     assert set(errors) == {0.2, 0.5}
@@ -93,10 +93,10 @@ def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
 
 
 def test_every_network_on_every_gpu():
-    from distrib.cluster.catalog import catalog
+    from distrib.cluster.hardware_catalog import catalog
 
     for gpu in catalog().gpus:
-        for name in workloads.names():
+        for name in workload_catalog.names():
             found = checked(workload(name, gpu.name), name)
             assert found.device == gpu.name and 0 < found.compute_seconds < 60 and found.memory_bytes
             assert found.software["speed"].startswith(("published: ", "scaled from "))

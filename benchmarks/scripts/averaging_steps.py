@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distrib
 from distrib.strategy import Strategy, parse_gradients
-from distrib.training.synchronous import synchronous
+from distrib.training.strategies.synchronous import synchronous
 
 WARM_STEPS = 5
 """DDP forms its buckets anew after the first step, Horovod knows its tensors by then."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from distrib.training.parameter_server.placement import Parameter, cut
+from distrib.training.parameter_server.partitioning import Parameter, cut
 
 RATE = 1e-3
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import distrib
-from distrib.training.profiling import Profiler, Wish
+from distrib.training.profiler import Profiler, Wish
 
 WARM_STEPS = 2
 """Before what is settled is timed once more."""

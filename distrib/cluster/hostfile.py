@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from distrib.cluster.hostlist import (
+from distrib.cluster.host_expression import (
     MAX_SLOTS,
     Expression,
     check_user,
@@ -30,7 +30,7 @@ from distrib.cluster.hostlist import (
 )
 from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
 from distrib.cluster.slurm import slurm_hosts
-from distrib.cluster.textfile import Unreadable, read_text
+from distrib.utils.textfile import Unreadable, read_text
 
 __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_hostfile", "read_hostfile", "slurm_hosts"]
 

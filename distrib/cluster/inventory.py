@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from distrib.cluster import host_program, inventory_program
+from distrib.cluster.remote import connectivity_agent, inventory_agent
 
 Said = TypeVar("Said")
 Address = ipaddress.IPv4Interface | ipaddress.IPv6Interface
@@ -222,19 +222,19 @@ def program(question: Question) -> str:
 @functools.cache
 def _source() -> str:
     """Both halves, each compiled by itself: a file begins with what it imports from the future."""
-    files = (inventory_program.__file__, host_program.__file__)
+    files = (inventory_agent.__file__, connectivity_agent.__file__)
     return "".join(f"exec({Path(file).read_text(encoding='utf-8')!a})\n" for file in files)
 
 
 def is_whole(output: bytes) -> bool:
     """Whether a host's answer is complete."""
-    return host_program.END.encode() in output
+    return connectivity_agent.END.encode() in output
 
 
 def read_answer(output: str, kind: type[Said]) -> Said | None:
     """What a host said, as `kind`, whatever its login shell printed around it; None where there is nothing of the sort."""
-    _, begin, rest = output.partition(host_program.BEGIN)
-    told, end, _ = rest.partition(host_program.END)
+    _, begin, rest = output.partition(connectivity_agent.BEGIN)
+    told, end, _ = rest.partition(connectivity_agent.END)
     if not begin or not end:
         return None
     try:
@@ -246,4 +246,4 @@ def read_answer(output: str, kind: type[Said]) -> Said | None:
 def own_inventory(question: Question) -> Inventory:
     """The facts of this machine and this interpreter."""
     asked: Mapping[str, Any] = msgspec.to_builtins(question)
-    return msgspec.convert(inventory_program.facts(dict(asked)), Inventory, strict=False)
+    return msgspec.convert(inventory_agent.facts(dict(asked)), Inventory, strict=False)

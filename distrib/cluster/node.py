@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from distrib import units
-from distrib.cluster.catalog import GpuSpec, LinkKind, find_gpu
-from distrib.cluster.hostlist import parse_expression, split_list
+from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
+from distrib.cluster.host_expression import parse_expression, split_list
 from distrib.cluster.hosts import MAX_HOSTS, Notes, Place
-from distrib.cluster.links import Link, parse_bus, parse_kind, parse_network
-from distrib.cluster.yamlfile import FieldError
+from distrib.cluster.link_spec import Link, parse_bus, parse_kind, parse_network
+from distrib.cluster.yaml_loader import FieldError
 from distrib.errors import HostfileError
 
 MAX_GPUS = 4096

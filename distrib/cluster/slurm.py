@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from distrib.cluster.hostlist import MAX_SLOTS, list_mentions, parse_number, split_list
+from distrib.cluster.host_expression import MAX_SLOTS, list_mentions, parse_number, split_list
 from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
 from distrib.errors import HostfileError
 

@@ -23,11 +23,11 @@ import msgspec
 
 from distrib import units
 from distrib.cluster.hosts import HostList
-from distrib.cluster.links import parse_uplink
-from distrib.cluster.measured import Measured, Point
-from distrib.cluster.measured_part import decode_measured, split_measured
+from distrib.cluster.link_spec import parse_uplink
+from distrib.cluster.measurements import Measured, Point
+from distrib.cluster.measurements_io import decode_measured, split_measured
 from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, check_field, expand_hosts, name_hosts
-from distrib.cluster.yamlfile import Document, FieldError, parse, read_text, typed
+from distrib.cluster.yaml_loader import Document, FieldError, parse, read_text, typed
 from distrib.errors import TopologyError
 
 __all__ = [

@@ -15,10 +15,11 @@ from typing import Any
 import msgspec
 
 from distrib.cluster.node import name_hosts
-from distrib.probe import facts, networks, tcp
-from distrib.probe.deadline import wait
-from distrib.probe.leader import Leader
-from distrib.probe.messages import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
+from distrib.probe import host_facts, secondary_networks
+from distrib.probe.bench import tcp
+from distrib.probe.bench.polling import wait
+from distrib.probe.coordinator import Leader
+from distrib.probe.protocol import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
 from distrib.probe.records import Record, decode, encode
 from distrib.probe.worker import Worker
 
@@ -39,8 +40,8 @@ def main() -> int:
     hello, listeners = Hello(on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
     if os.environ["LOCAL_RANK"] == "0":
         address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
-        known = facts.own_facts(host, address)
-        listeners = {each: tcp.Listener(each) for each in (address, *networks.own_addresses(known))}
+        known = host_facts.own_facts(host, address)
+        listeners = {each: tcp.Listener(each) for each in (address, *secondary_networks.own_addresses(known))}
         ports = {each: listener.port for each, listener in listeners.items()}
         hello = msgspec.structs.replace(hello, facts=known, ports=ports)
     worker = Worker(comm, host, listeners)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from distrib.cluster.measured import Collective, InsideLink, Machine, Measured, PairLink, Point
+from distrib.cluster.measurements import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.probe.settings import Mode, Way
 
 Load = Literal["alone", "together", "bisection", "sharing"]

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from distrib.probe import inside, mpi, samples, tcp
-from distrib.probe.deadline import ProbeTimeout
-from distrib.probe.facts import gpu_links
-from distrib.probe.load import Load
-from distrib.probe.messages import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
-from distrib.probe.steps import COLLECTIVE_START_SECONDS
+from distrib.probe.bench import intra_node, mpi, statistics, tcp
+from distrib.probe.bench.polling import ProbeTimeout
+from distrib.probe.host_facts import gpu_links
+from distrib.probe.protocol import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
+from distrib.probe.stages import COLLECTIVE_START_SECONDS
+from distrib.utils.cpu_load import Load
 
 BEGIN_SECONDS = 0.015
 """After an order, when streams beside others begin: all have heard it, are connected, and have pinged a network that is still."""
@@ -51,7 +51,7 @@ class Worker:
 
     def _do(self, task: Task, deadline: float) -> Reply:
         if isinstance(task, Inside):
-            links, problems = inside.measure(
+            links, problems = intra_node.measure(
                 self.host, task.seconds, memory=task.memory, backwards=task.backwards, deadline=deadline
             )
             failed = "; ".join(problems) or None
@@ -64,10 +64,10 @@ class Worker:
             comm = self.comm
             if task.ranks and self._collective is None:  # before torch is loaded, so that they come at once
                 comm = comm.Create_group(comm.Get_group().Incl(task.ranks))
-            from distrib.probe import collective
+            from distrib.probe.bench import allreduce
 
             if self._collective is None:
-                self._collective = collective.Ranks(comm, self.host, task.patience_seconds)
+                self._collective = allreduce.Ranks(comm, self.host, task.patience_seconds)
             late_seconds = max(0.0, time.monotonic() - begun - 2 * COLLECTIVE_START_SECONDS)
             seconds = max(task.seconds / 2, task.seconds - late_seconds)  # so that the probe ends when it has said
             task = msgspec.structs.replace(task, seconds=seconds)
@@ -151,7 +151,7 @@ class Worker:
         )  # fmt: skip
 
 
-def _arrived(latency_seconds: float | None, rate: samples.Summary) -> Arrived:
+def _arrived(latency_seconds: float | None, rate: statistics.Summary) -> Arrived:
     return Arrived(
         latency_seconds=latency_seconds, bandwidth_bytes_per_second=rate.median, variation=rate.variation,
         repetitions=rate.repetitions, outliers=rate.outliers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distrib.training.batches import ShardedLoader
+from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.job import Job, init
 
 __all__ = ["Job", "ShardedLoader", "init"]

@@ -25,27 +25,29 @@ from torch.utils.data import DataLoader
 
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import copies, forking, leaving, normalization, states
-from distrib.training.alike import check_alike
-from distrib.training.backend import Backend, backend_for, is_sharded
-from distrib.training.batches import ShardedLoader
-from distrib.training.datasets import check_same_data
-from distrib.training.drift import Drift, check_same_values
-from distrib.training.exchange import Exchange, Operation
-from distrib.training.finite import OnNan
-from distrib.training.forgotten import Forgotten, is_scheduled
-from distrib.training.hand_made import HandMade
-from distrib.training.loaders import Loaders
-from distrib.training.meter import Meter
-from distrib.training.parameter_server.worker import Asynchronous
-from distrib.training.profiles import Profiles
-from distrib.training.profiling import STEPS, WARMUP_STEPS
+from distrib.training import compat, shutdown
+from distrib.training import sync_batchnorm as normalization
+from distrib.training.checkpoint import replicas, state_sync
+from distrib.training.checkpoint.manager import Checkpoints
+from distrib.training.checks.cross_rank import check_alike
+from distrib.training.checks.datasets import check_same_data
+from distrib.training.checks.divergence import Drift, check_same_values
+from distrib.training.checks.manual_update import HandMade
+from distrib.training.checks.usage import Forgotten, is_scheduled
+from distrib.training.collectives import Exchange, Operation
+from distrib.training.data.loader_registry import Loaders
+from distrib.training.data.sharded_loader import ShardedLoader
+from distrib.training.gradient_accumulation import Samples
+from distrib.training.nan_guard import OnNan
+from distrib.training.optimizer_step import Steps, follow_scaler
+from distrib.training.profile_file import Profiles
+from distrib.training.profiler import STEPS, WARMUP_STEPS
 from distrib.training.rendezvous import join, meet_at_end
-from distrib.training.samples import Samples
-from distrib.training.saving import Checkpoints
-from distrib.training.steps import Steps, follow_scaler
-from distrib.training.synchronous import follow_parameters, is_elsewhere, unwrapped, without
-from distrib.training.telemetry import StatusPipe
+from distrib.training.strategies.base import Backend, backend_for, is_sharded
+from distrib.training.strategies.parameter_server import Asynchronous
+from distrib.training.strategies.synchronous import follow_parameters, is_elsewhere, unwrapped, without
+from distrib.training.telemetry.status_pipe import StatusPipe
+from distrib.training.telemetry.step_timer import Meter
 from distrib.training.world import find_device, find_world, planned_world
 
 T = TypeVar("T")
@@ -99,7 +101,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
             world = join(world, device, timedelta(seconds=timeout_seconds))
         backend = backend_for(strategy, world, device)
         if world.size > 1:
-            forking.make_safe()
+            compat.make_safe()
         _job = Job(backend)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
@@ -147,7 +149,7 @@ class Job:
         self._backend = backend
         self._elastic = backend if isinstance(backend, Asynchronous) else None
         self._ends_mpi = world.ends_mpi
-        run = copies.Run.from_environment(os.environ)
+        run = replicas.Run.from_environment(os.environ)
         self.restarts = run.restarts
         self._exchange = Exchange(world, self._elastic)
         self._checkpoints = Checkpoints(run, backend, self._exchange, elastic=bool(self._elastic))
@@ -184,7 +186,7 @@ class Job:
                 by_tcp=bool(self._elastic),
             )  # fmt: skip
         others = self.world_size > 1 or world.comm is not None
-        self._watch = leaving.ExitWatch(self._at_exit) if others else None
+        self._watch = shutdown.ExitWatch(self._at_exit) if others else None
         self._profiles = Profiles(device, os.environ, alone=world.size == 1)
 
     def __repr__(self) -> str:
@@ -301,7 +303,7 @@ class Job:
         known = {id(steps.optimizer) for steps in self._steps}
         prepared = [self._prepare(thing, options) for thing in things]
         if self.world_size > 1:
-            hand_out = states.hand_out_settings if self._elastic else states.hand_out
+            hand_out = state_sync.hand_out_settings if self._elastic else state_sync.hand_out
             hand_out([thing for thing in things if id(thing) not in known], self._exchange)
         if scheduled and self.world_size > 1:
             for given, made in zip(things, prepared, strict=True):
@@ -586,7 +588,7 @@ class Job:
     def profile(self, path: str | os.PathLike[str], /, *, warmup_steps: int = WARMUP_STEPS, steps: int = STEPS) -> None:
         """Measures the next steps of the script and writes what they take to `path`, for `distrib-topo plan`; the script goes on.
 
-        Call it before `prepare`. The file holds a `distrib.bandwidth.workload.Workload` as JSON: gradients and when each is ready,
+        Call it before `prepare`. The file holds a `distrib.bandwidth_model.workload.Workload` as JSON: gradients and when each is ready,
         forward, backward, optimizer and the wait for data, in seconds. Nothing is written when the script ends too early, and
         `close` says so. `distrib-launch --profile FILE` does the same to a script as it is. Raises TrainingError where there
         are other ranks, as the profile is of one alone; `prepare` does for a second optimizer.
@@ -629,7 +631,7 @@ class Job:
         if self._watch is not None:
             self._watch.end()
         if dist.is_initialized():
-            leaving.let_go_of_tensors()
+            shutdown.let_go_of_tensors()
             dist.destroy_process_group()
         if self._ends_mpi:
             from mpi4py import MPI
@@ -706,7 +708,7 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
     ) -> None:
-        if leaving.succeeded(error):
+        if shutdown.succeeded(error):
             self.close()
         else:
             self._abandon()
@@ -719,7 +721,7 @@ class Job:
             if self._watch is not None:
                 self._watch.end(failed=self.world_size > 1)
             if self.world_size > 1:
-                leaving.let_go_of_tensors()
+                shutdown.let_go_of_tensors()
 
     def _at_exit(self, failed: bool) -> None:
         if failed:
@@ -729,11 +731,11 @@ class Job:
             self.close()
         except TrainingError as error:
             print(f"distrib: rank {self.rank}: {error}", file=sys.stderr, flush=True)
-            leaving.fail()
+            shutdown.fail()
         except Exception as error:
             if not self._waits:
                 traceback.print_exc()
-                leaving.fail()
+                shutdown.fail()
             # The script itself is done; whoever failed says so.
             print(f"distrib: rank {self.rank} could not wait for the other ranks: {error}", file=sys.stderr, flush=True)
 

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from distrib.cluster.interfaces import interface_of
 from distrib.errors import TrainingError
-from distrib.training.gradients.neighbours import this_host
+from distrib.training.gradients.host_shared_memory import this_host
 from distrib.training.world import World
+from distrib.utils.netif import interface_of
 
 NOTICE_SECONDS = 60.0
 """How long ranks at their end wait for the others before they say so."""

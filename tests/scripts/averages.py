@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import distrib
 from devices import on_gpu, seeded
 from distrib.strategy import Strategy, parse_gradients
+from distrib.training.gradients.comm_hook import SETTLED_STEPS, Averaging, attach, hook_of
 from distrib.training.gradients.compression import EXACT_STEPS
-from distrib.training.gradients.hook import SETTLED_STEPS, Averaging, attach, hook_of
-from distrib.training.synchronous import synchronous
+from distrib.training.strategies.synchronous import synchronous
 
 STEPS = 50
 

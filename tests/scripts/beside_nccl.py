@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distrib
-from distrib.probe.collective import Ranks
-from distrib.probe.messages import AllReduce
+from distrib.probe.bench.allreduce import Ranks
+from distrib.probe.protocol import AllReduce
 from distrib.training.world import find_world
 
 

@@ -28,7 +28,7 @@ import distrib
 from devices import seeded
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import balance
+from distrib.training.data import load_balancing
 
 STRATEGY = from_environment(os.environ)
 
@@ -496,7 +496,7 @@ class Counted(Dataset[torch.Tensor]):
 
 def other_workers(job: distrib.Job) -> None:
     """With --balance ranks share batches out alike, though their loaders draw ahead by different numbers of batches."""
-    balance.Proportion.after = lambda self, measured: (3.0, 1.0)  # type: ignore[method-assign]  # whatever this machine does meanwhile
+    load_balancing.Proportion.after = lambda self, measured: (3.0, 1.0)  # type: ignore[method-assign]  # whatever this machine does meanwhile
     loader = DataLoader(Counted(), batch_size=8, num_workers=job.rank)
     model = nn.Linear(4, 1)
     model, optimizer, loader = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0), loader)

@@ -27,7 +27,7 @@ import distrib
 from devices import on_gpu, seeded
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
-from distrib.training import steps
+from distrib.training import optimizer_step as steps
 
 STRATEGY = from_environment(os.environ)
 

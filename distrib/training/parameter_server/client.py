@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.hostgroup import HostGroup
-from distrib.training.parameter_server.sharing import Arena
-from distrib.training.parameter_server.succession import CALL_SECONDS
-from distrib.training.parameter_server.tables import raw
-from distrib.training.parameter_server.wire import (
+from distrib.training.parameter_server.failover import CALL_SECONDS
+from distrib.training.parameter_server.host_aggregation.member import HostGroup
+from distrib.training.parameter_server.server_table import raw
+from distrib.training.parameter_server.shared_memory import Arena
+from distrib.training.parameter_server.transport import (
     APPLIED,
     FINAL,
     SHARED,

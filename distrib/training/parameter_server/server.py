@@ -26,11 +26,11 @@ import torch
 
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, from_environment
-from distrib.training.parameter_server.part import DROP_SECONDS, Part
+from distrib.training.parameter_server.failover import Ballot, Replica, patience_seconds
+from distrib.training.parameter_server.server_table import Pool, raw
+from distrib.training.parameter_server.shard_service import DROP_SECONDS, Part
 from distrib.training.parameter_server.snapshots import Snapshots
-from distrib.training.parameter_server.succession import Ballot, Replica, patience_seconds
-from distrib.training.parameter_server.tables import Pool, raw
-from distrib.training.parameter_server.wire import Connection, Frame, Kind, Loop, WireError, packed, unpacked
+from distrib.training.parameter_server.transport import Connection, Frame, Kind, Loop, WireError, packed, unpacked
 
 TICK_SECONDS = 0.5
 STRANGER_SECONDS = 5.0

@@ -21,8 +21,8 @@ from typing import IO, Any
 import msgspec
 import torch
 
-from distrib.training.parameter_server.part import Part
-from distrib.training.parameter_server.tables import Description, Table, raw
+from distrib.training.parameter_server.server_table import Description, Table, raw
+from distrib.training.parameter_server.shard_service import Part
 
 EVERY_SECONDS = 10.0
 PART_OF_TIME = 0.2

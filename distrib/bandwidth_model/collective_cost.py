@@ -1,0 +1,169 @@
+"""What a collective costs: how long it takes with nothing else on the wires.
+
+Base formulas, for n ranks and S bytes: a ring passes 2(n-1) messages of S/n from neighbour to neighbour; a double tree sends
+S up and S down in 2 log2(n) hops, inside each host along a chain of its GPUs; hierarchical is a reduce-scatter in the host, an all-reduce between hosts of each
+local rank's part, and an all-gather in the host (bandwidths as nccl-tests doc/PERFORMANCE.md counts them).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import msgspec
+
+from distrib.bandwidth_model import link_curve
+from distrib.bandwidth_model.fabric import Fabric
+from distrib.bandwidth_model.link_curve import Curve
+from distrib.cluster.measurements import Collective
+
+# NVIDIA/nccl@5067397 src/graph/tuning.cc: microseconds, for LL, LL128 and Simple.
+_BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
+_RING_HOP = {"nvlink": (0.6, 1.9, 3.4), "pcie": (1.0, 2.5, 5.7), "net": (2.7, 4.0, 14.0)}
+_TREE_HOP = {"nvlink": (0.6, 1.25, 4.0), "pcie": (1.0, 1.9, 4.0), "net": (5.0, 8.5, 14.0)}
+_RING_PART = (0.5, 0.92, 1.0)
+_TREE_PART = (1 / 3.8, 0.92, 0.92)
+_MANY_NODES_SIMPLE = 1.4
+"""By how much Simple's ring latency is longer over several nodes."""
+
+GLOO_HOP_SECONDS = 60e-6
+"""What a message costs Gloo beside the wire's latency, where no all-reduce was measured."""
+
+
+MEMORY_BYTES_PER_SECOND = 5e9
+"""Copies in a CPU host's memory where nobody measured them."""
+
+
+def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
+    """2(n-1) messages of S/n, each the slowest hop's."""
+    return 2 * (ranks - 1) * hop.seconds(size_bytes / ranks) if ranks > 1 else 0.0
+
+
+def parameter_server(workers: int, servers: int, size_bytes: float, link: Curve) -> float:
+    """Push, or pull, of M bytes by n workers with k dedicated servers: max(M/B, nM/(kB)).
+
+    As BytePS counts it (OSDI '20, section 3), with a latency.
+    """
+    return link.seconds(0) + max(1.0, workers / servers) * (link.seconds(size_bytes) - link.seconds(0))
+
+
+def shared_parameter_server(hosts: int, size_bytes: float, link: Curve) -> float:
+    """Push and pull of M bytes by n hosts of which each serves 1/n: 2(n-1)M/(nB), as much as a ring."""
+    return 2 * (link.seconds(0) + (hosts - 1) / hosts * (link.seconds(size_bytes) - link.seconds(0)))
+
+
+def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False) -> float:
+    """An all-reduce over all ranks of a job, as NCCL does it on GPUs and Gloo on CPUs."""
+    if fabric.ranks == 1 or size_bytes <= 0:
+        return 0.0
+    if fabric.gpus:
+        if hierarchical and fabric.wire and fabric.inside:
+            return _nccl_hierarchical(fabric, size_bytes)
+        return _nccl(fabric, size_bytes)
+    return _gloo_hierarchical(fabric, size_bytes) if hierarchical else _gloo_ring(fabric, size_bytes)
+
+
+def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
+    if fabric.wire is None:
+        return ring_all_reduce(fabric.ranks, size_bytes, fabric.inside.curve) if fabric.inside else 0.0
+    measured = _by_count(fabric.collectives)
+    if measured:
+        return _from_measured(measured, fabric.ranks, size_bytes)
+    return ring_all_reduce(fabric.ranks, size_bytes, _with_hop(fabric.wire.curve))
+
+
+def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
+    """Each rank of a host sums its share in shared memory, and all-reduces it with its fellows on the other hosts."""
+    inside = 0.0
+    if fabric.ranks_per_host > 1:
+        inside = (
+            (1 + 1 / fabric.ranks_per_host) * size_bytes / (fabric.memory_bytes_per_second or MEMORY_BYTES_PER_SECOND)
+        )
+    if fabric.wire is None:
+        return inside
+    measured = _by_count(fabric.collectives)
+    if measured:
+        return inside + _from_measured(measured, fabric.hosts, size_bytes)
+    return inside + ring_all_reduce(fabric.hosts, size_bytes, _with_hop(fabric.wire.curve))
+
+
+def _with_hop(curve: Curve) -> Curve:
+    return link_curve.line(curve.latency_seconds + GLOO_HOP_SECONDS, curve.large_bytes_per_second)
+
+
+@functools.lru_cache(maxsize=256)
+def _by_count(collectives: tuple[Collective, ...]) -> tuple[tuple[int, Curve], ...]:
+    found = {each.ranks: link_curve.measured(each.curve) for each in collectives}
+    return tuple((count, curve) for count, curve in sorted(found.items()) if curve is not None)
+
+
+def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_bytes: float) -> float:
+    """A ring of n ranks from one of m that was measured: 2(n-1) messages of S/n, where 2(m-1) such take what mS/n took.
+
+    Between two counts that were measured, by the logarithm of the count.
+    """
+    below = [item for item in measured if item[0] <= ranks][-1:] or [measured[0]]
+    above = [item for item in measured if item[0] >= ranks][:1] or [measured[-1]]
+    (m, low), (k, high) = below[0], above[0]
+    first = (ranks - 1) / (m - 1) * low.seconds(size_bytes * m / ranks)
+    if m == k:
+        return first
+    second = (ranks - 1) / (k - 1) * high.seconds(size_bytes * k / ranks)
+    part = math.log(ranks / m) / math.log(k / m)
+    return math.exp((1 - part) * math.log(first) + part * math.log(second))
+
+
+def _nccl(fabric: Fabric, size_bytes: float) -> float:
+    """As the tuner's model has it, made longer or shorter by as much as what was measured over most nearly as many ranks."""
+    seconds = _nccl_tuned(fabric, size_bytes)
+    nearest = min(fabric.collectives, key=lambda one: abs(math.log(one.ranks / fabric.ranks)), default=None)
+    seen = dict(_by_count(fabric.collectives)).get(nearest.ranks) if nearest else None
+    if nearest is None or seen is None:
+        return seconds
+    hosts = len(nearest.hosts)
+    each = nearest.ranks // hosts
+    there = msgspec.structs.replace(
+        fabric, hosts=hosts, ranks=nearest.ranks, ranks_per_host=each, inside=fabric.inside if each > 1 else None
+    )
+    return seconds * seen.seconds(size_bytes) / _nccl_tuned(there, size_bytes)
+
+
+def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
+    """The fastest of NCCL's algorithms and protocols by its own tuner's model (src/graph/tuning.cc)."""
+    inside = fabric.inside
+    way = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
+    rates = [link.bytes_per_second for link in (fabric.wire, inside) if link]
+    bandwidth = min(rates)
+    n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
+    # The tuner's latencies are those of InfiniBand; TCP's are longer.
+    slower = max(0.0, fabric.wire.curve.latency_seconds - 2.7e-6) if fabric.wire else 0.0
+    # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
+    loads = ((fabric.wire, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
+    tree = max(load / link.bytes_per_second for link, load in loads if link)
+    best = math.inf
+    for number, protocol in enumerate(("LL", "LL128", "Simple")):
+        if protocol == "LL128" and inside and way == "pcie":
+            continue  # only where 128 bytes are stored at once, which is over NVLink
+        between = 2 * (hosts - 1)
+        latency = _BASE["ring"][number] + (2 * (n - 1) - between) * _RING_HOP[way][number]
+        latency += between * _RING_HOP["net"][number]
+        if protocol == "Simple" and hosts > 1:
+            latency *= _MANY_NODES_SIMPLE
+        carried = 2 * (n - 1) / n * size_bytes / (bandwidth * _RING_PART[number])
+        best = min(best, latency * 1e-6 + between * slower + carried)
+        if hosts > 1:
+            hops = math.log2(hosts)
+            latency = _BASE["tree"][number] + 2 * (
+                (each - 1) * _TREE_HOP[way][number] + hops * _TREE_HOP["net"][number]
+            )
+            carried = tree * size_bytes / _TREE_PART[number]
+            best = min(best, latency * 1e-6 + 2 * hops * slower + carried)
+    return best
+
+
+def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
+    """Three collectives one after another: the two in the host are together one all-reduce there."""
+    host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, wire=None)
+    others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, inside=None)
+    # All local ranks' parts cross the host's wires at once, so together they take as long as the whole would.
+    return _nccl_tuned(host, size_bytes) + _nccl_tuned(others, size_bytes)

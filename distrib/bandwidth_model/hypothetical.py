@@ -1,0 +1,146 @@
+"""Clusters that do not exist, or not like that: `--gpu`, `--network`, `--gpudirect` applied to a topology, or made into one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from distrib.bandwidth_model.fabric import IMAGINED
+from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
+from distrib.cluster.links import switch_oversubscription
+from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
+from distrib.cluster.topology import Switch, Topology
+from distrib.errors import ConfigError
+
+GPUS_PER_NODE = 8
+"""On a node that nobody described."""
+
+_TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
+_KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """A network as `--network` and `--compare` name it: `100GbE`, `4 x HDR`, `RoCE 100Gb/s`, with `=PRICE` of a node's share."""
+
+    text: str
+    nics: tuple[Nic, ...]
+    price: float | None = None
+
+
+def parse_network(text: str, gpudirect: bool | None, option: str = "--network") -> Network:
+    """Raises ConfigError for what is no network."""
+    name, priced, price = text.partition("=")
+    name = name.strip()
+    try:
+        if priced and option != "--compare":
+            raise ValueError("a price belongs to --compare")
+        nic = _nic(name, gpudirect)
+        amount = _price(price.strip()) if priced else None
+    except ValueError as error:
+        raise ConfigError(
+            f"{option} {text or repr(text)}: {error}", hint="write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'"
+        ) from None
+    return Network(text=name, nics=(nic,), price=amount)
+
+
+def _nic(name: str, gpudirect: bool | None) -> Nic:
+    several = _TIMES.match(name)
+    count, rate = (int(several[1]), name[several.end() :]) if several else (1, name)
+    if not 1 <= count <= 64:
+        raise ValueError(f"{count} cards in a node")
+    given = _KIND.match(rate)
+    kind = None
+    if given:
+        kind = {"roce": "RoCE", "ethernet": "Ethernet"}.get(given[1].lower(), "InfiniBand")
+        rate = rate[given.end() :]
+    if not rate:
+        raise ValueError("of which rate?")
+    if re.fullmatch(r"[0-9.]+", rate) and kind:
+        rate += "Gb/s"
+    if re.match(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$", rate) and not kind:
+        raise ValueError(f"{rate!r} leaves open what it is")
+    return Nic(name="nic0" if count == 1 else f"nic[0-{count - 1}]", rate=rate, kind=kind, gpudirect=gpudirect)
+
+
+def _price(text: str) -> float:
+    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
+        raise ValueError(f"{text or repr(text)} is no price; a number and nothing else, such as HDR=900")
+    return float(text)
+
+
+def gpu_named(kind: str) -> str:
+    """The catalogue's name of a GPU. Raises ConfigError for others."""
+    spec = find_gpu(kind)
+    if spec is None:
+        raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=gpu_hint(kind))
+    return spec.name
+
+
+def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network: Network | None) -> Topology:
+    """A cluster of equal hosts: `gpu` by its catalogue name, None for hosts without; all joined by one network that is not shared."""
+    spec = find_gpu(gpu) if gpu else None
+    links = None
+    if spec and (spec.nvlink or spec.pcie):
+        links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
+    group = NodeGroup(
+        hosts=",".join(f"[{host}]" if ":" in host else host for host in hosts),
+        gpus=Gpus(count=ranks_per_node, kind=gpu) if gpu else None,
+        links=links,
+        nics=network.nics if network else (),
+    )
+    return Topology(nodes=(group,), name=IMAGINED, source="the options")
+
+
+def check_gpudirect(topology: Topology) -> None:
+    """Raises ConfigError where no NIC of a cluster could read its GPUs' memory."""
+    with_gpus = [group for group in topology.nodes if group.gpus and group.gpus.count]
+    if all(nic.link.kind == "ethernet" for group in with_gpus for nic in group.nics):
+        raise ConfigError(
+            f"--gpudirect on: {topology.source} has no host with GPUs and a NIC of InfiniBand or RoCE",
+            hint="leave it out, or ask for another network, too: --network HDR",
+        )
+
+
+def _as_oversubscribed(topology: Topology, switch: Switch) -> Switch:
+    ratio = switch_oversubscription(topology, switch)
+    return msgspec.structs.replace(switch, uplink=None, oversubscription=f"{ratio:.6g}:1" if ratio > 1 else None)
+
+
+def changed(topology: Topology, gpu: str | None, network: Network | None, gpudirect: bool | None) -> Topology:
+    """The topology with other GPUs, another network, or GPUDirect RDMA on or off; what was measured of them falls away."""
+    groups = []
+    staged = False
+    """Whether any GPU's gradients take another way to the wire than they did."""
+    for number, group in enumerate(topology.nodes):
+        try:
+            if gpu and group.gpus and group.gpus.count:
+                spec = find_gpu(gpu)
+                links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie) if spec else None
+                gpus = Gpus(count=group.gpus.count, kind=gpu)
+                group = msgspec.structs.replace(group, gpus=gpus, links=links)
+            if network:
+                group = msgspec.structs.replace(group, nics=network.nics)
+            elif gpudirect is not None and group.gpus and group.gpus.count:
+                nics = tuple(
+                    nic if nic.link.kind == "ethernet" else msgspec.structs.replace(nic, gpudirect=gpudirect)
+                    for nic in group.nics
+                )
+                staged = staged or nics != group.nics
+                group = msgspec.structs.replace(group, nics=nics)
+        except ValueError as error:
+            raise ConfigError(f"nodes[{number}] with these options: {error}") from None
+        groups.append(group)
+    measured = topology.measured
+    if measured and (network or staged):
+        measured = msgspec.structs.replace(measured, pairs=(), collectives=())
+    if measured and gpu:
+        inside = tuple(link for link in measured.inside if link.source == link.target == "memory")
+        measured = msgspec.structs.replace(measured, inside=inside, collectives=())
+    switches = topology.switches
+    if network:  # of another network uplinks would be as much narrower than what is below them as they are of this one
+        switches = tuple(_as_oversubscribed(topology, switch) for switch in switches)
+    return Topology(
+        nodes=tuple(groups), name=topology.name, switches=switches, measured=measured, source=topology.source
+    )

@@ -1,0 +1,106 @@
+"""The pictures of `distrib-topo plan`: scaling against the ideal, and the timeline of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from distrib.bandwidth_model.planner import Answer, Question
+from distrib.bandwidth_model.prediction import Prediction
+from distrib.bandwidth_model.scaling import foretell
+from distrib.utils import number_text, plotting
+from distrib_launch.topology_view.colors import GREY, GROUPS, INK, LINE, PAPER
+
+PHASES = {
+    "loader": "#b45309",
+    "forward": GROUPS[0],
+    "backward": "#7aa6c2",
+    "optimizer": GROUPS[2],
+    "communication": GROUPS[1],
+    "wait": LINE,
+}
+
+
+PALE = ("backward", "wait")
+"""Phases whose colours want dark letters."""
+
+
+def draw(path: str, question: Question, answer: Answer) -> None:
+    """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
+    if "timeline" in Path(path).stem:
+        step = foretell(question.topology, question.workload, **question.job(question.largest), timeline=True)
+        hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
+        figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
+    else:
+        figure = scaling(answer)
+    plotting.save(figure, path)
+
+
+def scaling(answer: Answer) -> Any:
+    """Samples a second against ranks, beside those of as many single ranks."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
+
+    work = answer.workload
+    with plotting.style():
+        figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
+        axes = figure.add_subplot()
+        ranks = [prediction.ranks for prediction in answer.predictions]
+        ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in answer.predictions]
+        axes.plot(ranks, ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
+        if answer.compared:
+            for number, each in enumerate(answer.compared):
+                _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
+        else:
+            _curve(axes, ranks, answer.predictions, GROUPS[0], "foretold")
+            for count, prediction in zip(ranks, answer.predictions, strict=True):
+                axes.annotate(
+                    f"{prediction.efficiency:.0%}", (count, prediction.samples_per_second), xytext=(0, -14),
+                    textcoords="offset points", ha="center", color=INK, size=9,
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: number_text.number(value))
+        axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
+        axes.minorticks_off()
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("samples a second")
+        axes.set_title(f"{work.name} on {work.device}, {work.batch} samples a rank", loc="left", color=INK, size=12)
+        axes.grid(color=LINE, linewidth=0.5)
+        axes.legend(frameon=False)
+    return figure
+
+
+def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], colour: str, label: str) -> None:
+    rates = [prediction.samples_per_second for prediction in predictions]
+    axes.plot(ranks, rates, color=colour, marker="o", markersize=4, label=label)
+
+
+def timeline(prediction: Prediction, title: str) -> Any:
+    """What compute and wire do in a step, side by side."""
+    from matplotlib.figure import Figure
+
+    with plotting.style():
+        figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
+        axes = figure.add_subplot()
+        rows = {"compute": 1, "wire": 0}
+        for span in prediction.timeline:
+            width = span.end_seconds - span.start_seconds
+            axes.barh(
+                rows[span.stream], width * 1e3, left=span.start_seconds * 1e3, height=0.62, color=PHASES[span.phase],
+                edgecolor=PAPER, linewidth=0.6,
+            )  # fmt: skip
+            if width > 0.07 * prediction.step_seconds:
+                middle = (span.start_seconds + width / 2) * 1e3
+                colour = INK if span.phase in PALE else "white"
+                axes.text(middle, rows[span.stream], span.label, ha="center", va="center", size=8, color=colour)
+        axes.set_yticks([0, 1], ["wire", "compute"])
+        axes.set_xlim(0, prediction.step_seconds * 1e3)
+        axes.set_xlabel("milliseconds")
+        what = f"{number_text.time(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
+        axes.set_title(f"{title}: {what}", loc="left", color=INK, size=11)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+    return figure

@@ -1,0 +1,199 @@
+"""The catalogue: what GPUs and links can do by their data sheets, each figure with its source.
+
+The figures are in `catalog.yaml`, with the convention that they follow. Measurements beat them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from distrib import units
+
+LinkKind = Literal["infiniband", "roce", "ethernet", "nvlink", "pcie"]
+DataType = Literal["fp32", "tf32", "fp16", "bf16"]
+
+PATH = Path(__file__).with_name("hardware_catalog.yaml")
+_VENDOR = re.compile(r"\b(nvidia|amd|radeon)\b")
+_NOT_A_MODEL = re.compile(
+    r"\d+gi?b|sxm\d?|hbm\d|geforce|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition"
+)
+"""Words of a GPU's name that others have, too."""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """A number in bytes, bytes per second, seconds, TFLOPS or a fraction, and where it was read."""
+
+    value: float
+    source: str
+    verified: bool
+    """Whether it was read there, not written down from memory."""
+
+
+class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of GPU. `tflops`: dense, tensor cores where it has them, 10^12 operations a second by data type."""
+
+    name: str
+    names: tuple[str, ...]
+    """What NVML and people call it."""
+    tflops: dict[DataType, Figure]
+    memory_bytes: Figure
+    memory_bandwidth_bytes_per_second: Figure
+    achievable: Figure | None
+    """The part of the bf16 peak that large matrix products reach."""
+    nvlink: str | None
+    """Such as `NVLink3 x12`."""
+    pcie: str | None
+    """Such as `PCIe4 x16`."""
+    note: str
+
+
+class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A kind of link, one direction: the rate of one lane (PCIe), one link (NVLink) or one port (networks)."""
+
+    name: str
+    kind: LinkKind
+    lanes: int
+    """How many there are where nobody says."""
+    rate_bytes_per_second: Figure
+    usable: Figure
+    """The part of the rate that large transfers reach."""
+    latency_seconds: Figure
+
+
+class Catalog(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known. `sources`: what the sources named in the figures are."""
+
+    gpus: tuple[GpuSpec, ...]
+    links: tuple[LinkSpec, ...]
+    sources: dict[str, str]
+
+
+class _Source(msgspec.Struct, forbid_unknown_fields=True):
+    title: str
+    verified: bool = True
+
+
+class _Gpu(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    tflops: dict[DataType, tuple[float, str]]
+    memory: tuple[str, str]
+    memory_bandwidth: tuple[str, str]
+    names: tuple[str, ...] = ()
+    achievable: tuple[float, str] | None = None
+    nvlink: tuple[str, str] | None = None
+    pcie: tuple[str, str] | None = None
+    note: str = ""
+
+
+class _Link(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    kind: LinkKind
+    rate: tuple[str, str]
+    usable: tuple[float, str]
+    latency: tuple[str, str]
+    lanes: int = 1
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True):
+    sources: dict[str, _Source]
+    gpus: tuple[_Gpu, ...]
+    links: tuple[_Link, ...]
+
+
+@functools.cache
+def catalog() -> Catalog:
+    """The catalogue that is shipped."""
+    import yaml
+
+    # libyaml's loader where PyYAML was built with it: it is ten times as fast.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    file = msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _File)
+
+    def figure(value: float, source: str) -> Figure:
+        return Figure(value=value, source=source, verified=file.sources[source].verified)
+
+    return Catalog(
+        gpus=tuple(
+            GpuSpec(
+                name=gpu.name,
+                names=gpu.names,
+                tflops={kind: figure(*value) for kind, value in gpu.tflops.items()},
+                memory_bytes=figure(units.parse_size(gpu.memory[0]), gpu.memory[1]),
+                memory_bandwidth_bytes_per_second=figure(
+                    units.parse_rate(gpu.memory_bandwidth[0]), gpu.memory_bandwidth[1]
+                ),
+                achievable=figure(*gpu.achievable) if gpu.achievable else None,
+                nvlink=gpu.nvlink[0] if gpu.nvlink else None,
+                pcie=gpu.pcie[0] if gpu.pcie else None,
+                note=gpu.note,
+            )
+            for gpu in file.gpus
+        ),
+        links=tuple(
+            LinkSpec(
+                name=link.name,
+                kind=link.kind,
+                lanes=link.lanes,
+                rate_bytes_per_second=figure(units.parse_rate(link.rate[0]), link.rate[1]),
+                usable=figure(*link.usable),
+                latency_seconds=figure(units.parse_duration(link.latency[0]), link.latency[1]),
+            )
+            for link in file.links
+        ),
+        sources={name: source.title for name, source in file.sources.items()},
+    )
+
+
+def find_gpu(kind: str) -> GpuSpec | None:
+    """The GPU that NVML or a person calls `kind`: `A100`, `NVIDIA A100-SXM4-80GB`, `a100 40gb`; None if there is none.
+
+    Part of a name is enough, the first match counts, but not its memory or its shape alone (`80GB`, `PCIe`). More than a name is another GPU: an `A100X`, or a MIG slice of
+    an A100, is no A100.
+    """
+    return _find_gpu(kind)
+
+
+@functools.lru_cache(maxsize=256)
+def _find_gpu(kind: str) -> GpuSpec | None:
+    wanted = _words(kind)
+    if all(_NOT_A_MODEL.fullmatch(word) for word in wanted):
+        return None
+    known = [(gpu, [_words(name) for name in (gpu.name, *gpu.names)]) for gpu in catalog().gpus]
+    for gpu, names in known:
+        if any("".join(words) == "".join(wanted) for words in names):
+            return gpu
+    for gpu, names in known:
+        if any(set(wanted) <= set(words) for words in names):
+            return gpu
+    return None
+
+
+def near_gpus(kind: str) -> list[str]:
+    """Names that somebody who wrote `kind` may have meant."""
+    names = {"".join(_words(name)): gpu.name for gpu in catalog().gpus for name in (gpu.name, *gpu.names)}
+    found = difflib.get_close_matches("".join(_words(kind)), list(names), n=3, cutoff=0.6)
+    return list(dict.fromkeys(names[name] for name in found))
+
+
+def gpu_hint(kind: str) -> str:
+    """What to tell somebody who wrote `kind`, which is not in the catalogue."""
+    near = near_gpus(kind)
+    return f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists the known ones"
+
+
+@functools.cache
+def links_by_name() -> dict[str, LinkSpec]:
+    """Links by their names in lower case."""
+    return {link.name.lower(): link for link in catalog().links}
+
+
+def _words(kind: str) -> list[str]:
+    told = _VENDOR.sub(" ", kind.lower())
+    told = re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", told)
+    return re.findall(r"[a-z0-9.]+", told)

@@ -1,0 +1,1 @@
+"""Programs that run on other hosts with the standard library only."""

@@ -1,0 +1,1 @@
+"""Benchmarks of links: TCP, MPI, all-reduce, inside a node."""

@@ -1,0 +1,1 @@
+"""Findings: what the measurements say about hosts, NICs and links."""

@@ -1,0 +1,1 @@
+"""Checkpoints: file format, replicas, synchronization of restored state."""

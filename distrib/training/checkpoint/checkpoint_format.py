@@ -1,0 +1,303 @@
+"""Checkpoints: one file, written whole or not at all, that opens without running code."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import io
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distrib.errors import TrainingError
+from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
+from distrib.training.strategies.ddp_module import Wrapped
+from distrib.training.strategies.synchronous import unwrapped
+from distrib.training.to_device import moved
+
+_FORMAT = 1
+
+
+def write(
+    path: str | os.PathLike[str],
+    objects: dict[str, Any],
+    backend: dict[str, Any] | None = None,
+    stamp: Stamp = NO_STAMP,
+) -> None:
+    """Writes the states of `objects` and the plain values among them to `path`, in place of what is there.
+
+    Models are named as they were before `prepare` and torch.compile. `backend` is the state of the mode of training, `stamp` tells
+    when in the run it is.
+
+    The file is complete at every moment: it is written beside `path`, brought to the disk and then renamed.
+    Numbers of numpy are saved as Python's. Raises TrainingError for what `read` could not open safely; then the file is as it was.
+    """
+    states = {name: _without_numpy(_state(thing)) for name, thing in objects.items() if has_state(thing)}
+    values = {name: _without_numpy(thing) for name, thing in objects.items() if not has_state(thing)}
+    for name, value in values.items():
+        if not _is_plain(value):
+            where, what = _unsafe(name, value) or (name, f"a {type(value).__name__}")
+            raise TrainingError(
+                f"cannot save {where}, {what}",
+                hint="save objects with a state_dict, tensors, numbers, strings, or lists and dicts of them",
+            )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name[:100]}.{socket.gethostname()[:64]}."
+    _remove_partial(path.parent, prefix)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            content = {
+                "distrib": _FORMAT, "stamp": tuple(stamp), "states": states, "values": values, "backend": backend or {},
+            }  # fmt: skip
+            _save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        _check_opens(name, states)
+        Path(name).chmod(0o666 & ~mask)  # mkstemp's file is for the owner alone
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _save(content: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # a full disk; torch speaks of positions in the file
+            raise error.__context__ from None
+        raise
+
+
+def _remove_partial(folder: Path, prefix: str) -> None:
+    """Remove what processes of this host left that were killed while they wrote: they do not hold its lock any more."""
+    for name in os.listdir(folder):
+        if name.startswith(prefix):
+            with contextlib.suppress(OSError), (folder / name).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                (folder / name).unlink()
+
+
+def _check_opens(path: str, states: dict[str, Any]) -> None:
+    """Raises TrainingError where `read` could not open the file that was written to `path`, with the place in `states`."""
+    try:
+        torch.load(path, map_location="cpu", mmap=True, weights_only=True)  # mapped: the numbers are not read again
+    except pickle.UnpicklingError as error:
+        where, what = _unsafe("", states) or ("", "something")
+        raise TrainingError(
+            f"cannot save {where or 'this'}: {what} could not be restored without running code",
+            hint="keep to numbers, strings and tensors in the states of what is saved",
+        ) from error
+    except (OSError, RuntimeError):
+        pass  # not every file system maps files
+
+
+def _unsafe(where: str, thing: Any) -> tuple[str, str] | None:
+    """The first place in `thing` that torch.load refuses, and what is there."""
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(thing, dict):
+        inside = list(thing.items())
+    elif isinstance(thing, (list, tuple)):
+        inside = list(enumerate(thing))
+    for key, value in inside:
+        if found := _unsafe(f"{where}[{key!r}]" if where else str(key), value):
+            return found
+    if isinstance(thing, torch.Tensor):
+        return None
+    try:
+        file = io.BytesIO()
+        torch.save(type(thing)() if inside else thing, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever its class raises
+        return where, f"a {type(thing).__name__}"
+    return None
+
+
+def content(path: str | os.PathLike[str]) -> bytes | None:
+    """The bytes of the file, or None where there is no such file."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+class _Memory(io.RawIOBase):
+    """Bytes as a file, none of which is copied before it is read."""
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        self._data, self._place = memoryview(data), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._place = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: len(self._data)}[whence])
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, target: Any) -> int:
+        part = self._data[self._place : self._place + len(target)]
+        target[: len(part)] = part
+        self._place += len(part)
+        return len(part)
+
+
+def read(
+    data: bytes | memoryview, objects: dict[str, Any], device: torch.device, *, source: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gives the states in `data` to `objects`; returns the plain values, over the ones in `objects`, and the backend's state.
+
+    Of the values, tensors that were on a GPU come on `device`; all else is on the CPU.
+    Raises TrainingError when `data` is no checkpoint, or lacks the state of an object.
+    """
+    from_gpus: set[int] = set()
+
+    def place(storage: Any, where: str) -> Any:
+        if where != "cpu":
+            from_gpus.add(storage.data_ptr())
+        return storage  # on the CPU, as GPUs may have no room for all of it
+
+    try:
+        saved = torch.load(_Memory(data), map_location=place, weights_only=True)  # type: ignore[arg-type]  # it reads and seeks
+    except Exception as error:  # torch raises a dozen kinds here
+        raise TrainingError(f"{source} is no checkpoint of job.save: {error}") from error
+    try:
+        states, values = saved["states"], saved["values"]
+    except (KeyError, TypeError, IndexError) as error:
+        raise TrainingError(
+            f"{source} was not written by job.save",
+            hint="read what another script saved with torch.load, and give it to the model before job.prepare(model)",
+        ) from error
+    wanted = {name: thing for name, thing in objects.items() if has_state(thing)}
+    if missing := sorted(wanted.keys() - states.keys()):
+        raise TrainingError(
+            f"{source} holds no state of {', '.join(missing)}", hint=f"it holds {', '.join(sorted(states)) or 'none'}"
+        )
+    for name, thing in wanted.items():
+        try:
+            _load(thing, states[name])
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise TrainingError(
+                f"{source}: the state of {name} does not fit: {error}",
+                hint="it was saved by another model or optimizer; restore it into one made alike, or name another file",
+            ) from error
+    values = moved(values, device, lambda tensor: _place(tensor) in from_gpus)
+    given = {name: thing for name, thing in objects.items() if name not in wanted}
+    return {**given, **values}, saved.get("backend", {})
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its numbers are in memory."""
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor._values()
+    elif tensor.layout is not torch.strided:  # the compressed ones
+        tensor = tensor.values()
+    return tensor.untyped_storage().data_ptr()
+
+
+_COMPILED = "_orig_mod."
+"""What torch.compile puts before the names in a module that it compiled inside another one."""
+_WRAPPED = "module."
+"""What DistributedDataParallel does, which a script has put around a model itself."""
+
+
+def _state(thing: Any) -> Any:
+    thing = unwrapped(thing)
+    state = thing.state_dict()
+    if isinstance(thing, nn.Module) and (names := _names(thing, state)):
+        return {names.get(name, name): value for name, value in state.items()}
+    return state
+
+
+def _load(thing: Any, state: Any) -> None:
+    thing = unwrapped(thing)
+    if isinstance(thing, nn.Module) and (names := _names(thing, thing.state_dict())):
+        present = {plain: name for name, plain in names.items()}
+        state = {present.get(name, name): value for name, value in state.items()}
+    thing.load_state_dict(state)
+
+
+def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
+    """What is called otherwise without `prepare` and torch.compile, and how."""
+    wrappers = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) and not isinstance(module, Wrapped)
+    ]
+    names = {}
+    for name in state:
+        plain = name
+        for wrapper in reversed(wrappers):  # the inner ones first
+            if plain.startswith(wrapper + _WRAPPED):
+                plain = wrapper + plain.removeprefix(wrapper + _WRAPPED)
+        plain = plain.replace(_COMPILED, "")
+        if plain != name:
+            names[name] = plain
+    return names
+
+
+def has_state(thing: Any) -> bool:
+    """Whether `thing` is saved by its state, not as a plain value."""
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _without_numpy(thing: Any) -> Any:
+    """`thing` with Python's numbers in place of numpy's, such as schedules leave in an optimizer: torch.load refuses those."""
+    if isinstance(thing, np.generic):
+        return thing.item()
+    if isinstance(thing, dict):
+        items = [(_without_numpy(key), _without_numpy(value)) for key, value in thing.items()]
+        if all(a is c and b is d for (a, b), (c, d) in zip(items, thing.items(), strict=True)):
+            return thing
+        changed = copy.copy(thing)  # of its class, with its attributes
+        changed.clear()
+        changed.update(items)
+        return changed
+    if type(thing) in (list, tuple, set):
+        return type(thing)(_without_numpy(item) for item in thing)
+    return thing
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return all(_is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, complex, str, bytes) or isinstance(value, torch.Tensor)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Brings the renaming to the disk too, where the file system can."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass
+    finally:
+        os.close(descriptor)

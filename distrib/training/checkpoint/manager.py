@@ -1,0 +1,110 @@
+"""Who writes a job's checkpoints, and from whose file all ranks go on.
+
+The main rank writes. A job that may be started again has copies on its other hosts (`distrib.training.checkpoint.replicas`), and goes on from
+the newest that any rank sees. What is in the file is `distrib.training.checkpoint.checkpoint_format`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from distrib.training.checkpoint import checkpoint_format, replicas
+from distrib.training.checks.cross_rank import gathered
+from distrib.training.collectives import Exchange
+from distrib.training.strategies.base import Backend
+from distrib.training.to_device import moved
+
+
+class Checkpoints:
+    """Those that a job writes and reads. `elastic`: ranks may come and go."""
+
+    def __init__(self, run: replicas.Run, backend: Backend, exchange: Exchange, *, elastic: bool) -> None:
+        self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
+        self._exchange, self._elastic = exchange, elastic
+        self._saves: Counter[str] = Counter()
+        self._told_apart = False
+
+    def save(self, path: str | os.PathLike[str], objects: dict[str, Any], *, is_main: bool) -> None:
+        """See `Job.save`."""
+        place = os.path.realpath(path)
+        self._saves[place] += 1
+        stamp = self._run.stamp(self._saves[place])
+        if is_main:
+            if self._backend.is_apart and any(isinstance(thing, nn.Module) for thing in objects.values()):
+                self._tell_apart()
+            checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
+        elif self._keeps_copies(path):
+            try:
+                checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
+            # A full disk, or a state that the main rank alone can give: the job has its checkpoint all the same.
+            except Exception as error:
+                warnings.warn(f"no copy of {os.fspath(path)} on this host: {error}", stacklevel=3)
+
+    def _tell_apart(self) -> None:
+        if not self._told_apart:
+            self._told_apart = True
+            print(
+                "distrib: note: a checkpoint in the middle of a round of --mode local has the model of the main rank alone: job.settle(), "
+                "called by every rank before job.save, makes it that of all; at the end of an epoch it is",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def restore(self, path: str | os.PathLike[str], objects: dict[str, Any]) -> dict[str, Any]:
+        """See `Job.restore`. Every rank."""
+        source = self._newest(path) if self._run.max_restarts else 0
+
+        def read() -> bytes | None:
+            return checkpoint_format.content(path)
+
+        data = self._exchange.content(source, read)
+        place = Path(path).absolute()
+        if data is None:
+            if self._world.rank == 0:
+                how = "warning: the job was started again, but there is" if self._run.restarts else "note:"
+                print(f"distrib: {how} no file {place}: nothing is restored", file=sys.stderr, flush=True)
+            return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
+        if source and self._world.rank == source:
+            print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
+        self._backend.end_rounds()  # what is not restored goes on, too
+        values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
+        restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
+        if all(isinstance(thing, nn.Module) for thing in restored):
+            state = {}  # where weights alone are wanted, perhaps of a job of other optimizers
+        if restored:
+            self._backend.load_state_dict(moved(state, self._device))
+        return values
+
+    def _keeps_copies(self, path: str | os.PathLike[str]) -> bool:
+        """Whether this rank writes a copy of checkpoints for its host."""
+        one_of_its_host = self._world.local_rank == 0 and self._world.local_size < self._world.size
+        return bool(self._run.max_restarts) and one_of_its_host and not self._elastic and not replicas.is_shared(path)
+
+    def _newest(self, path: str | os.PathLike[str]) -> int:
+        """The rank that sees the newest checkpoint. Every rank."""
+        if self._elastic or self._world.size == 1:
+            return 0
+        stamps = gathered(replicas.stamp_of(path))
+        chosen = replicas.newest(stamps, self._run)
+        if self._world.rank == 0 and (later := replicas.later(stamps, chosen)):
+            rank, own, other = later
+            print(
+                f"distrib: warning: {os.fspath(path)} as rank {chosen} has it, written {_when(own)}, is gone on from; rank {rank} has one that "
+                f"another run wrote later, {_when(other)}, which the next checkpoint replaces: is the older one, on rank {chosen}'s host, to "
+                "be removed?",
+                file=sys.stderr,
+                flush=True,
+            )
+        return chosen
+
+
+def _when(stamp: replicas.Stamp) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(stamp.time))

@@ -1,0 +1,1 @@
+"""Checks for silently wrong training."""

@@ -1,0 +1,1 @@
+"""Data loading: sharded loaders, samplers, epochs, load balancing."""

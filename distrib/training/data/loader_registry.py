@@ -1,0 +1,132 @@
+"""The loaders of a job: whether all ranks see the same samples under the same numbers, and what each has read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from distrib.training.checks.cross_rank import differ, gathered
+from distrib.training.checks.datasets import difference, words_of
+from distrib.training.checks.usage import Forgotten
+from distrib.training.collectives import Exchange
+from distrib.training.data.epoch import Lessons
+from distrib.training.data.load_balancing import Balance
+from distrib.training.data.sharded_loader import ShardedLoader
+from distrib.training.strategies.base import Backend
+from distrib.training.strategies.parameter_server import Asynchronous
+from distrib.training.strategies.synchronous import unwrapped
+
+
+class Loaders:
+    """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
+
+    `samples` is told before each batch how many samples this rank has of it and all have together, and says what it was told before;
+    `ended` is called at the end of an epoch of training; `steps` says how many calls of `step()` there were, None while there is no
+    optimizer.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        exchange: Exchange,
+        forgotten: Forgotten,
+        *,
+        elastic: Asynchronous | None,
+        models: Callable[[], Sequence[nn.Module]],
+        steps: Callable[[], int | None],
+        samples: Callable[[int, int], tuple[int, int]],
+        ended: Callable[[], None],
+    ) -> None:
+        self._backend, self._world, self._exchange, self._forgotten = backend, backend.world, exchange, forgotten
+        self._elastic, self._models, self._samples = elastic, models, samples
+        self._lessons = Lessons(steps, ended)
+        self.prepared = 0
+        """How many there are."""
+        self.read: dict[int, bool | None] = {}
+        """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
+        self.begun = False
+        """Whether a first step was taken."""
+        self._noted = False
+        self._made_of: dict[torch.Generator, int] = {}
+        """Of how many loaders before a generator was."""
+        self._seed = torch.initial_seed()
+        self._compared: list[ShardedLoader] = []
+        """Those that were prepared before the first step: what they read first is compared at it."""
+
+    def prepare(self, loader: DataLoader[Any]) -> ShardedLoader:
+        """This rank's share of `loader`. Every rank."""
+        self.prepared += 1
+        number, generator = self.prepared - 1, loader.generator  # which scripts may seed by rank; the order must be one
+        own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
+        turn = number
+        if generator:  # one of which several loaders are made, as of each epoch, gives each another order
+            turn = self._made_of[generator] = self._made_of.get(generator, -1) + 1
+        seed, of_main = self._exchange.from_main(
+            lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + turn, own)
+        )
+        if place := difference(of_main, own):
+            self._forgotten.other_than_main(place)
+        balance = None
+        if self._backend.strategy.balance and self._world.size > 1:
+            balance = Balance(
+                gather=gathered, parameters=lambda: [p for model in self._models() for p in model.parameters()]
+            )
+        sharded = ShardedLoader(
+            loader,
+            rank=self._world.rank,
+            ranks=self._world.size,
+            device=self._backend.device,
+            seed=seed,
+            training=self._training,
+            samples=self._samples,
+            parameters=lambda: [p for model in self._models() for p in model.parameters() if p.requires_grad],
+            read=functools.partial(self._was_read, number),
+            lessons=self._lessons,
+            balance=balance,
+            view=self._elastic.view if self._elastic else None,
+        )
+        if not self.begun and not self._elastic:
+            self._compared.append(sharded)
+        return sharded
+
+    def learn(self) -> None:
+        """The job learns from something: says so where it is nothing that was prepared."""
+        if not self.read and not self._noted and self._world.size > 1:
+            self._noted = True
+            self._forgotten.no_loader(self.prepared)
+
+    def step(self) -> None:
+        """`step()` was called, by every rank."""
+        self._lessons.step()
+
+    def begin(self) -> None:
+        """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
+        self.begun = True
+        if self._world.size > 1 and not self._elastic:
+            seeds = gathered([self._seed, torch.initial_seed()])
+            # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
+            self._noted |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
+            differing = differ([loader.first_read for loader in self._compared]) if self._compared else []
+            streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
+            if True in streams:
+                self._forgotten.other_stream()
+            if False in streams:
+                self._forgotten.other_order()
+        self._compared.clear()
+
+    def _training(self) -> bool | None:
+        models = self._models()
+        return any(unwrapped(model).training for model in models) if models else None
+
+    def _was_read(self, number: int, evaluated: bool | None) -> None:
+        if evaluated is None:
+            self.read.setdefault(number, None)
+        else:
+            self.read[number] = evaluated or bool(self.read.get(number))
+            if self._backend.is_apart:
+                self._forgotten.evaluates_apart()

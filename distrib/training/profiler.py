@@ -1,0 +1,340 @@
+"""A profile: what a step of a script takes on one rank alone, measured while the script runs as it always does.
+
+A step lasts from the end of one `optimizer.step()` to the end of the next. In it are the waits for the loader; backward,
+from the call of `backward()` to its return; what follows it, which counts as the optimizer's; and the rest, which counts as
+forward. Of several calls of `backward()` in a step, the last one is when ranks talk; the others count as forward, and
+the samples of all of them are the step's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import platform
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from distrib._version import __version__
+from distrib.bandwidth_model.workload import MOST_VARIATION, Gradient, Workload
+from distrib.cluster.hardware_catalog import find_gpu
+from distrib.errors import TrainingError
+from distrib.training.telemetry.device_timer import Clock, usual
+
+WARMUP_STEPS = 5
+STEPS = 20
+FEWEST_STEPS = 5
+"""With fewer measured steps than this there is no profile."""
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be measured, and what the workload is to be called."""
+
+    name: str
+    warmup_steps: int = WARMUP_STEPS
+    steps: int = STEPS
+
+
+class _Step:
+    """Marks of one step."""
+
+    def __init__(self, begin: Any, children_seconds: float) -> None:
+        self.begin = begin
+        self.processor_seconds = -time.process_time()
+        self.loading_seconds = -children_seconds
+        self.begins_epoch = False
+        self.fetches: list[tuple[Any, Any]] = []
+        self.backward: tuple[Any, Any] | None = None
+        self.ready: dict[str, Any] = {}
+        self.samples = 0
+        self.end: Any = None
+
+
+class Profiler:
+    """Measures the steps of what it is shown with `watch`, and calls `done(workload, steps)` once it has seen enough.
+
+    `problem` says, until then, why there is no profile yet. `hopeless(what)` is called as soon as there can be none; without
+    it, `watch` raises TrainingError then.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        wish: Wish,
+        done: Callable[[Workload, int], None],
+        *,
+        hopeless: Callable[[str], None] | None = None,
+    ) -> None:
+        self._device = device
+        self._wish = wish
+        self._done = done
+        self._clock = Clock(device)
+        self._models: list[nn.Module] = []
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._gradients: dict[str, tuple[int, str, int]] = {}
+        self._shown = 0
+        """The most samples that the model or the loader showed since the last call of `backward()`."""
+        self._step: _Step | None = None
+        self._steps: list[_Step] = []
+        self._taken = 0
+        self._depth = 0
+        self._handles: list[Any] = []
+        self._backward = torch.autograd.backward
+        self.finished = False
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        torch.autograd.backward = self._timed(torch.autograd.backward)
+        self._hopeless = hopeless
+        self._unprepared = 0
+        if hopeless:
+            self._handles.append(register_optimizer_step_post_hook(lambda *_: self._some_step_ends()))
+
+    def watch(self, thing: Any) -> None:
+        """Measure a model, an optimizer or a loader that is prepared."""
+        if self.finished:
+            return
+        if isinstance(thing, nn.Module):
+            self._watch_model(thing)
+        elif isinstance(thing, torch.optim.Optimizer):
+            self._optimizers.append(thing)
+            if len(self._optimizers) > 1:
+                self._give_up()
+            else:
+                self._handles.append(thing.register_step_post_hook(lambda *_: self._step_ends()))
+        elif hasattr(thing, "meter"):
+            thing.meter = self._fetches
+
+    @property
+    def problem(self) -> str:
+        """Why there is no profile."""
+        if not self._optimizers:
+            return "no optimizer was prepared; hand model, optimizer and loader to job.prepare()"
+        if len(self._optimizers) > 1:
+            return (
+                f"{len(self._optimizers)} optimizers were prepared, and a profile knows one; hand only that of the largest model "
+                "to job.prepare() to profile this"
+            )
+        if not self._models:
+            return "no model was prepared; hand it to job.prepare() as well"
+        if self._taken and not self._gradients:
+            return f"no gradient of the model was computed by backward() in {self._taken} step(s)"
+        needed = self._wish.warmup_steps + FEWEST_STEPS
+        return (
+            f"the script took {self._taken} step(s); a profile needs {needed} ({self._wish.warmup_steps} to warm up and "
+            f"{FEWEST_STEPS} measured, better {self._wish.steps})"
+        )
+
+    def close(self) -> None:
+        """The script ends: what was measured has to do. Raises TrainingError where it is too little."""
+        if self.finished:
+            return
+        problem = self.problem if len(self._steps) < FEWEST_STEPS else ""
+        if problem or not self._gradients:
+            self._end()
+            raise TrainingError(f"no profile: {problem or self.problem}")
+        self._finish()
+
+    # -- what happens in a step ------------------------------------------------------------------------------------
+
+    def _watch_model(self, model: nn.Module) -> None:
+        prefix = f"{len(self._models)}." if self._models else ""
+        self._models.append(model)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook = functools.partial(self._gradient_ready, prefix + name)
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        self._handles.append(model.register_forward_pre_hook(self._forward_begins, with_kwargs=True))
+
+    def _forward_begins(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._shows((arguments, named))
+
+    def _shows(self, batch: Any) -> None:
+        if torch.is_grad_enabled():
+            self._shown = max(self._shown, samples_of(batch))
+
+    def _fetches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader, and how long each was waited for."""
+        if self._step:
+            self._step.begins_epoch = True
+        while True:
+            begin = self._clock.mark() if self._step else None
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            if self._step and begin is not None:
+                self._step.fetches.append((begin, self._clock.mark()))
+            self._shows(batch)
+            yield batch
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(*arguments: Any, **named: Any) -> Any:
+            step = self._step
+            if step is None or self._depth:  # checkpointing calls backward inside of backward
+                return original(*arguments, **named)
+            step.samples += self._shown
+            self._shown = 0
+            self._depth += 1
+            step.ready.clear()
+            begin = self._clock.mark()
+            try:
+                return original(*arguments, **named)
+            finally:
+                self._depth -= 1
+                if begin is not None:
+                    step.backward = (begin, self._clock.mark())
+
+        return backward
+
+    def _gradient_ready(self, name: str, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        size = gradient.numel() * gradient.element_size()
+        self._gradients[name] = (gradient.numel(), str(gradient.dtype).removeprefix("torch."), size)
+        if self._step and (mark := self._clock.mark()) is not None:
+            self._step.ready[name] = mark
+
+    def _step_ends(self) -> None:
+        now, children_seconds = self._clock.mark(), _processor_seconds_of_children()
+        self._taken += 1
+        step = self._step
+        if step and step.backward and self._taken > self._wish.warmup_steps:
+            step.end = now
+            step.processor_seconds += time.process_time()
+            step.loading_seconds += children_seconds
+            self._steps.append(step)
+        self._step = _Step(now, children_seconds)
+        if len(self._steps) >= self._wish.steps:
+            self._finish()
+
+    def _some_step_ends(self) -> None:
+        """A step of any optimizer: after enough of them without one that was prepared, none will be."""
+        self._unprepared += not self._optimizers
+        if self._unprepared >= self._wish.warmup_steps + self._wish.steps:
+            self._give_up()
+
+    # -- what came of it -------------------------------------------------------------------------------------------
+
+    def _give_up(self) -> None:
+        self._end()
+        what = f"no profile: {self.problem}"
+        if self._hopeless is None:
+            raise TrainingError(what)
+        self._hopeless(what)
+
+    def _end(self) -> None:
+        self.finished = True
+        torch.autograd.backward = self._backward
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _finish(self) -> None:
+        self._end()
+        self._clock.settle()
+        self._done(self._workload(), len(self._steps))
+
+    def _workload(self) -> Workload:
+        seconds = self._clock.seconds
+        waits, forwards, backwards, optimizers, totals = [], [], [], [], []
+        ready: dict[str, list[float]] = {}
+        for step in self._steps:
+            assert step.backward
+            wait = sum(seconds(begin, end) for begin, end in step.fetches)
+            waits.append(wait)
+            forwards.append(seconds(step.begin, step.backward[0]) - wait)
+            backwards.append(seconds(*step.backward))
+            optimizers.append(seconds(step.backward[1], step.end))
+            totals.append(seconds(step.begin, step.end))
+            for name, mark in step.ready.items():
+                ready.setdefault(name, []).append(seconds(step.backward[0], mark))
+        gradients = [
+            Gradient(
+                name=name, elements=self._gradients[name][0], dtype=self._gradients[name][1],
+                size_bytes=self._gradients[name][2], ready_seconds=max(0.0, statistics.median(times)),
+            )
+            for name, times in ready.items()
+        ]  # fmt: skip
+        used = sum(step.processor_seconds for step in self._steps) / sum(totals) / torch.get_num_threads()
+        parameters = [parameter for model in self._models for parameter in model.parameters()]
+        return Workload(
+            name=self._wish.name,
+            origin="measured",
+            device=self._device_name(),
+            batch=max(1, statistics.median_high(step.samples for step in self._steps)),
+            forward_seconds=max(0.0, statistics.median(forwards)),
+            backward_seconds=statistics.median(backwards),
+            optimizer_seconds=max(0.0, statistics.median(optimizers)),
+            loader_seconds=self._waiting_seconds(waits),
+            loading_processor_seconds=self._loading_seconds(),
+            gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_seconds)),
+            parameter_bytes=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+            memory_bytes=self._memory_bytes(),
+            processor_share=min(1.0, used),
+            processors=torch.get_num_threads(),
+            variation=_variation([total - wait for total, wait in zip(totals, waits, strict=True)]),
+            software={"distrib": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        )
+
+    def _waiting_seconds(self, waits: Sequence[float]) -> float:
+        """For data, in a step. With an epoch new processes may begin, which costs more than a batch."""
+        inside = [wait for step, wait in zip(self._steps, waits, strict=True) if not step.begins_epoch] or waits
+        return usual(inside, in_bursts=bool(multiprocessing.active_children()))  # as what loads would be
+
+    def _loading_seconds(self) -> float:
+        """Of the loaders' processes in a step: the mean, as what they load is for another step than that in which they do."""
+        inside = [step for step in self._steps if not step.begins_epoch] or self._steps
+        return max(0.0, statistics.fmean(step.loading_seconds for step in inside))
+
+    def _device_name(self) -> str:
+        if self._device.type == "cpu":
+            return "cpu"
+        name = torch.cuda.get_device_name(self._device)
+        known = find_gpu(name)
+        return known.name if known else name
+
+    def _memory_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _processor_seconds_of_children() -> float:
+    """What the loaders' worker processes have taken so far, and other children."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    total = ended.ru_utime + ended.ru_stime
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(OSError):  # psutil would ask for more, several times in a step's time
+            stat = Path(f"/proc/{child.pid}/stat").read_text()
+            total += sum(map(int, stat.rpartition(")")[2].split()[11:13])) / os.sysconf("SC_CLK_TCK")  # utime, stime
+    return total
+
+
+def _variation(seconds: Sequence[float]) -> float:
+    """The coefficient of variation, by the quartiles as those of normal errors: one hiccup in 20 steps does not count."""
+    low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return min(MOST_VARIATION, (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
+
+
+def samples_of(batch: Any) -> int:
+    """The samples in a batch: the length of the first tensor in it; 0 where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 0
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    if isinstance(batch, (tuple, list)):
+        return next((samples for item in batch if (samples := samples_of(item))), 0)
+    return 0

@@ -1,0 +1,1 @@
+"""Training strategies: all-reduce, local SGD, Horovod, parameter servers."""

@@ -1,0 +1,162 @@
+"""Horovod carries the gradients, where it is installed and asked for: the same job, models and optimizers otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.parameters import learning_of
+from distrib.training.strategies.base import Backend, Together
+from distrib.training.world import World
+
+
+class Horovod(Together):
+    """Gradients are averaged by `hvd.DistributedOptimizer`, and are when backward returns: so that they can be clipped."""
+
+    def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
+        super().__init__(strategy, world, device)
+        try:
+            import horovod.torch as hvd
+        except ImportError as error:
+            raise TrainingError(
+                f"Horovod is not installed here: {error}",
+                hint="scripts/build-horovod builds it; or leave out --backend horovod",
+            ) from None
+        self._hvd = hvd
+        if world.comm is None:
+            raise TrainingError("Horovod needs ranks that MPI started", hint="use --engine mpirun, or --backend torch")
+        hvd.init(comm=world.comm)
+        if (hvd.rank(), hvd.size()) != (world.rank, world.size):
+            raise TrainingError(
+                f"Horovod says rank {hvd.rank()} of {hvd.size()}, MPI {world.rank} of {world.size}",
+                hint="it was built with another MPI: scripts/build-horovod builds it again",
+            )
+        self._reducers: dict[Optimizer, Reducer] = {}
+        self._made = 0  # reducers, with those that have ended
+        self._pairs: dict[Optimizer, list[nn.Module]] = {}
+
+    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = Backend.model(self, model, find_unused_parameters=find_unused_parameters)
+        model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
+        for name, parameter in model.named_parameters():
+            if parameter.is_complex():
+                raise TrainingError(
+                    f"{name} is complex, which Horovod does not average", hint="leave out --backend horovod"
+                )
+        if any(True for _ in model.parameters()):
+            self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        return super().model(model, find_unused_parameters=find_unused_parameters)
+
+    def optimizer(self, optimizer: Optimizer) -> None:
+        super().optimizer(optimizer)
+        self._reducers[optimizer] = Reducer(
+            self._hvd, learning_of(optimizer), self._made, self.strategy.gradients.format
+        )
+        self._made += 1
+        self._see_averaged()
+
+    def _see_averaged(self) -> None:
+        self._averaged = {parameter for reducer in self._reducers.values() for parameter in reducer.parameters}
+
+    def retire(self, optimizer: Optimizer) -> None:
+        self._reducers.pop(optimizer).end()
+        self._pairs.pop(optimizer, None)
+        self._see_averaged()
+
+    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+        self._pairs[optimizer] = list(models)
+
+    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+        self._reducers[optimizer].exchange(on)
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        self._reducers[optimizer].finish()
+        return super().step(optimizer, update)
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+    @contextmanager
+    def without_exchange(self, model: nn.Module) -> Iterator[None]:
+        """Gradients of the backward passes inside stay this rank's."""
+        reducers = [reducer for reducer in self._of([model]) if reducer.on]
+        for reducer in reducers:
+            reducer.exchange(False)
+        try:
+            yield
+        finally:
+            for reducer in reducers:
+                reducer.exchange(True)
+
+    def _of(self, models: Sequence[nn.Module]) -> list[Reducer]:
+        wanted = {id(model) for model in models}
+        return [self._reducers[o] for o, owned in self._pairs.items() if any(id(model) in wanted for model in owned)]
+
+
+class Reducer:
+    """Horovod's optimizer around one that never steps: what is wanted of it is that it averages gradients.
+
+    So the script's optimizer stays the object it is. Horovod waits for its all-reduces in `step`; here it does so at the end
+    of backward, as DistributedDataParallel does, since a script may clip or unscale gradients before it steps.
+    """
+
+    def __init__(self, hvd: Any, parameters: Sequence[torch.Tensor], number: int, format: str) -> None:
+        self.on = True
+        self.parameters = parameters
+        self._waiting = False
+        self._hvd = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.0),
+            named_parameters=[(f"{number}.{index}", parameter) for index, parameter in enumerate(parameters)],
+            compression=hvd.Compression.fp16 if format == "fp16" else hvd.Compression.none,
+        )
+        self._handles = [parameter.register_hook(self._arrived) for parameter in parameters]  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Averages no more."""
+        self.exchange(False)
+        for handle in self._handles:
+            handle.remove()
+
+    def exchange(self, on: bool) -> None:
+        """Whether the next backward passes exchange their gradients."""
+        self.on = on
+        self._hvd.set_backward_passes_per_step(1 if on else 1 << 30)  # Horovod counts passes until it exchanges
+
+    def finish(self) -> None:
+        """Waits for what is on its way."""
+        if self._waiting:
+            self._waiting = False
+            frozen = [p for p in self.parameters if not p.requires_grad and p.grad is None]
+            self._hvd.synchronize()
+            for parameter in frozen:  # Horovod gives zeros to what has none, by which momentum and weight decay go on
+                parameter.grad = None
+
+    def _arrived(self, gradient: torch.Tensor) -> None:
+        if self.on and not self._waiting:
+            self._waiting = True
+            Variable._execution_engine.queue_callback(self.finish)
+
+
+class _NoSync:
+    """`model.no_sync`, which is not copied with the model."""
+
+    def __init__(self, backend: Horovod, model: nn.Module) -> None:
+        self._backend, self._model = backend, model
+
+    def __call__(self) -> Any:
+        return self._backend.without_exchange(self._model)
+
+    def __reduce__(self) -> Any:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> Any:
+    return nullcontext

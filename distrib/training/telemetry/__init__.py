@@ -1,0 +1,1 @@
+"""Telemetry: status messages, step times, TCP statistics."""

@@ -1,0 +1,1 @@
+"""Small helpers without a subject of their own: files, CPUs, interfaces, signals, ranges."""

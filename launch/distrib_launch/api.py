@@ -1,0 +1,161 @@
+"""`distrib_launch.run`: a launch from Python, with the command's own options, of a script or a function."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distrib.errors import ConfigError, JobFailed
+from distrib.utils import files
+from distrib_launch import results, runner
+from distrib_launch.cli import launch
+from distrib_launch.supervisor import root_cause
+
+FUNCTION_LIMIT_BYTES = 1 << 30
+NOT_HERE = ("dry_run", "json", "version", "help", "module")
+
+
+class RunResult(results.Result, frozen=True, kw_only=True):
+    """A run that succeeded: what `result.json` holds, where its files are, and what a function returned on each rank."""
+
+    run_dir: str
+    return_values: tuple[Any, ...] = ()
+
+
+def run(
+    target: str | os.PathLike[str] | Callable[..., Any],
+    *args: Any,
+    hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None = None,
+    np: int | None = None,
+    **options: Any,
+) -> RunResult:
+    """Run a script, or a function with `args`, on every rank, and wait for the end.
+
+    `hosts` is a hostfile, a list such as `"a:2,b:2"`, its items, or slots by host; `np` the number of ranks. `options` are those of
+    `distrib-launch`, but for dry_run, json, module and version, with underscores: `timeout="10m"`, `env={"NAME": "value"}`, `quiet=True`, `host_reduction=False`. A function may be defined
+    anywhere, in a notebook's cell too, and need not be on the hosts; modules that it imports must be (`sync=` brings
+    them). What it returns on each rank is in `return_values`.
+
+    Raises `JobFailed` with the error of each rank, `KeyboardInterrupt` when it was interrupted by Ctrl-C, and other
+    `DistribError`s where the job could not be started. Output is written to `sys.stdout` and `sys.stderr`. It may be
+    called from any thread; signals are handled when it is the main one.
+    """
+    files.working_directory()  # which all that is named begins at
+    words = _words({"hosts": _hosts(hosts), "np": np, **options})
+    if callable(target):
+        name = getattr(target, "__name__", type(target).__name__)
+        wanted = launch.parser().parse_args([*words, "--module", "distrib_launch.rank_agent.run_function"])
+        script_input = _pickled(target, args, name)
+    else:
+        name = Path(target).stem
+        wanted = launch.parser().parse_args([*words, str(files.absolute(target)), *map(str, args)])
+        script_input = b""
+    if wanted.engine == "kubernetes":
+        raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")
+    with results.claimed_run_dir(wanted.run_dir, name) as run_dir:
+        wanted.run_dir = str(run_dir)
+        plan = runner.make_plan(wanted)
+    result = runner.launch(plan, wanted, streams=(sys.stdout, sys.stderr), script_input=script_input)
+    if result.status != "succeeded":
+        failure = _failed(result, run_dir)
+        if result.exit_code == 130:
+            raise KeyboardInterrupt from failure
+        raise failure
+    values = tuple(_value(run_dir, rank) for rank in range(result.world_size)) if script_input else ()
+    told = {field: getattr(result, field) for field in result.__struct_fields__}
+    return RunResult(**told, run_dir=str(run_dir), return_values=values)
+
+
+def _hosts(hosts: str | os.PathLike[str] | Iterable[str] | Mapping[str, int] | None) -> str | None:
+    if hosts is None:
+        return None
+    if isinstance(hosts, Mapping):
+        hosts = [
+            f"[{host}]:{slots}" if host.count(":") > 1 and host[0] != "[" else f"{host}:{slots}"
+            for host, slots in hosts.items()
+        ]
+    return os.fspath(hosts) if isinstance(hosts, (str, os.PathLike)) else ",".join(hosts)
+
+
+def _words(options: Mapping[str, Any]) -> list[str]:
+    """The command's words for options by name."""
+    known = {
+        flag[2:].replace("-", "_"): action
+        for action in launch.parser()._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+    words: list[str] = []
+    for name, value in options.items():
+        action = known.get(name)
+        if action is None or name in NOT_HERE:
+            raise ConfigError(
+                f"distrib_launch.run has no option {name!r}",
+                hint="its options are those of distrib-launch --help, but for dry_run, json, module and version",
+            )
+        flag = "--" + name.replace("_", "-")
+        if isinstance(action, argparse.BooleanOptionalAction):
+            yes, no = action.option_strings
+            words += [] if value is None else [yes if bool(value) == (flag == yes) else no]
+        elif action.nargs == 0:
+            words += [flag] if value else []
+        elif isinstance(value, Mapping):
+            words += [f"{flag}={key}={item}" for key, item in value.items()]
+        elif isinstance(value, (list, tuple)):
+            words += [f"{flag}={item}" for item in value]
+        elif value is not None:
+            words.append(f"{flag}={os.fspath(value) if isinstance(value, os.PathLike) else value}")
+    return words
+
+
+def _pickled(function: Callable[..., Any], args: tuple[Any, ...], name: str) -> bytes:
+    import cloudpickle
+
+    try:
+        call = cloudpickle.dumps((function, args))
+    except Exception as error:
+        raise ConfigError(
+            f"{name} cannot be sent to other processes: {error}",
+            hint="open files, locks and connections inside the function, not outside",
+        ) from error
+    if len(call) > FUNCTION_LIMIT_BYTES:
+        raise ConfigError(
+            f"{name} with its arguments and what it refers to is {len(call) >> 20} MiB",
+            hint="have the function read its data itself",
+        )
+    path = [str(Path(folder).absolute()) for folder in sys.path]
+    return pickle.dumps({"name": name, "path": path, "call": call})
+
+
+def _value(run_dir: Path, rank: int) -> Any:
+    try:
+        return pickle.loads((run_dir / f"ranks/{rank}.value").read_bytes())
+    except OSError:
+        return None  # it left early, with sys.exit(0)
+
+
+def _failed(result: results.Result, run_dir: Path) -> JobFailed:
+    first = result.first_failure
+    errors = {}
+    for rank in result.ranks:
+        if (rank.exit_code == 0 and not rank.signal) or rank.stopped_by:
+            continue
+        if first and first.rank == rank.rank:
+            errors[rank.rank] = first.traceback or first.message
+            continue
+        traceback = (
+            root_cause.last_traceback(root_cause.tail(run_dir / f"ranks/{rank.rank}.err")) if rank.exit_code else ""
+        )
+        ended = f"killed by {root_cause.signal_name(rank.signal)}" if rank.signal else f"exit code {rank.exit_code}"
+        errors[rank.rank] = traceback or (ended if rank.exit_code is not None else "lost without an exit record")
+    if first is None:
+        what = f"the job was {result.status} (exit code {result.exit_code})"
+    else:
+        who = f"rank {first.rank} on {first.host} failed first: " if first.rank is not None else ""
+        what = who + first.message
+    return JobFailed(what, errors=errors, result=result, hint=f"everything is in {run_dir}")

@@ -1,0 +1,172 @@
+"""The answer of `distrib-topo plan` as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from distrib.bandwidth_model.fabric import IMAGINED
+from distrib.bandwidth_model.planner import Answer, Compared, Question
+from distrib.bandwidth_model.prediction import Prediction
+from distrib.bandwidth_model.recommendations import Advice
+from distrib.bandwidth_model.scaling import NEGLIGIBLE
+from distrib.utils.number_text import fewer, include, number, rate, size, time
+
+COLUMNS = 100
+
+
+def lines(question: Question, answer: Answer) -> list[str]:
+    """Everything that is told, in `COLUMNS`; only tables may be wider."""
+    work = answer.workload
+    told = [
+        *_wrapped(
+            f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
+            f"{time(work.compute_seconds + work.loader_seconds)} a step alone, {size(work.gradient_bytes)} of gradients; "
+            f"{_ranks(question)} a host"
+        ),
+        "",
+        *table(
+            ("hosts", "ranks", "step", "samples/s", "efficiency", "exposed", "capped by"),
+            [_row(prediction) for prediction in answer.predictions],
+        ),
+        "",
+        *_wrapped(_needed(question, answer)),
+        *_wrapped(_memory(answer)),
+        *_wrapped(_fewer(question, answer)),
+    ]
+    if answer.compared:
+        told += ["", *_comparison(answer.compared)]
+    if answer.advice:
+        told += ["", f"what to do on {question.largest} host{'' if question.largest == 1 else 's'}, best first:"]
+        told += advice_table(answer.advice)
+    told += [""]
+    links = answer.predictions[-1].expected_error
+    told += _wrapped(
+        f"error to expect of a step: {answer.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
+        f"{work.expected_error:.0%}: {work.source})"
+    )
+    return told + [line for note in answer.notes for line in _wrapped(f"note: {note}")]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _ranks(question: Question) -> str:
+    fewest, most = min(question.ranks), max(question.ranks)
+    return f"{most} rank{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} ranks"
+
+
+def _row(prediction: Prediction) -> tuple[str, ...]:
+    return (
+        str(prediction.hosts),
+        str(prediction.ranks),
+        time(prediction.step_seconds),
+        number(prediction.samples_per_second),
+        f"{prediction.efficiency:.1%}",
+        time(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
+        _held_by(prediction),
+    )
+
+
+def _held_by(prediction: Prediction) -> str:
+    """What costs a job most: a link with what it carries, or something else."""
+    cap, most = prediction.cap, next(iter(prediction.losses), None)
+    if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE * prediction.step_seconds):
+        return "loading data"
+    if cap and (most is None or most.what == f"link {cap.link}"):
+        return f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}"
+    return most.what if most and most.seconds > NEGLIGIBLE * prediction.step_seconds else "compute"
+
+
+def _needed(question: Question, answer: Answer) -> str:
+    last = answer.predictions[-1]
+    wanted = f"{100 * answer.wanted_efficiency:.6g}%"
+    where = f"{wanted} on {question.largest} host{'' if question.largest == 1 else 's'}"
+    if answer.limit:
+        held = f", held back by {answer.limit.losses[0].what}" if answer.limit.losses else ""
+        return f"{where}: no network reaches that; the fastest would bring {answer.limit.efficiency:.0%}{held}"
+    if answer.needed_bytes_per_second is None:
+        held = ""
+        if last.efficiency < answer.wanted_efficiency:
+            most = last.losses[0].what if last.losses else "compute"
+            held = f", but it reaches {last.efficiency:.0%}: held back by {most}"
+        return f"{where}: no wire between hosts is needed{held}"
+    has = ""
+    if last.cap and not last.cap.is_inside:
+        has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}"
+    reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
+    return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
+
+
+def _fewer(question: Question, answer: Answer) -> str:
+    if answer.fewer is None:
+        return ""
+    option = "" if question.topology.name == IMAGINED else f": distrib-launch {include(answer.fewer)}"
+    return fewer(answer.fewer, answer.predictions[-1]) + option
+
+
+def _memory(answer: Answer) -> str:
+    fits = answer.predictions[-1].fits_memory
+    memory = answer.workload.memory_bytes
+    if fits is None or memory is None:
+        return ""
+    held = f"memory: a rank holds {size(memory)} alone, and buckets of {size(answer.workload.gradient_bytes)} beside others"
+    return f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"
+
+
+def _comparison(compared: Sequence[Compared]) -> list[str]:
+    counts = [prediction.hosts for prediction in compared[0].predictions]
+    priced = any(each.price is not None for each in compared)
+    head = ["efficiency with", *(f"{count} host{'' if count == 1 else 's'}" for count in counts), "samples/s"]
+    rows = []
+    for each in compared:
+        row = [each.network, *(f"{prediction.efficiency:.1%}" for prediction in each.predictions)]
+        row.append(number(each.predictions[-1].samples_per_second))
+        if priced:
+            row += (
+                ["-", "-"]
+                if each.price is None
+                else [number(each.price), number(each.price_per_efficiency_percent or 0)]
+            )
+        rows.append(row)
+    return table([*head, "price", "per % of efficiency"] if priced else head, rows)
+
+
+def advice_table(advice: Sequence[Advice]) -> list[str]:
+    """Each strategy with what it brings, and by a letter what it costs in convergence."""
+    costs = {each.convergence: chr(ord("a") + place) for place, each in enumerate(_each_cost_once(advice))}
+    rows = [
+        (
+            f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "as it is",
+            number(each.prediction.samples_per_second),
+            f"{each.prediction.efficiency:.1%}",
+            "exact" if each.exact else costs[each.convergence],
+        )
+        for each in advice
+    ]
+    told = table(("options", "samples/s", "efficiency", "convergence"), rows, left=(0, 3))
+    exact = {each.convergence for each in advice if each.exact}
+    return told + [
+        line for text, letter in costs.items() for line in _wrapped(f"{'exact' if text in exact else letter}: {text}")
+    ]
+
+
+def _each_cost_once(advice: Sequence[Advice]) -> list[Advice]:
+    ordered = sorted(advice, key=lambda each: each.exact)  # letters go to those that are not
+    return list({each.convergence: each for each in ordered}.values())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] | None = None) -> list[str]:
+    """Columns side by side: numbers to the right, the columns in `left` (default: the first and last) to the left."""
+    aligned = set(left) if left is not None else {0, len(head) - 1}
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.ljust(width) if column in aligned else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(head), *map(line, rows)]

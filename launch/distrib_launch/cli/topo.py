@@ -1,0 +1,72 @@
+"""`distrib-topo`: what the cluster is, and what it will do."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+from distrib._version import __version__
+from distrib.errors import DistribError
+from distrib.utils import files, signals
+from distrib_launch.cli.options import Parser
+from distrib_launch.console import bear_closed, perhaps_unread
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    signals.interrupt()  # as long as no job runs, which hears them itself
+    bear_closed()
+    try:
+        return _run(argv)
+    except DistribError as error:
+        print(f"distrib-topo: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt as interrupt:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            print("distrib-topo: error: interrupted", file=sys.stderr, flush=True)
+        return signals.exit_code(interrupt)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from distrib_launch.cli import check, plan, probe, show
+
+    parser = Parser(
+        prog="distrib-topo",
+        description="What a cluster is made of, what its wires do, and how far a job will scale on it.",
+    )
+    parser.add_argument("--version", action="version", version=f"distrib {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="show|check|probe|plan")
+    show_verb = verbs.add_parser(
+        "show", help="hosts, GPUs, NICs, links and switches, as the files tell, or the hosts themselves"
+    )
+    show.add_options(show_verb)
+    show_verb.set_defaults(run=show.run)
+    check_verb = verbs.add_parser("check", help="ask every host whether it is fit to run a job, and start nothing")
+    check.add_options(check_verb)
+    check_verb.set_defaults(run=check.run)
+    probe_verb = verbs.add_parser("probe", help="measure every link between the hosts, and say what is wrong with it")
+    probe.add_options(probe_verb)
+    probe_verb.set_defaults(run=probe.run)
+    plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
+    plan.add_options(plan_verb)
+    plan_verb.set_defaults(run=plan.run)
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        options, unknown = parser.parse_known_args(words)
+        if unknown:
+            verbs.choices[options.verb].refuse(unknown)
+        files.working_directory()  # which all that is named begins at
+        code: int = options.run(options)
+    except DistribError as error:
+        if "--json" in words:  # whoever reads it gets what he asked for, whatever became of it, mistyped options too
+            import json
+
+            with contextlib.suppress(DistribError), perhaps_unread():
+                print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": str(error)}))
+        raise
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

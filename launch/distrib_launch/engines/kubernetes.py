@@ -1,0 +1,335 @@
+"""Kubernetes: the plan as an MPIJob of Kubeflow's MPI operator, for the image of the Dockerfile.
+
+One worker pod per host of the plan serves ssh; the launcher pod runs `distrib-launch` itself on the hostfile that the
+operator mounts, so that inside the cluster all is as anywhere else. The manifest is written; no cluster is contacted.
+Fields: kubeflow.org/v2beta1 as of MPI operator 0.8, https://github.com/kubeflow/mpi-operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from distrib.errors import ConfigError
+from distrib_launch.launch_plan import is_secret
+
+if TYPE_CHECKING:
+    from distrib_launch.launch_plan import LaunchPlan, Options
+
+# Facts of the Dockerfile's image; a test compares them.
+USER_ID = 2000
+HOME = "/home/trainer"
+INTERPRETER = "/opt/distrib/bin/python3"
+SSH_FOLDER = f"{HOME}/.ssh"
+SSHD = ("/usr/sbin/sshd", "-D", "-e", "-f", f"{HOME}/sshd/config")
+SSH_PORT = 2222
+
+HOSTFILE = "/etc/mpi/hostfile"
+"""Where the operator mounts the hosts."""
+
+SECRET = "distrib-secrets"
+"""The name of the Secret that has what must not stand in a manifest."""
+
+KEEP_SECONDS = 24 * 3600
+"""How long the finished job and the launcher's log stay."""
+
+AFTER_GRACE_SECONDS = 55
+"""The launcher's, to see its ranks go and to write the result."""
+
+NAME_LIMIT = 40
+"""Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
+
+ON_PODS = {
+    "image": "--image",
+    "manifest": "--manifest",
+    "pod_resources": "--pod-resource",
+    "runtime_class": "--runtime-class",
+}
+"""The options that mean something with this engine alone."""
+
+DECIDED_HERE = [
+    "help",
+    "version",
+    "hosts",
+    "ranks",
+    "topology",
+    "include",
+    "exclude",
+    "pool",
+    "spread",
+    "engine",
+    *ON_PODS,
+    "mpirun",
+    "ssh_command",
+    "interface",
+    "sync",
+    "dry_run",
+    "json",
+    "env",
+    "script",
+    "arguments",
+]
+"""Options that the manifest has dealt with, or that mean nothing inside the cluster; the launcher there gets the others."""
+
+
+def refuse_words_on_pods(options: argparse.Namespace) -> None:
+    """Raises ConfigError for what concerns pods alone, where another engine starts the job: it would be left out without a word."""
+    for name, flag in ON_PODS.items():
+        if getattr(options, name):
+            raise ConfigError(f"{flag} is for pods", hint=f"add --engine kubernetes, or leave out {flag}")
+
+
+def unheeded(options: argparse.Namespace) -> list[str]:
+    """The options given that reach hosts from here, where pods have images and networks of their own."""
+    names = ("sync", "interface", "mpirun", "ssh_command")
+    return ["--" + name.replace("_", "-") for name in names if getattr(options, name) is not None]
+
+
+def in_image(options: Options, script: str, run_dir: str | None) -> Options:
+    """What was asked for, as it is inside the image: the script is found there, from the home directory on."""
+    return msgspec.structs.replace(
+        options,
+        script=script,
+        interpreter=INTERPRETER,
+        directory=HOME,
+        run_dir=str(PurePosixPath(HOME, run_dir or "distrib-runs")),
+        mpirun=None,
+        ssh_command=None,
+        sync=None,
+    )
+
+
+def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+    """What would start the job from its manifest."""
+    if any(host.name == "localhost" for host in plan.hosts):
+        raise ConfigError(
+            "--engine kubernetes: how many workers?", hint="name one for each host, with its slots: -H worker[1-4]:8"
+        )
+    slots_per_worker(plan)
+    return "kubectl", "create", "-f", "-"
+
+
+def notes(plan: LaunchPlan) -> tuple[str, ...]:
+    said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
+    if any(rank.device == "auto" for rank in plan.ranks):
+        said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
+    return tuple(said)
+
+
+def slots_per_worker(plan: LaunchPlan) -> int:
+    """Ranks of the script per worker; `ConfigError` where hosts differ, for an MPIJob knows one number only.
+
+    Parameter servers do not count: the launcher inside the cluster puts them beside the workers, as here.
+    """
+    slots = plan.hosts[0].workers
+    for host in plan.hosts:
+        if not host.workers:
+            raise ConfigError(
+                f"--engine kubernetes: {host.name} would run parameter servers alone, but an MPIJob has no such workers",
+                hint="leave out role=server and idle hosts: the servers then run beside the workers",
+            )
+        if host.workers != slots:
+            raise ConfigError(
+                f"--engine kubernetes: {host.name} has {host.workers} rank(s), {plan.hosts[0].name} has {slots}, but an "
+                "MPIJob gives every worker the same",
+                hint="give all hosts the same slots, and -np as many ranks as a whole number of them holds",
+            )
+        if host.chosen is not None:
+            raise ConfigError(
+                f"--engine kubernetes: GPUs {', '.join(map(str, host.chosen))} of {host.name} were chosen, but "
+                "Kubernetes chooses which GPUs a pod gets",
+                hint="choose whole hosts",
+            )
+    return slots
+
+
+def manifest(
+    plan: LaunchPlan,
+    *,
+    image: str,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    grace_seconds: float,
+    runtime_class: str = "",
+    resources: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The MPIJob that runs `plan`.
+
+    `words` are options for the launcher inside the cluster, `environment` what every rank is to find, `grace_seconds` how long
+    ranks may take to end when they are told to. `runtime_class` is the RuntimeClass of pods with GPUs; empty: the cluster's
+    default. `resources` are what workers are given besides GPUs.
+    """
+    slots = slots_per_worker(plan)
+    name = job_name(plan)
+    labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
+    gpu = any(rank.device != "cpu" for rank in plan.ranks)  # servers are on the CPU
+    launcher_pod = _pod("launcher", image, ["distrib-launch", "-H", HOSTFILE, *words, *plan.script[1:]], labels)
+    container = launcher_pod["spec"]["containers"][0]
+    # The launcher passes them on; a login over ssh, as on the workers, would not see them.
+    container["env"] = [_variable(name, value) for name, value in environment.items()]
+    container["resources"] = {"requests": {"cpu": "1", "memory": "2Gi"}}
+    launcher_pod["spec"]["terminationGracePeriodSeconds"] = math.ceil(grace_seconds) + AFTER_GRACE_SECONDS
+    worker_pod = _pod("worker", image, SSHD, labels)
+    container = worker_pod["spec"]["containers"][0]
+    container["resources"] = {"requests": {"cpu": str(max(host.ranks for host in plan.hosts))}}
+    container["ports"] = [{"name": "ssh", "containerPort": SSH_PORT}]
+    container["readinessProbe"] = {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2, "failureThreshold": 30}
+    worker_pod["spec"]["topologySpreadConstraints"] = [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": labels},
+        }
+    ]
+    if gpu:
+        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots), **(resources or {})}
+        worker_pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+        if runtime_class:
+            worker_pod["spec"]["runtimeClassName"] = runtime_class
+    elif resources:
+        container["resources"]["limits"] = dict(resources)
+    return {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": name, "labels": labels},
+        "spec": {
+            "slotsPerWorker": slots,
+            "mpiImplementation": "OpenMPI",
+            "sshAuthMountPath": SSH_FOLDER,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            # Whether a rank is started again is the launcher's to say, not the operator's.
+            "runPolicy": {"cleanPodPolicy": "Running", "ttlSecondsAfterFinished": KEEP_SECONDS, "backoffLimit": 0},
+            "mpiReplicaSpecs": {
+                "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": launcher_pod},
+                "Worker": {"replicas": len(plan.hosts), "restartPolicy": "Never", "template": worker_pod},
+            },
+        },
+    }
+
+
+def _pod(name: str, image: str, command: Sequence[str], labels: Mapping[str, str]) -> dict[str, Any]:
+    """What launcher and workers share: the image, nobody's rights, and room for shared memory."""
+    container: dict[str, Any] = {
+        "name": name,
+        "image": image,
+        "command": [_literal(word) for word in command],
+        "workingDir": HOME,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    return {
+        "metadata": {"labels": dict(labels)},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER_ID,
+                "runAsGroup": USER_ID,
+                "fsGroup": USER_ID,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            # Docker's own 64 MiB are too few for DataLoader workers, NCCL and MPI.
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        },
+    }
+
+
+def job_name(plan: LaunchPlan) -> str:
+    """A DNS label (RFC 1035) made of the script's name and the job's."""
+    stem = re.sub(r"[^a-z0-9]+", "-", _stem(plan).lower()).strip("-")
+    if not stem[:1].isalpha():
+        stem = f"job-{stem}".strip("-")
+    return f"{stem[: NAME_LIMIT - len(plan.job) - 1].rstrip('-')}-{plan.job}"
+
+
+def _script(plan: LaunchPlan) -> str:
+    """The script's path, or the module's name."""
+    return plan.script[2] if plan.script[1] == "-m" else plan.script[1]
+
+
+def _stem(plan: LaunchPlan) -> str:
+    script = _script(plan)
+    return script.rpartition(".")[2] if plan.script[1] == "-m" else Path(script).stem
+
+
+def _variable(name: str, value: str) -> dict[str, Any]:
+    """A manifest is shown, sent and kept: what is secret comes from a Secret of the cluster."""
+    if is_secret(name):
+        return {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRET, "key": name}}}
+    return {"name": name, "value": _literal(value)}
+
+
+def parse_resource(text: str) -> tuple[str, str]:
+    """`rdma/hca_shared_devices_a=1`: an extended resource of the cluster's, and how many of it. Raises ValueError."""
+    match = re.fullmatch(
+        r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)=([1-9][0-9]{0,8})", text.strip()
+    )
+    if not match:
+        raise ValueError(f"{text!r} is no resource of a pod; write such as rdma/hca_shared_devices_a=1")
+    return match[1], match[4]
+
+
+def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> tuple[str, ...]:
+    """What is left to do, or to know, for who creates the job."""
+    return tuple(filter(None, (note_on_network(plan, resources), note_on_secrets(environment))))
+
+
+def note_on_network(plan: LaunchPlan, resources: Mapping[str, str]) -> str:
+    """What keeps pods from InfiniBand or RoCE."""
+    if len(plan.hosts) < 2 or all(rank.device == "cpu" for rank in plan.ranks):
+        return ""
+    if any("rdma" in name or "infiniband" in name or name.startswith("vpc.amazonaws.com/efa") for name in resources):
+        return (
+            "memory is locked for RDMA by a user who is not root: the container runtime must let it (LimitMEMLOCK=infinity for "
+            "containerd), or NCCL falls back to TCP; distrib-topo check, run in the launcher's pod, tells"
+        )
+    return "no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N, such as rdma/hca_shared_devices_a=1)"
+
+
+def note_on_secrets(environment: Mapping[str, str]) -> str:
+    """How to make the Secret that the manifest refers to; empty where it refers to none."""
+    named = [name for name in environment if is_secret(name)]
+    if not named:
+        return ""
+    words = " ".join(f'--from-literal={name}="${name}"' for name in named)
+    return f"the pods take {', '.join(named)} from a Secret: kubectl create secret generic {SECRET} {words}"
+
+
+def _literal(text: str) -> str:
+    """Text that Kubernetes leaves alone: in commands and variables it replaces `$(NAME)`, and `$$` by `$`."""
+    return text.replace("$", "$$")
+
+
+def _plain(number: float) -> str:
+    """All the digits, and no exponent: no option takes 1.2e+06."""
+    return f"{Decimal(str(number)):f}".removesuffix(".0")
+
+
+def launcher_words(parser: argparse.ArgumentParser, options: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
+    """The options for the launcher inside the cluster: those given here that concern it.
+
+    Variables travel in the manifest's `env`; `forwarded` prefixes say which of them the launcher passes on unasked.
+    """
+    words: list[str] = []
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if not action.option_strings or action.dest in DECIDED_HERE or value == action.default:
+            continue
+        flag = action.option_strings[-1]
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag] if action.nargs == 0 else [flag, _plain(item) if isinstance(item, float) else str(item)]
+    for item in options.env:
+        name = item.partition("=")[0]
+        if not name.startswith(tuple(forwarded)):
+            words += ["-x", name]
+    return words

@@ -1,0 +1,268 @@
+"""Before a launch: how far the job will scale, a warning where the wire will cap it, and what `--mode auto` chooses."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from distrib import units
+from distrib.bandwidth_model import workload_catalog
+from distrib.bandwidth_model.fewer_hosts import Fewer, fewer_hosts
+from distrib.bandwidth_model.planner import first_kind, workload_of
+from distrib.bandwidth_model.prediction import Limit, Prediction
+from distrib.bandwidth_model.recommendations import Advice, advise, best_alike, is_alike, options_of
+from distrib.bandwidth_model.scaling import foretell, note_on_processors, unlimited
+from distrib.bandwidth_model.workload import Workload
+from distrib.cluster.topology import Topology
+from distrib.errors import ConfigError, DistribError
+from distrib.strategy import INNER_STEPS, Strategy
+from distrib.utils import number_text
+from distrib_launch.cli.plan import beside
+from distrib_launch.forecast_record import Outlook
+
+if TYPE_CHECKING:
+    from distrib_launch.launch_plan import LaunchPlan
+
+WORTH = 0.02
+"""What a strategy must gain, as a part of the ideal speed, to be worth a word."""
+
+_UNKNOWN = "mode auto needs to know the workload (--profile measures it, --workload names it); the default is used"
+
+
+def find_workload(
+    options: argparse.Namespace, topology: Topology | None, hosts: Sequence[str]
+) -> tuple[Workload, str] | None:
+    """The workload of `--workload`, else the profile `NAME.profile.json` beside the script `NAME.py`; and where it is from.
+
+    Raises ConfigError for one that cannot be.
+    """
+    given = options.workload
+    if given == "none":
+        return None
+    if given is None:
+        found = beside(options)
+        if found is None:
+            return None
+        given = str(found)
+    origin = given if workload_catalog.is_file(given) else "the catalogue"
+    hint = "describe the hosts' GPUs in a topology file (--topology)"
+    return workload_of(given, None, first_kind(topology, hosts), None, hint=hint), origin
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """The strategy to run a plan with, what is to be expected of it (None: nothing can be said), and notes for the user."""
+
+    strategy: Strategy
+    outlook: Outlook | None = None
+    notes: tuple[str, ...] = ()
+
+
+def look(plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None) -> Look:
+    """Look ahead at the job of this plan.
+
+    Raises ConfigError for a workload that was asked for and cannot be; where the model cannot tell, a note says why.
+    """
+    auto = options.mode == "auto"
+
+    def nothing(why: object) -> Look:
+        note = f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else "")
+        return Look(strategy=plan.strategy, notes=(note,))
+
+    try:
+        found = find_workload(options, topology, [host.name for host in plan.hosts])
+    except ConfigError as error:
+        if options.workload is not None:
+            raise
+        return nothing(error)
+    if found is None:
+        return Look(strategy=plan.strategy, notes=(_UNKNOWN,) if auto else ())
+    if plan.world_size == 1:
+        return Look(strategy=plan.strategy)
+    try:
+        return _foresee(plan, options, topology, *found)
+    except DistribError as error:
+        return nothing(error)
+
+
+def _foresee(
+    plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None, profiled: Workload, source: str
+) -> Look:
+    """What the model says. Raises DistribError where it cannot tell."""
+    auto = options.mode == "auto"
+    workload = _on_ranks(plan, profiled, source)
+    notes = note_on_processors(profiled, workload)
+    strategy, as_placed = plan.strategy, _as_placed(plan, workload)
+    working = [host for host in plan.hosts if host.workers]
+    hosts = tuple(host.name for host in working)
+    each = tuple(host.workers for host in working)
+    foretold = foretell(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    if auto:
+        strategy, foretold, why = _choose(strategy, foretold, advice)
+        notes += (why,)
+    few = None
+    if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
+        few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
+    limit = None
+    if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
+        limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
+    # With what was chosen otherwise the option would be refused, or mean other ranks.
+    restricted = any((options.ranks, options.include, options.exclude, options.spread, options.min_hosts))
+    warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
+    fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
+    if warning or not fed:
+        notes += tuple(note for note in foretold.notes if note not in notes)
+    if warning:
+        notes += number_text.age(topology, datetime.now(timezone.utc))
+    if foretold.fits_memory is False:
+        notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
+    outlook = Outlook(
+        workload=workload.name,
+        source=source,
+        foretold=foretold,
+        expected_error=(foretold.expected_error**2 + workload.expected_error**2) ** 0.5,
+        warning=warning,
+    )
+    return Look(strategy=strategy, outlook=outlook, notes=notes)
+
+
+def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
+    """The workload with the processors that ranks have. Raises ConfigError for one of other devices than theirs."""
+    devices = {rank.device.partition(":")[0] for rank in plan.ranks}
+    if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
+        other = "GPUs" if "cuda" in devices else "CPUs"
+        raise ConfigError(f"{source} is of {workload.device}, the ranks run on {other}")
+    threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
+    return workload_catalog.on_processors(workload, min(threads)) if threads else workload
+
+
+def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
+    """The plan's strategy as the model counts. Raises ConfigError where that knows no such placement."""
+    servers = _servers_apart(plan)
+    if servers and sum(host.workers > 0 for host in plan.hosts) == 1:
+        raise ConfigError("the servers are on other hosts than the only one with workers")
+    as_placed = msgspec.structs.replace(plan.strategy, servers=servers)
+    # NCCL chooses its own way between GPUs.
+    return as_placed if workload.device == "cpu" else msgspec.structs.replace(as_placed, all_reduce="auto")
+
+
+def _servers_apart(plan: LaunchPlan) -> int | None:
+    """How many parameter servers the model is to count as dedicated; None where each worker's host has its share of them."""
+    servers = sum(host.servers for host in plan.hosts)
+    beside = sum(host.servers > 0 for host in plan.hosts if host.workers)
+    return None if not servers or beside == sum(host.workers > 0 for host in plan.hosts) else servers
+
+
+def _choose(strategy: Strategy, foretold: Prediction, advice: Sequence[Advice]) -> tuple[Strategy, Prediction, str]:
+    """The fastest with the arithmetic of what the user has chosen himself, and a line that says what and why."""
+    best = best_alike(advice, foretold.strategy)
+    if best and best.prediction.efficiency >= foretold.efficiency + 0.5 * WORTH:
+        way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
+        chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
+        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {foretold.efficiency:.0%}"
+        why = f"mode auto: {' '.join(options_of(chosen))}, for {gain}; the arithmetic is the same"
+        return chosen, best.prediction, why
+    return (
+        strategy,
+        foretold,
+        f"mode auto: the default is as good as any that leaves the arithmetic as it is ({foretold.efficiency:.0%} of the ideal speed)",
+    )
+
+
+def _warning(
+    plan: LaunchPlan,
+    foretold: Prediction,
+    limit: Limit | None,
+    advice: Sequence[Advice],
+    few: Fewer | None,
+    threshold: float,
+    *,
+    auto: bool,
+    restricted: bool,
+) -> str:
+    """What is said of a job that the wire will hold below the threshold; empty for others.
+
+    `limit` is what it would reach where wires held nothing back, for a job that no wire brings to what is wanted.
+    """
+    if foretold.efficiency >= threshold:
+        return ""
+    counts = {host.workers for host in plan.hosts if host.workers}
+    ranks = str(counts.pop()) if len(counts) == 1 else f"up to {max(counts)}"
+    hosts = f"{foretold.hosts} host{'' if foretold.hosts == 1 else 's'}"
+    cap = foretold.cap
+    why = foretold.losses[0].what if foretold.losses else "no link, the ranks themselves"
+    if cap and why == f"link {cap.link}":
+        why = f"link {cap.link}, {number_text.rate(cap.bandwidth_bytes_per_second)}"
+        if cap.needed_bytes_per_second:
+            why += f"; {cap.wanted_efficiency:.0%} needs {number_text.rate(cap.needed_bytes_per_second)}"
+        elif limit and limit.losses and limit.efficiency < foretold.efficiency + WORTH:
+            why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
+    said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {foretold.efficiency:.0%} ({why})"
+    if few:
+        said += f". {number_text.fewer(few, foretold)}{'' if restricted else f': {number_text.include(few)}'}"
+    chosen = foretold.strategy
+    # --mode auto takes the place of another mode, with what was chosen beside it.
+    same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
+    if same and not auto and same.prediction.efficiency >= foretold.efficiency + WORTH:
+        own = () if chosen.mode == "sync" else _only_of(plan.strategy)
+        said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
+        said += f" without {' '.join(own)}" if own else ""
+    other = mildest(advice, threshold, chosen)
+    if other and other.prediction.efficiency >= foretold.efficiency + 2 * WORTH:
+        said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
+    return said
+
+
+def _only_of(chosen: Strategy) -> tuple[str, ...]:
+    """The options that mean something in its mode alone, and would be refused in another."""
+    shared = msgspec.structs.replace(Strategy(), gradients=chosen.gradients, accumulate=chosen.accumulate)
+    elsewhere = {*options_of(shared), "--mode", chosen.mode}
+    return tuple(word for word in options_of(chosen) if word.startswith("--") and word not in elsewhere)
+
+
+def _options(advice: Advice, plan: LaunchPlan) -> tuple[str, ...]:
+    """What to give for it: servers that the hostfile places need no option."""
+    servers = advice.strategy.servers
+    placed = plan.strategy.servers is None and servers == _servers_apart(plan)
+    return options_of(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
+
+
+_LADDER = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
+"""What changes the arithmetic, mildest first."""
+
+
+def mildest(advice: Sequence[Advice], threshold: float, chosen: Strategy) -> Advice | None:
+    """Of what changes the arithmetic from that of `chosen`, the mildest that reaches the threshold, else the fastest."""
+    changing = [each for each in advice if not (each.exact or each.batch or is_alike(each.strategy, chosen))]
+    enough = [each for each in changing if each.prediction.efficiency >= threshold]
+    return min(enough, key=lambda each: _harshness(each.strategy), default=changing[0] if changing else None)
+
+
+def _harshness(strategy: Strategy) -> tuple[int, ...]:
+    """The steps of the ladder that it takes, the harshest first."""
+    steps = [strategy.mode, "accumulate" if strategy.accumulate > 1 else "", strategy.gradients.format]
+    return tuple(sorted((_LADDER.index(step) for step in steps if step in _LADDER), reverse=True))
+
+
+def _named(advice: Advice) -> str:
+    """Such as `Gradients as bf16`."""
+    strategy = advice.strategy
+    parts = []
+    if strategy.all_reduce == "flat":
+        parts.append("one ring over all ranks")
+    if not strategy.gradients.exact:
+        parts.append(f"gradients as {strategy.gradients}")
+    if strategy.bucket_bytes:
+        parts.append(f"buckets of {units.format_size(strategy.bucket_bytes)}")
+    if strategy.accumulate > 1:
+        parts.append(f"accumulating {strategy.accumulate} batches")
+    if strategy.mode == "local":
+        parts.append(f"averaging every {strategy.inner_steps or INNER_STEPS} steps")
+    if strategy.mode == "async":
+        parts.append("asynchronous servers")
+    joined = " + ".join(parts) or "the default"
+    return joined[0].upper() + joined[1:]

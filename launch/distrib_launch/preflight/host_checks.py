@@ -1,0 +1,516 @@
+"""Facts of hosts against what the job needs of them. Pure: inventories in, cells of the preflight's table out.
+
+What certainly breaks the job is an error: it stops the launch. What may hurt is a warning: it is said, and kept.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
+from distrib.units import format_rate, format_size
+from distrib.utils.ranges import ranges
+from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
+from distrib_launch.preflight.check_result import Check, Want, Way, error, warning
+from distrib_launch.rank_agent.affinity import count_gpus
+
+MIB, GIB = 1 << 20, 1 << 30
+SMALL_SHM_BYTES = 64 * MIB
+"""What containers have where nobody asks for more."""
+NO_DISK_BYTES = MIB
+SMALL_DISK_BYTES = GIB
+CLOCK_SECONDS = 0.5
+HIDDEN_BYTES = 256 * MIB
+"""Less GPU memory than this in use is the driver's own."""
+LEAST_FILES = 128
+"""With fewer open files ranks do not start."""
+PROCESSES_OF_RANK = 64
+"""Threads of Python, torch, MPI and NCCL, and some processes that load data."""
+LOW_POWER = 0.98
+"""A limit below this part of the others' is another one."""
+
+LAYERS = {"Ethernet": "RoCE"}
+"""What RDMA over a link layer is called, where that is not the layer's own name."""
+
+OLDEST_PYTHON = (3, 10)
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is known when hosts are judged.
+
+    `clock_offsets` are how far each clock is ahead of the launcher's, as the smallest offset that the exchange allows.
+    `here` is this machine: its files are the ones that the others should have.
+    """
+
+    inventories: Mapping[str, Inventory]
+    wants: Mapping[str, Want]
+    interpreters: Mapping[str, str]
+    here: Inventory
+    by: Way = "ssh"
+    clock_offsets: Mapping[str, float]
+    script: str = ""
+    directory: str = ""
+
+
+def judge(evidence: Evidence) -> list[Check]:
+    """Everything that is wrong with the hosts that answered."""
+    return [check for find in FINDERS for check in find(evidence)]
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, dict[str, str]]:
+    """The commonest value, and the hosts that have another. Among equally common ones `own` wins, else the first."""
+    counts = Counter(values.values())
+    common = max(counts, key=lambda value: (counts[value], value == own))
+    return common, {host: value for host, value in values.items() if value != common}
+
+
+def _differing(
+    check: str, what: str, values: Mapping[str, str | None], own: str | None,
+    fix: Callable[[str, str], str], *, serious: bool = True,
+) -> Iterator[Check]:  # fmt: skip
+    """Cells for hosts whose version is not that of the most; `fix` makes one from host and common version."""
+    if not values:
+        return
+    common, odd = odd_ones({host: value or "" for host, value in values.items()}, own or "")
+    others = [host for host in values if host not in odd]
+    whose = f"{others[0]} has" if len(others) == 1 else f"{len(others)} others have"
+    for host, value in odd.items():
+        reason = f"{what} {value}, {whose} {common or 'none'}" if value else f"no {what}, {whose} {common}"
+        make = error if serious else warning
+        yield make(host, check, reason, fix(host, common) if common else "")
+
+
+def _pip(e: Evidence, package: str) -> Callable[[str, str], str]:
+    def fix(host: str, common: str) -> str:
+        return f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install {package}=={common}"
+
+    return fix
+
+
+def _packages(e: Evidence, name: str) -> dict[str, str | None]:
+    return {host: facts.packages.get(name) for host, facts in e.inventories.items()}
+
+
+def python(e: Evidence) -> Iterator[Check]:
+    values: dict[str, str | None] = {}
+    for host, facts in e.inventories.items():
+        if tuple(map(int, facts.python.split(".")[:2])) < OLDEST_PYTHON:
+            yield error(host, "python", f"Python {facts.python} is too old", "distrib needs Python 3.10 or later")
+        else:
+            values[host] = facts.python.rpartition(".")[0]
+    here = e.here.python.rpartition(".")[0]
+    yield from _differing(
+        "python",
+        "Python",
+        values,
+        here,
+        lambda host, common: f"name one with python=/PATH in the hostfile ({common})",
+    )
+
+
+def distrib(e: Evidence) -> Iterator[Check]:
+    versions = _packages(e, "distrib")
+    for host, facts in e.inventories.items():
+        if not facts.has_launcher:
+            del versions[host]
+            fix = f"install distrib {e.here.packages['distrib']} there too, as here, or name a Python that has it: python=/PATH in the hostfile"
+            yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", fix)
+        elif facts.packages["numpy"] is None and e.here.packages["numpy"]:
+            fix = f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install numpy"
+            yield error(
+                host, "distrib", f"{e.interpreters[host]} has no numpy, without which distrib does not run", fix
+            )
+    yield from _differing("distrib", "distrib", versions, e.here.packages["distrib"],
+        lambda host, common: f"install distrib {common} on {host}, from where the others have it",
+    )  # fmt: skip
+
+
+def mpi(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        for program in facts.missing_programs:
+            yield error(host, "mpi", f"no {program} there", "Open MPI must be installed at the same path on every host")
+    fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher and not facts.missing_programs}
+    for name, what in (("openmpi", "Open MPI"), ("mpi4py", "mpi4py")):
+        versions = {host: facts.packages.get(name) for host, facts in fit.items()}
+        yield from _differing("mpi", what, versions, e.here.packages[name], _pip(e, name))
+
+
+def torch(e: Evidence) -> Iterator[Check]:
+    fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher}
+    for host in e.inventories:
+        if host not in fit:  # another Python will be named, and is to be asked
+            yield Check(host=host, check="torch", status="unknown")
+    versions = {host: (facts.packages["torch"] or "").partition("+")[0] for host, facts in fit.items()}
+    own = (e.here.packages["torch"] or "").partition("+")[0]
+    yield from _differing("torch", "torch", versions, own, _pip(e, "torch"))
+
+
+def cuda(e: Evidence) -> Iterator[Check]:
+    on_gpus = {host: facts for host, facts in e.inventories.items() if facts.gpus and _gpu_job(e, host)}
+    for host, facts in on_gpus.items():
+        if facts.nvml_error and "pynvml" not in facts.nvml_error:
+            yield error(
+                host, "cuda", f"the NVIDIA driver does not answer: {facts.nvml_error}",
+                "run nvidia-smi there; after an update of the driver, reboot or reload its modules",
+            )  # fmt: skip
+        for gpu in facts.gpus:
+            if gpu.problem and gpu.index in _gpu_indices(e, host):
+                yield error(
+                    host, "cuda", f"GPU {gpu.index} does not answer: {gpu.problem}",
+                    f"look at nvidia-smi there; --exclude {host}:{gpu.index} does without it until the host is rebooted",
+                )  # fmt: skip
+        if least := _least_driver(facts):
+            yield warning(
+                host, "cuda", f"driver {facts.driver} is older than the {least} that torch for CUDA {facts.torch_cuda} asks for",
+                "install a newer driver there, or everywhere a build of torch for an earlier CUDA",
+            )  # fmt: skip
+        if facts.torch_cuda == "":
+            yield error(
+                host, "cuda", f"torch {facts.packages['torch']} there is built without CUDA", "install a build with CUDA",
+            )  # fmt: skip
+    nccl = {host: facts.packages.get("nccl") for host, facts in on_gpus.items()}
+    yield from _differing(
+        "cuda", "NCCL", nccl, None, lambda _, v: f"install the same build of torch everywhere, or NCCL {v} there"
+    )
+    builds = {host: facts.torch_cuda for host, facts in on_gpus.items() if facts.torch_cuda}
+    yield from _differing(
+        "cuda",
+        "torch for CUDA",
+        builds,
+        None,
+        lambda _, v: f"install the build of torch for CUDA {v}",
+        serious=False,
+    )
+    drivers = {host: facts.driver for host, facts in on_gpus.items()}
+    yield from _differing("cuda", "driver", drivers, None, lambda _, v: f"install the NVIDIA driver {v}", serious=False)
+    for host, facts in on_gpus.items():
+        if any(port.active for port in facts.rdma) and not facts.gpudirect:
+            yield warning(
+                host, "cuda", "neither nvidia_peermem nor a driver with DMA-BUF: GPUDirect RDMA is off",
+                "modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later",
+            )  # fmt: skip
+
+
+LEAST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""By the major version of CUDA, the branch of drivers that all of its minor versions run with: NVIDIA's CUDA compatibility document,
+"minor version compatibility". Data centers' GPUs bear older ones where the package cuda-compat is installed."""
+
+
+def _least_driver(facts: Inventory) -> int | None:
+    """The driver that torch asks for there, where it has an older one."""
+    major, driver = (text.partition(".")[0] for text in (facts.torch_cuda or "", facts.driver or ""))
+    least = LEAST_DRIVERS.get(int(major)) if major.isdigit() and driver.isdigit() else None
+    return least if least and int(driver) < least else None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def script(e: Evidence) -> Iterator[Check]:
+    folder = shlex.quote(e.script.rpartition("/")[0] + "/")
+    for host, facts in e.inventories.items():
+        bring = f"bring it there: rsync -a {folder} {host}:{folder}, or --sync"
+        if e.script and facts.script_sha256 is None:
+            yield error(host, "script", f"no {e.script} there (or not readable for {facts.user})", bring)
+        elif e.script and facts.script_sha256 != e.here.script_sha256:
+            yield error(host, "script", f"{e.script} there is not the same as here", bring)
+        elif facts.siblings and (other := _other_siblings(facts, e.here)):
+            shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+            yield warning(host, "script", f"beside the script, {shown} there is not the same as here", bring)
+        if e.directory and not facts.directory_exists:
+            yield error(
+                host, "script", f"no folder {e.directory} there", "make it, or launch from one that every host has"
+            )
+
+
+def _other_siblings(there: Inventory, here: Inventory) -> list[str]:
+    return [name for name, digest in here.siblings.items() if there.siblings.get(name) != digest]
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def _gpu_job(e: Evidence, host: str) -> bool:
+    return any(device != "cpu" for device in e.wants[host].devices)
+
+
+def _gpu_indices(e: Evidence, host: str) -> tuple[int, ...]:
+    want = e.wants[host]
+    return want.gpu_indices if want.gpu_indices is not None else tuple(range(want.ranks))
+
+
+def gpus(e: Evidence) -> Iterator[Check]:
+    planned = {host: facts for host, facts in e.inventories.items() if _gpu_job(e, host)}
+    counts = {host: len(facts.gpus) for host, facts in planned.items()}
+    cpu = "-x CUDA_VISIBLE_DEVICES= runs the whole job on CPUs"
+    for host in planned:
+        want, count = e.wants[host], counts[host]
+        named = any(device.startswith("cuda:") for device in want.devices)
+        if not count and (named or any(counts.values())):
+            others = sum(other > 0 for other in counts.values())
+            why = "but the plan has one for each rank" if named else f"but {others} other host(s) have some"
+            fix = f"look at nvidia-smi there, leave {host} out, or {cpu}"
+            if named and want.visible_gpus:  # perhaps of a machine that it was copied from
+                why += f", as CUDA_VISIBLE_DEVICES is {want.visible_gpus}"
+                fix = f"unset CUDA_VISIBLE_DEVICES there, {fix}"
+            yield error(host, "gpus", f"no GPU there, {why}", fix)
+        elif (
+            count
+            and want.visible_gpus is not None
+            and ((shown := count_gpus({"CUDA_VISIBLE_DEVICES": want.visible_gpus})) < want.ranks)
+        ):
+            yield error(
+                host, "gpus", f"{want.ranks} rank(s), and CUDA_VISIBLE_DEVICES={want.visible_gpus} shows them {shown} of {count} GPU(s)",
+                f"unset it there, or give the host {shown} slot(s)",
+            )  # fmt: skip
+        elif count and (missing := [n for n in _gpu_indices(e, host) if n >= count]):
+            yield error(
+                host, "gpus", f"{want.ranks} rank(s) on {count} GPU(s): there is no GPU {missing[0]}",
+                f"give it {count} slot(s), or {cpu}",
+            )  # fmt: skip
+    kinds = {h: f.gpus[0].kind for h, f in planned.items() if f.gpus and f.gpus[0].kind}
+    yield from _differing("gpus", "GPUs of kind", kinds, None, lambda _, v: "the slowest GPU sets the pace of all; --pool chooses one kind",
+        serious=False,
+    )  # fmt: skip
+
+
+def gpu_memory(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        if not _gpu_job(e, host):
+            continue
+        for index in _gpu_indices(e, host):
+            gpu = next((gpu for gpu in facts.gpus if gpu.index == index), None)
+            used = (gpu and gpu.used_memory_bytes) or 0
+            holders = [holder for holder in facts.gpu_holders if index in holder.gpus]
+            if gpu is None or not (used > HIDDEN_BYTES or any(holder.listed for holder in holders)):
+                continue
+            if holders:
+                who = ", ".join(_holder(holder) for holder in holders[:3])
+                who += f" and {len(holders) - 3} more" * (len(holders) > 3)
+                pids = " ".join(str(holder.pid) for holder in holders if holder.user is not None)
+                there = "" if host == "localhost" else f"ssh {host} "
+                fix = f"if nobody needs them: {there}kill {pids}" if pids else "end them where they were started"
+            else:
+                file = f"/dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}"
+                who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v {file}"
+            yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
+
+
+def gpu_health(e: Evidence) -> Iterator[Check]:
+    """Of the GPUs that ranks will use those that are slower or less sound than others of their kind: all ranks wait for them."""
+    return ailing(
+        {
+            host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
+            for host, facts in e.inventories.items()
+            if _gpu_job(e, host)
+        }
+    )
+
+
+def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
+    """Of the GPUs of each host those that are slower or less sound than others of their kind."""
+    kinds: dict[str | None, list[Gpu]] = {}
+    for gpu in (gpu for gpus in used.values() for gpu in gpus):
+        kinds.setdefault(gpu.kind, []).append(gpu)
+    for host, gpus in used.items():
+        found: dict[tuple[str, str], list[int]] = {}
+        for gpu in gpus:
+            for told in _ailments(gpu, kinds[gpu.kind]):
+                found.setdefault(told, []).append(gpu.index)
+        for (reason, fix), indices in found.items():
+            which = f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {ranges(indices)}"
+            yield warning(host, "gpus", f"{which}: {reason}", fix)
+
+
+def _ailments(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
+    """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
+    health = gpu.health
+    up = _most([one.health.nvlinks_up for one in alike])
+    if health.nvlinks_up is not None and up is not None and health.nvlinks_up < up:
+        yield (
+            f"{health.nvlinks_up} NVLinks are up, {up:g} with the others of its kind",
+            "nvidia-smi nvlink -s there; a reset or a new seat of the board brings links back",
+        )
+    lanes = _most([one.pcie_width_now for one in alike])
+    if (
+        gpu.has_narrow_link and lanes is not None and (gpu.pcie_width_now or 0) < lanes
+    ):  # not where idle links are narrowed
+        yield (
+            f"its PCIe link has {gpu.pcie_width_now} lane{'s' * (gpu.pcie_width_now != 1)}, {lanes:g} with others of its kind",
+            "reseat the card, and look at its riser and the slot's settings in the BIOS",
+        )
+    if health.slowed_by:
+        heat = health.temperature_celsius
+        hot = f" ({heat} C)" if heat is not None and "heat" in health.slowed_by else ""
+        yield (
+            f"slowed down by {' and '.join(health.slowed_by)}{hot}",
+            "see to fans, air and power supplies; nvidia-smi -q -d PERFORMANCE",
+        )
+    watts = _most([one.health.power_limit_watts for one in alike])
+    if health.power_limit_watts is not None and watts is not None and health.power_limit_watts < LOW_POWER * watts:
+        yield (
+            f"limited to {health.power_limit_watts:g} W, {watts:g} W with the others of its kind",
+            f"nvidia-smi -pl {watts:g} there, if the power supplies allow it",
+        )
+    if health.has_bad_memory:
+        yield "bad rows of its memory could not be replaced", "have it exchanged; nvidia-smi -q -d ROW_REMAPPER"
+    elif health.needs_reset:
+        yield (
+            "bad rows of its memory wait to be replaced",
+            "reset it when idle: nvidia-smi --gpu-reset, or boot the host again",
+        )
+    elif health.uncorrected_errors:
+        yield (
+            f"{health.uncorrected_errors} uncorrected error(s) of its memory since the driver was loaded",
+            "jobs may end by such; nvidia-smi -q -d ECC, and reset it when idle: nvidia-smi --gpu-reset",
+        )
+    if health.has_fabric is False:
+        yield (
+            "its NVSwitches are not set up, without which CUDA may not start (error 802)",
+            "systemctl status nvidia-fabricmanager there, which must be of the driver's version",
+        )
+
+
+def _most(values: Iterable[float | None]) -> float | None:
+    """The commonest of the values that are known, of equally common ones the largest."""
+    counts = Counter(value for value in values if value is not None)
+    return max(counts, key=lambda value: (counts[value], value), default=None)
+
+
+def _holder(holder: GpuHolder) -> str:
+    hidden = "" if holder.listed else ", which nvidia-smi does not list"
+    if holder.user is None:  # of another container or of its host, where its number is another
+        return f"a process that cannot be seen from there (NVML calls it {holder.pid})"
+    return f"process {holder.pid} of {holder.user} ({holder.command[:60].strip()}){hidden}"
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def twice(e: Evidence) -> Iterator[Check]:
+    names: dict[tuple[str, str], str] = {}
+    for host, facts in e.inventories.items():
+        other = names.setdefault((facts.network_identity, facts.hostname), host)
+        if other != host:
+            yield error(host, e.by, f"it is the same machine as {other}", "name it once, with all its slots")
+
+
+def machine(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        ranks = e.wants[host].ranks
+        if e.by == "srun":
+            if few := few_processors(facts.usable_cpus, ranks, on_gpus=bool(facts.gpus) and _gpu_job(e, host)):
+                yield warning(host, "cores", few, MORE_PROCESSORS)
+        elif facts.usable_cpus < ranks:
+            yield warning(
+                host,
+                "cores",
+                f"{ranks} ranks on {facts.usable_cpus} CPU core(s)",
+                "fewer slots are likely to be faster",
+            )
+        gpu_bytes = sum(g.memory_bytes or 0 for g in facts.gpus if g.index in _gpu_indices(e, host))
+        have = facts.usable_memory_bytes
+        if have is not None and _gpu_job(e, host) and have < gpu_bytes:
+            limited = " (a control group's limit)" if have == facts.memory_limit_bytes else ""
+            yield warning(
+                host, "memory", f"{_size(have)} of memory{limited} for {_size(gpu_bytes)} of GPU memory",
+                "what passes through it may not fit: fewer loader workers and less pinned memory help",
+            )  # fmt: skip
+        if facts.free_shm_bytes is not None and facts.free_shm_bytes <= SMALL_SHM_BYTES:
+            yield warning(
+                host, "shm", f"{_size(facts.free_shm_bytes)} free of {_size(facts.shm_bytes or 0)} in /dev/shm",
+                "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",
+            )  # fmt: skip
+        if facts.tmp_problem:  # where engines begin with files
+            yield error(
+                host,
+                "disk",
+                f"no file can be made in /tmp: {facts.tmp_problem}",
+                "see mount, df -h /tmp and df -i /tmp there",
+            )
+        low = {
+            place: free for place, free in facts.free_disk_bytes.items() if free is not None and free < SMALL_DISK_BYTES
+        }
+        for place, free in low.items():
+            where = {"directory": e.directory, "run_dir": "the run directory", "tmp": "/tmp"}.get(place, place)
+            make = error if place == "tmp" and free < NO_DISK_BYTES else warning  # where engines begin with files
+            yield make(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
+
+
+def limits(e: Evidence) -> Iterator[Check]:
+    for host, facts in e.inventories.items():
+        locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
+        if locked is not None and any(port.active for port in facts.rdma):
+            yield warning(
+                host, "limits", f"locked memory is limited to {_size(locked)}: RDMA may not register its buffers",
+                "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
+            )  # fmt: skip
+        processes, ranks = facts.limits.get("pids"), e.wants[host].ranks
+        if processes is not None and processes < PROCESSES_OF_RANK * max(ranks, 1):
+            yield warning(
+                host, "limits", f"{processes} processes and threads at most, in its control group, for {ranks} rank(s)",
+                "raise pids.max: docker run --pids-limit, TasksMax= of the service or user slice",
+            )  # fmt: skip
+        if files is not None and files < 1024:
+            make = error if files < LEAST_FILES else warning
+            yield make(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
+
+
+def clock(e: Evidence) -> Iterator[Check]:
+    for host, offset in e.clock_offsets.items():
+        if abs(offset) > CLOCK_SECONDS:
+            yield warning(
+                host, "clock", f"its clock is at least {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this one",
+                "run chrony or systemd-timesyncd there; logs and file times mislead",
+            )  # fmt: skip
+
+
+def rdma(e: Evidence) -> Iterator[Check]:
+    """Hosts that hold the others back on InfiniBand or RoCE, or have it and cannot use it: all would go over TCP without a word."""
+    if len({facts.network_identity for facts in e.inventories.values()}) < 2:
+        return
+    for host, facts in e.inventories.items():
+        shut = [port.device for port in facts.rdma if port.up and not port.active]
+        if shut and not any(port.active for port in facts.rdma):
+            yield warning(
+                host, "network", f"{', '.join(shut)} is up, and may not be opened there: NCCL and MPI go over TCP",
+                "give the container its devices (docker run --device=/dev/infiniband, or the RDMA resource of the pod), or the user "
+                "access to /dev/infiniband/uverbs*",
+            )  # fmt: skip
+        if facts.has_verbs is False and any(port.active for port in facts.rdma):
+            yield warning(
+                host, "network", "InfiniBand or RoCE is up, and there is no libibverbs.so.1: NCCL and MPI go over TCP",
+                "install rdma-core there (libibverbs1 and ibverbs-providers), in the container where there is one",
+            )  # fmt: skip
+    wires = {
+        host: Counter((p.link_layer, p.rate_bytes_per_second or 0.0) for p in f.rdma if p.active)
+        for host, f in e.inventories.items()
+    }
+    kinds = Counter(frozenset(wire.items()) for wire in wires.values())
+    commonest = max(kinds, key=lambda kind: (kinds[kind], sum(rate * count for (_, rate), count in kind)))
+    if 2 * kinds[commonest] <= len(wires) or not commonest:
+        return  # a cluster of several kinds, or of none
+    (layer, rate), count = max(commonest, key=lambda kind: kind[0][1])
+    for host, wire in wires.items():
+        own = wire[layer, rate]
+        if own < count:
+            what = f"{own or 'no'} active {LAYERS.get(layer, layer)} port{'s' * (own != 1)} of {format_rate(rate, digits=3, bits=True)}"
+            held = "" if own else "; as it has none, no host may use its own"
+            yield warning(
+                host, "network", f"{what}, {count} on most other hosts{held}",
+                f"look at its cables and ports (ibstat, ibdev2netdev), or leave it out: --exclude {host}",
+            )  # fmt: skip
+
+
+def _size(size: int) -> str:
+    return format_size(size, digits=3, binary=True)
+
+
+FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)

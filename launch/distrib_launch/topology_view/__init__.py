@@ -1,0 +1,1 @@
+"""Views of the topology: model, tree, diagrams."""

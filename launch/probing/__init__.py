@@ -1,1 +1,0 @@
-"""`distrib-topo probe`: the job that measures, its journal, and what is shown and written of it."""

@@ -1,1 +1,0 @@
-"""The process around each rank, on every host: `python -m distrib_launch.rank`. Standard library only, so that it starts in milliseconds."""
