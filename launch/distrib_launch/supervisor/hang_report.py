@@ -19,14 +19,14 @@ COLLECTIVE_CALL = re.compile(
 )
 """Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
 
-SERVER_FILES = re.compile(r"/distrib/training/parameter_server/\w+\.py$")
-AVERAGE_FILES = re.compile(r"/distrib/training/local\.py$")
+SERVER_FILES = re.compile(r"/distrib/training/(parameter_server/|strategies/parameter_server)[\w/]*\.py$")
+AVERAGE_FILES = re.compile(r"/distrib/training/strategies/local_sgd\.py$")
 """Mode local's, which waits for all ranks, in a call that is compiled."""
 MEET_FILES = re.compile(r"/distrib/training/rendezvous\.py$")
 JOB_FILE = re.compile(r"/distrib/training/job\.py$")
 COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
 SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
-GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/(finite|moving)\.py$")
+GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/(nan_guard|to_device)\.py$")
 GPU_CALL = re.compile(r"\.(item|cpu|cuda|to|tolist|numpy|synchronize|nonzero)\s*\(")
 """Calls that wait for what a GPU computes, as copies to it of memory that is not pinned do; it may itself wait for other ranks, as the
 script runs on past its collectives."""
