@@ -11,13 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from distrib.environment import DISTRIB_STRATEGY
 from distrib.errors import ConfigError
 
 Mode = Literal["sync", "async", "local"]
 AllReduce = Literal["auto", "flat", "hierarchical"]
 Format = Literal["fp32", "fp16", "bf16", "int8", "powersgd", "topk"]
-
-ENVIRONMENT = "DISTRIB_STRATEGY"
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -214,14 +213,14 @@ def _check_async(strategy: Strategy) -> None:
 
 def from_environment(environ: Mapping[str, str]) -> Strategy:
     """What the launcher chose; the default where there is no launcher. Raises ConfigError for what is no strategy."""
-    text = environ.get(ENVIRONMENT, "")
+    text = environ.get(DISTRIB_STRATEGY, "")
     if not text:
         return Strategy()
     try:
         return checked(msgspec.json.decode(text, type=Strategy))
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{ENVIRONMENT}: {error}", hint="it is set by distrib-launch; do not set it by hand"
+            f"{DISTRIB_STRATEGY}: {error}", hint="it is set by distrib-launch; do not set it by hand"
         ) from None
 
 

@@ -587,7 +587,7 @@ def test_the_wire_carries_the_gradients_of_a_host_once(make_cluster, tmp_path):
 
 def kill_rank(cluster: Cluster, folder: Path, rank: int) -> None:
     """Kills a rank of the job, and the process around it."""
-    mark = f"DISTRIB_MARK={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
+    mark = f"DISTRIB_PROCESS_TAG={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
     killed = []
     for host in cluster.hosts:
         for pid in cluster.processes(host):

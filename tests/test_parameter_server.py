@@ -116,7 +116,7 @@ class Cluster:
     def start_again(self, number: int, monkeypatch: pytest.MonkeyPatch) -> Server:
         """A server takes the place of one that died, as the launcher starts it."""
         with monkeypatch.context() as environment:
-            environment.setenv("DISTRIB_STARTED_AGAIN", "1")
+            environment.setenv("DISTRIB_RESTARTED", "1")
             server = Server(number, self.servers[number].addresses, self.workers, b"key", self.strategy)
         self.servers[number], self.threads[number] = server, threading.Thread(target=server.run, daemon=True)
         self.threads[number].start()
@@ -813,7 +813,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Asynchron
 
     def start(cluster: Cluster, rank: int) -> Asynchronous:
         with monkeypatch.context() as environment:
-            environment.setenv("DISTRIB_STARTED_AGAIN", "1")
+            environment.setenv("DISTRIB_RESTARTED", "1")
             return cluster.worker(rank)
 
     return start
@@ -1512,7 +1512,7 @@ def noted(folder: Path) -> dict[int, int]:
 
 def processes_of(folder: Path, rank: int) -> list[int]:
     """The processes of a rank's script, found by the mark that the launcher gives them."""
-    mark = f"DISTRIB_MARK={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
+    mark = f"DISTRIB_PROCESS_TAG={json.loads((folder / 'run/plan.json').read_text())['job']}.{rank}".encode()
     found = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from distrib.cluster.node import name_hosts
+from distrib.environment import DISTRIB_ADDRESS, DISTRIB_DEVICE, GROUP_RANK, LOCAL_RANK, WORLD_SIZE
 from distrib.probe import host_facts, secondary_networks
 from distrib.probe.bench import tcp
 from distrib.probe.bench.polling import wait
@@ -34,12 +35,12 @@ def main() -> int:
     """Take part in the probe to its end."""
     spec = msgspec.json.decode(sys.argv[1], type=Spec)
     comm = _start_mpi()
-    if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
+    if comm.size != (planned := int(os.environ[WORLD_SIZE])):
         return _say_alone(comm.size, planned)
-    host = spec.present[int(os.environ["GROUP_RANK"])]
-    hello, listeners = Hello(on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
-    if os.environ["LOCAL_RANK"] == "0":
-        address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
+    host = spec.present[int(os.environ[GROUP_RANK])]
+    hello, listeners = Hello(on_gpu=os.environ.get(DISTRIB_DEVICE, "").startswith("cuda")), {}
+    if os.environ[LOCAL_RANK] == "0":
+        address = os.environ.get(DISTRIB_ADDRESS, "127.0.0.1")
         known = host_facts.own_facts(host, address)
         listeners = {each: tcp.Listener(each) for each in (address, *secondary_networks.own_addresses(known))}
         ports = {each: listener.port for each, listener in listeners.items()}

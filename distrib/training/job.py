@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
+from distrib.environment import DISTRIB_SERVERS, WORLD_SIZE
 from distrib.errors import TrainingError
 from distrib.strategy import from_environment
 from distrib.training import compat, shutdown
@@ -90,7 +91,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         strategy = from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
-        if elastic and not os.environ.get("DISTRIB_SERVERS"):
+        if elastic and not os.environ.get(DISTRIB_SERVERS):
             raise TrainingError(
                 "mode async, but there is no parameter server", hint="distrib-launch --mode async starts them"
             )
@@ -109,7 +110,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
 
 
 def _refuse_readers() -> None:
-    several = any(os.environ.get(size, "1") != "1" for size in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"))
+    several = any(os.environ.get(size, "1") != "1" for size in (WORLD_SIZE, "OMPI_COMM_WORLD_SIZE"))
     reads = getattr(multiprocessing.current_process(), "_inheriting", False)  # by which multiprocessing knows it itself
     if several and reads:
         raise TrainingError(

@@ -13,18 +13,17 @@ import msgspec
 import torch
 
 from distrib.bandwidth_model.workload import Workload, write_workload
+from distrib.environment import DISTRIB_PROFILE, DISTRIB_RESULT_FD
 from distrib.errors import TrainingError
 from distrib.training import shutdown
 from distrib.training.profiler import Profiler, Wish
 
-ENVIRONMENT = "DISTRIB_PROFILE"
-"""In which the launcher asks a rank for a profile."""
 LEAVING_SECONDS = 3.0
 """After which a script has ended that was run for its profile, whatever threads it has."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher gets, through `DISTRIB_VALUE_FD`: the workload and how many steps were measured, or why there is none."""
+    """What the launcher gets, through `DISTRIB_RESULT_FD`: the workload and how many steps were measured, or why there is none."""
 
     workload: Workload | None = None
     steps: int = 0
@@ -33,7 +32,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     def send(self) -> None:
         data = msgspec.json.encode(self)
         while data:
-            data = data[os.write(int(os.environ["DISTRIB_VALUE_FD"]), data) :]
+            data = data[os.write(int(os.environ[DISTRIB_RESULT_FD]), data) :]
 
 
 class Profiles:
@@ -42,7 +41,7 @@ class Profiles:
     def __init__(self, device: torch.device, environ: Mapping[str, str], *, alone: bool) -> None:
         self._device, self._alone = device, alone
         self._profiler: Profiler | None = None
-        text = environ.get(ENVIRONMENT)
+        text = environ.get(DISTRIB_PROFILE)
         self._for_launcher = bool(text)
         if text:
             wish = msgspec.json.decode(text, type=Wish)

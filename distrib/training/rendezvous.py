@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from distrib.environment import DISTRIB_ADDRESS, MASTER_ADDR, MASTER_PORT
 from distrib.errors import TrainingError
 from distrib.training.gradients.host_shared_memory import this_host
 from distrib.training.world import World
@@ -139,7 +140,7 @@ def choose_interface(on_one_host: bool, first: str) -> None:
     hosts Gloo takes what the host's name stands for; where that is loopback, as on Debian, it is named the interface that leads
     to `first`, the address of rank 0's host.
     """
-    address = os.environ.get("DISTRIB_ADDRESS") or ("127.0.0.1" if on_one_host else "")
+    address = os.environ.get(DISTRIB_ADDRESS) or ("127.0.0.1" if on_one_host else "")
     if address:
         name = interface_of(address)
         if name is not None:
@@ -165,7 +166,7 @@ def _own_end(other: str) -> str:
 
 def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
     """The store of the job and the host that it is on, as MASTER_ADDR and MASTER_PORT tell."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [name for name in (MASTER_ADDR, MASTER_PORT) if name not in os.environ]
     if missing:
         raise TrainingError(
             f"{' and '.join(missing)} not set for a job of {world.size} ranks",
@@ -173,7 +174,7 @@ def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
         )
     store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
     store.set_timeout(timeout)
-    return store, os.environ["MASTER_ADDR"]
+    return store, os.environ[MASTER_ADDR]
 
 
 def _meet(world: World, timeout: timedelta) -> tuple[Store, str]:
@@ -210,7 +211,7 @@ def own_address(on_one_host: bool) -> str:
     DISTRIB_ADDRESS where it is set; else loopback for a job on one host; else what the hostname stands for,
     or the first other address of an interface that is up where that is loopback, as on Debian. IPv4 goes first.
     """
-    if address := os.environ.get("DISTRIB_ADDRESS"):
+    if address := os.environ.get(DISTRIB_ADDRESS):
         return address
     if on_one_host:
         return "127.0.0.1"

@@ -10,6 +10,15 @@ from typing import Any
 
 import torch
 
+from distrib.environment import (
+    DISTRIB_DEVICE,
+    DISTRIB_JOB,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    RANK,
+    TORCHELASTIC_RUN_ID,
+    WORLD_SIZE,
+)
 from distrib.errors import TrainingError
 
 
@@ -40,8 +49,8 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
     Raises TrainingError when MPI started another number of ranks than was planned, or the variables are broken.
     """
     environ = os.environ if environ is None else environ
-    planned = "RANK" in environ and "WORLD_SIZE" in environ
-    if planned and "TORCHELASTIC_RUN_ID" in environ and "DISTRIB_JOB" not in environ:
+    planned = RANK in environ and WORLD_SIZE in environ
+    if planned and TORCHELASTIC_RUN_ID in environ and DISTRIB_JOB not in environ:
         return planned_world(environ)  # torchrun's, which MPI or Slurm may have started: its variables are still there
     if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
         try:
@@ -77,10 +86,10 @@ def _note_others(environ: Mapping[str, str]) -> None:
 def planned_world(environ: Mapping[str, str] | None = None) -> World:
     """The world as the variables that torchrun and `distrib-launch` set tell it. Raises TrainingError when they are broken."""
     environ = os.environ if environ is None else environ
-    rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
-    local_rank, local_size = _integer(environ, "LOCAL_RANK", 0), _integer(environ, "LOCAL_WORLD_SIZE", 0)
+    rank, size = _integer(environ, RANK), _integer(environ, WORLD_SIZE)
+    local_rank, local_size = _integer(environ, LOCAL_RANK, 0), _integer(environ, LOCAL_WORLD_SIZE, 0)
     if not (0 <= rank < size and 0 <= local_rank < (local_size or size) <= size):
-        told = f" LOCAL_WORLD_SIZE={local_size}" if "LOCAL_WORLD_SIZE" in environ else ""
+        told = f" LOCAL_WORLD_SIZE={local_size}" if LOCAL_WORLD_SIZE in environ else ""
         raise TrainingError(
             f"RANK={rank} WORLD_SIZE={size} LOCAL_RANK={local_rank}{told} cannot all be true",
             hint="start the script with distrib-launch or torchrun",
@@ -95,7 +104,7 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
     """
     environ = os.environ if environ is None else environ
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    name = environ.get("DISTRIB_DEVICE") or (f"cuda:{local_rank}" if gpus else "cpu")
+    name = environ.get(DISTRIB_DEVICE) or (f"cuda:{local_rank}" if gpus else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -144,21 +153,21 @@ def _start_mpi(threads: bool) -> tuple[Any, bool]:
 
 def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
     # Of another MPI than that of mpirun, each process would be a world of its own.
-    planned_size = _first_integer(environ, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=comm.size)
+    planned_size = _first_integer(environ, WORLD_SIZE, "OMPI_COMM_WORLD_SIZE", default=comm.size)
     if planned_size != comm.size:
-        name = "WORLD_SIZE" if "WORLD_SIZE" in environ else "OMPI_COMM_WORLD_SIZE"
+        name = WORLD_SIZE if WORLD_SIZE in environ else "OMPI_COMM_WORLD_SIZE"
         raise TrainingError(
             f"MPI started {comm.size} rank(s), but {planned_size} were planned ({name})",
             hint="the MPI of mpi4py must be the one whose mpirun started the job",
         )
-    planned_rank = _integer(environ, "RANK", comm.rank)
+    planned_rank = _integer(environ, RANK, comm.rank)
     if planned_rank != comm.rank:
         raise TrainingError(
             f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)",
             hint="leave RANK to whoever starts the ranks",
         )
-    local_rank = _first_integer(environ, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
-    local_size = _first_integer(environ, "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
+    local_rank = _first_integer(environ, LOCAL_RANK, "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
+    local_size = _first_integer(environ, LOCAL_WORLD_SIZE, "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
     if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself
         place, count = _place_on_host(comm)
         local_rank = place if local_rank < 0 else local_rank

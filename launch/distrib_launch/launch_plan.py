@@ -14,6 +14,25 @@ import msgspec
 
 from distrib import strategy as strategies
 from distrib.cluster.hostfile import HostList
+from distrib.environment import (
+    DISTRIB_JOB,
+    DISTRIB_MODE,
+    DISTRIB_RUN_DIR,
+    DISTRIB_SERVER,
+    DISTRIB_STRATEGY,
+    GROUP_RANK,
+    GROUP_WORLD_SIZE,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    RANK,
+    ROLE_RANK,
+    ROLE_WORLD_SIZE,
+    TORCHELASTIC_MAX_RESTARTS,
+    TORCHELASTIC_RESTART_COUNT,
+    TORCHELASTIC_RUN_ID,
+    TORCHRUN_VARIABLES,
+    WORLD_SIZE,
+)
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils.ranges import ranges
@@ -51,24 +70,6 @@ FORWARDED_PREFIXES = (
     "HOROVOD_",
 )
 """Variables that change how a job computes or talks; every host gets the launcher's own values."""
-
-SET_BY_LAUNCHER = frozenset(
-    [
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "GROUP_WORLD_SIZE",
-        "ROLE_RANK",
-        "ROLE_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-    ]
-)
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -211,7 +212,7 @@ def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str
         name, equals, value = item.partition("=")
         if not name or any(c in name for c in " \t\n\0"):
             raise ConfigError(f"-x {item}: no name of a variable", hint="write -x NAME or -x NAME=VALUE")
-        if name in SET_BY_LAUNCHER or name.startswith("DISTRIB_"):
+        if name in TORCHRUN_VARIABLES or name.startswith("DISTRIB_"):
             raise ConfigError(f"-x {name}: the launcher sets this one itself, for each rank", hint="leave it out")
         if not equals and name not in environ:
             raise ConfigError(f"-x {name}: no such variable here", hint=f"set it, or write -x {name}=VALUE")
@@ -282,16 +283,16 @@ def _common_environment(options: Options, hosts: Sequence[HostPlan]) -> dict[str
     return {
         "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed, not when a buffer is full
         **options.environment,
-        "WORLD_SIZE": world_size,
-        "ROLE_WORLD_SIZE": world_size,
-        "GROUP_WORLD_SIZE": str(len(hosts)),
-        "TORCHELASTIC_RUN_ID": options.run or options.job,
-        "TORCHELASTIC_RESTART_COUNT": str(options.restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "DISTRIB_JOB": options.job,
-        "DISTRIB_MODE": options.strategy.mode,
-        strategies.ENVIRONMENT: strategies.to_environment(options.strategy),
-        "DISTRIB_RUN_DIR": options.run_dir,
+        WORLD_SIZE: world_size,
+        ROLE_WORLD_SIZE: world_size,
+        GROUP_WORLD_SIZE: str(len(hosts)),
+        TORCHELASTIC_RUN_ID: options.run or options.job,
+        TORCHELASTIC_RESTART_COUNT: str(options.restarts),
+        TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
+        DISTRIB_JOB: options.job,
+        DISTRIB_MODE: options.strategy.mode,
+        DISTRIB_STRATEGY: strategies.to_environment(options.strategy),
+        DISTRIB_RUN_DIR: options.run_dir,
     }
 
 
@@ -311,11 +312,11 @@ def _workers(
             rank = str(len(found))
             environment = {
                 **common,
-                "RANK": rank,
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(host.workers),
-                "GROUP_RANK": str(group),
-                "ROLE_RANK": rank,
+                RANK: rank,
+                LOCAL_RANK: str(local_rank),
+                LOCAL_WORLD_SIZE: str(host.workers),
+                GROUP_RANK: str(group),
+                ROLE_RANK: rank,
             }
             found.append(
                 RankPlan(
@@ -341,13 +342,13 @@ def _servers(hosts: Sequence[HostPlan], common: Mapping[str, str], first: int, t
             number = len(found)
             environment = {
                 **common,
-                "RANK": str(first + number),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(host.ranks),
-                "GROUP_RANK": str(group),
-                "ROLE_RANK": str(number),
-                "ROLE_WORLD_SIZE": str(total),
-                "DISTRIB_SERVER": str(number),
+                RANK: str(first + number),
+                LOCAL_RANK: str(local_rank),
+                LOCAL_WORLD_SIZE: str(host.ranks),
+                GROUP_RANK: str(group),
+                ROLE_RANK: str(number),
+                ROLE_WORLD_SIZE: str(total),
+                DISTRIB_SERVER: str(number),
             }
             if not threads_given:
                 environment["OMP_NUM_THREADS"] = "1"  # threads of OpenMP's would spin beside the workers

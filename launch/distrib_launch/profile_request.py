@@ -10,14 +10,13 @@ import msgspec
 
 from distrib import units
 from distrib.bandwidth_model.workload import Workload, write_workload
+from distrib.environment import DISTRIB_PROFILE
 from distrib.errors import ConfigError, LaunchError
 from distrib.utils import files
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
     from distrib_launch.results import Result
-
-ENVIRONMENT = "DISTRIB_PROFILE"
 
 
 class _Answer(msgspec.Struct, kw_only=True):
@@ -48,7 +47,7 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
     if what := files.why_not_written(options.profile):
         raise ConfigError(f"--profile {options.profile}: {what}", hint="name a file to write")
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
-    return {ENVIRONMENT: msgspec.json.encode({"name": name}).decode()}
+    return {DISTRIB_PROFILE: msgspec.json.encode({"name": name}).decode()}
 
 
 def keep(options: argparse.Namespace, result: Result, run_dir: Path, console: Console) -> None:

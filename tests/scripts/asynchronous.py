@@ -90,7 +90,7 @@ def counting(job: distrib.Job, folder: str, steps: str, seconds: str, until: str
     with Path(folder, f"lives.{job.rank}").open("a") as lives:
         lives.write(".")
     before = acknowledged(folder).get(job.rank, 0)
-    again = "DISTRIB_STARTED_AGAIN" in os.environ
+    again = "DISTRIB_RESTARTED" in os.environ
     step = 0
     while again or step < int(steps) or (until and not Path(folder, until).exists()):
         step += 1
@@ -117,7 +117,7 @@ def telling(job: distrib.Job, folder: str, until: str) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = job.prepare(model, optimizer)
-    who = f"{job.rank}{' again' if 'DISTRIB_STARTED_AGAIN' in os.environ else ''}"
+    who = f"{job.rank}{' again' if 'DISTRIB_RESTARTED' in os.environ else ''}"
     while not Path(folder, until).exists():
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
@@ -204,7 +204,7 @@ def elsewhere(job: distrib.Job) -> None:
 
     Prints how many updates the servers have applied.
     """
-    if "DISTRIB_STARTED_AGAIN" in os.environ:
+    if "DISTRIB_RESTARTED" in os.environ:
         return
     last = job.world_size - 1
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 4))

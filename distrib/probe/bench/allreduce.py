@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distrib.cluster.measurements import Collective, Point
+from distrib.environment import LOCAL_RANK, LOCAL_WORLD_SIZE
 from distrib.errors import TrainingError
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import wait
@@ -36,8 +37,8 @@ class Ranks:
 
     def __init__(self, comm: Any, host: str, patience_seconds: float) -> None:
         self.world = World(
-            rank=comm.rank, size=comm.size, local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-            local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)), comm=comm,
+            rank=comm.rank, size=comm.size, local_rank=int(os.environ.get(LOCAL_RANK, 0)),
+            local_size=int(os.environ.get(LOCAL_WORLD_SIZE, 1)), comm=comm,
         )  # fmt: skip
         self._timeout = timedelta(seconds=patience_seconds)
         problem = ""

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from distrib.environment import DISTRIB_JOB, TORCHELASTIC_MAX_RESTARTS, TORCHELASTIC_RESTART_COUNT, TORCHELASTIC_RUN_ID
+
 
 class Stamp(NamedTuple):
     """Which checkpoint it is: the name of its run, which of the run's starts, which save of its path in that start, and Unix time."""
@@ -45,12 +47,12 @@ class Run:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Run:
-        if "DISTRIB_JOB" not in environ:
+        if DISTRIB_JOB not in environ:
             return cls()
         return cls(
-            name=environ.get("TORCHELASTIC_RUN_ID", ""),
-            restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            max_restarts=int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            name=environ.get(TORCHELASTIC_RUN_ID, ""),
+            restarts=int(environ.get(TORCHELASTIC_RESTART_COUNT, "0")),
+            max_restarts=int(environ.get(TORCHELASTIC_MAX_RESTARTS, "0")),
         )
 
     def stamp(self, number: int) -> Stamp:

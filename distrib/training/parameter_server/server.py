@@ -24,6 +24,14 @@ from typing import Any
 
 import torch
 
+from distrib.environment import (
+    DISTRIB_EVENTS_FD,
+    DISTRIB_KEY,
+    DISTRIB_RESTARTED,
+    DISTRIB_SERVER,
+    DISTRIB_SERVERS,
+    WORLD_SIZE,
+)
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, from_environment
 from distrib.training.parameter_server.failover import Ballot, Replica, patience_seconds
@@ -86,7 +94,7 @@ class Server:
         self.pool = Pool()
         self.parts: dict[int, Part] = {}
         self.snapshots = Snapshots(number)
-        again = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
+        again = bool(os.environ.get(DISTRIB_RESTARTED))
         if not again or not strategy.replicas:  # else its replica is in charge by now
             self._take_own_part(again)
         self.was_called = again  # in its life before, it may be
@@ -445,15 +453,15 @@ def say(text: str) -> None:
 def servers_from(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
     """Where the servers listen, and the job's key. Raises TrainingError where the launcher has not said it."""
     found = []
-    for text in environ.get("DISTRIB_SERVERS", "").split(","):
+    for text in environ.get(DISTRIB_SERVERS, "").split(","):
         host, _, port = text.rpartition(":")
         if host and port.isdigit():
             found.append((host.strip("[]"), int(port)))
-    if not found or not environ.get("DISTRIB_KEY"):
+    if not found or not environ.get(DISTRIB_KEY):
         raise TrainingError(
             "no parameter servers are known here", hint="start the script with distrib-launch --mode async"
         )
-    return found, environ["DISTRIB_KEY"].encode()
+    return found, environ[DISTRIB_KEY].encode()
 
 
 def main() -> int:
@@ -461,7 +469,7 @@ def main() -> int:
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     try:
         addresses, key = servers_from(os.environ)
-        number, workers = int(os.environ["DISTRIB_SERVER"]), int(os.environ["WORLD_SIZE"])
+        number, workers = int(os.environ[DISTRIB_SERVER]), int(os.environ[WORLD_SIZE])
         server = Server(number, addresses, workers, key, from_environment(os.environ))
     except (DistribError, OSError) as error:
         print(f"distrib: parameter server: {error}", file=sys.stderr)
@@ -474,7 +482,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, end)
     for own in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all that it runs: scripts are to save
         signal.signal(own, signal.SIG_IGN)
-    if news := os.environ.get("DISTRIB_NEWS_FD"):
+    if news := os.environ.get(DISTRIB_EVENTS_FD):
         server.hear_news(socket.socket(fileno=int(news)))
     server.run()
     if number == 0 and not server.was_called:

@@ -21,6 +21,7 @@ from typing import IO, Any
 import msgspec
 import torch
 
+from distrib.environment import DISTRIB_RUN_DIR
 from distrib.training.parameter_server.server_table import Description, Table, raw
 from distrib.training.parameter_server.shard_service import Part
 
@@ -35,7 +36,7 @@ class Snapshots:
     """The last snapshot of server `number` of this job, in a folder of the server's own."""
 
     def __init__(self, number: int) -> None:
-        run = Path(os.environ.get("DISTRIB_RUN_DIR") or "/nowhere")
+        run = Path(os.environ.get(DISTRIB_RUN_DIR) or "/nowhere")
         name = f"server-{os.environ.get('DISTRIB_JOB', os.getpid())}-{number}"
         self.folder = (
             run / name if run.is_dir() and os.access(run, os.W_OK) else Path(tempfile.gettempdir()) / f"distrib-{name}"

@@ -12,6 +12,7 @@ import msgspec
 import torch
 from torch.optim import Optimizer
 
+from distrib.environment import DISTRIB_ADDRESS
 from distrib.errors import TrainingError
 from distrib.training.parameter_server.client import Client, Slot
 from distrib.training.parameter_server.host_aggregation.leader import GroupTable
@@ -56,7 +57,7 @@ class HeldTable:
         self._one = sorted(small, key=torch.numel)[-1:]
         """The one that is looked at after every step: who puts an average's values in for an evaluation changes them all."""
         self._on_cpu = all(parameter.device.type == "cpu" for parameter in self.parameters)
-        shared = self._on_cpu and "DISTRIB_ADDRESS" not in os.environ  # all on one host
+        shared = self._on_cpu and DISTRIB_ADDRESS not in os.environ  # all on one host
         self.description = Description(
             recipe_of(optimizer), tuple(specs), tuple(self._settings()), len(client.addresses), wire, shared, pushers
         )

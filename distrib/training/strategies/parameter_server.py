@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from distrib.environment import DISTRIB_ADDRESS, DISTRIB_RESTARTED
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.checks.cross_rank import digest_of, total
@@ -53,7 +54,7 @@ class Asynchronous(Backend):
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         addresses, key = servers_from(os.environ)
-        self.substitute = bool(os.environ.get("DISTRIB_STARTED_AGAIN"))
+        self.substitute = bool(os.environ.get(DISTRIB_RESTARTED))
         self.client = Client(world.rank, addresses, key, replicas=bool(strategy.replicas), again=self.substitute)
         self.client.rejoin = self._rejoin
         self._meeting = Meeting(self.client, world, substitute=self.substitute)
@@ -96,12 +97,12 @@ class Asynchronous(Backend):
     @property
     def _reduces(self) -> bool:
         """Whether the ranks of a host may push as one: there are several hosts, or the address would not be told."""
-        return self.strategy.host_reduction and "DISTRIB_ADDRESS" in os.environ
+        return self.strategy.host_reduction and DISTRIB_ADDRESS in os.environ
 
     @property
     def _beside_all_servers(self) -> bool:
         """Whether what this host's ranks push crosses no wire."""
-        return all(server == os.environ["DISTRIB_ADDRESS"] for server, _ in self.client.addresses)
+        return all(server == os.environ[DISTRIB_ADDRESS] for server, _ in self.client.addresses)
 
     @property
     def is_main(self) -> bool:

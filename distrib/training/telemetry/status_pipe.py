@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distrib.environment import DISTRIB_STATUS_FD
 from distrib.errors import TrainingError
 
 LONGEST_LINE_BYTES = 4096
@@ -31,7 +32,7 @@ class StatusPipe:
     @classmethod
     def from_environment(cls) -> StatusPipe:
         """The pipe that DISTRIB_STATUS_FD names; without one every line is lost, as is right for a rank alone."""
-        text = os.environ.get("DISTRIB_STATUS_FD", "")
+        text = os.environ.get(DISTRIB_STATUS_FD, "")
         return cls(int(text) if text.isdecimal() else None)
 
     def step(self, number: int) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.errors import ConfigError
 from distrib.utils.local_addresses import is_here
 from distrib_launch.preflight.remote import Remote
@@ -54,7 +55,7 @@ STRANGERS = (
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
 )
 """What other MPIs' mpirun says of our command line, and whose it is."""
-PASSED_BY_NAME = ("DISTRIB_TOKEN", "DISTRIB_CONTROL")
+PASSED_BY_NAME = (DISTRIB_TOKEN, DISTRIB_CONTROL)
 """Variables that mpirun carries to every host without their values ever standing in an argument list."""
 
 

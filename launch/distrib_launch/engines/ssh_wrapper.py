@@ -14,6 +14,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from distrib.environment import DISTRIB_RUN_DIR
+
 
 def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[str]:
     """The command line that starts what Open MPI wants started: `arguments` are a host and a remote command.
@@ -36,7 +38,7 @@ def rewrite(arguments: Sequence[str], settings: Mapping[str, object]) -> list[st
 
 
 def main() -> None:
-    settings = Path(os.environ["DISTRIB_RUN_DIR"], "agent.json").read_text()
+    settings = Path(os.environ[DISTRIB_RUN_DIR], "agent.json").read_text()
     command = rewrite(sys.argv[1:], json.loads(settings))
     os.execvp(command[0], command)
 

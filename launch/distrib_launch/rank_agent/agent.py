@@ -24,6 +24,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distrib.environment import (
+    DISTRIB_CONTROL,
+    DISTRIB_DEVICE,
+    DISTRIB_EVENTS_FD,
+    DISTRIB_KEY,
+    DISTRIB_PROCESS_TAG,
+    DISTRIB_RESULT_FD,
+    DISTRIB_SERVER,
+    DISTRIB_SERVERS,
+    DISTRIB_STATUS_FD,
+    DISTRIB_TOKEN,
+)
 from distrib.utils.mpi_env import identity
 from distrib.utils.ranges import ranges
 from distrib_launch.rank_agent import affinity, daemonize, reaper
@@ -33,8 +45,6 @@ from distrib_launch.rank_agent.oom import OutOfMemory
 from distrib_launch.rank_agent.sockets import call_back, hold_port, interface_with
 from distrib_launch.rank_agent.stack_dump import Spies
 
-CONTROL = "DISTRIB_CONTROL"
-TOKEN = "DISTRIB_TOKEN"
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
 """After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
@@ -61,10 +71,10 @@ class Rank:
 
     def __init__(self) -> None:
         environ = dict(os.environ)
-        self.environ = {k: v for k, v in environ.items() if k not in (CONTROL, TOKEN)}
+        self.environ = {k: v for k, v in environ.items() if k not in (DISTRIB_CONTROL, DISTRIB_TOKEN)}
         self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
-        self.token = environ[TOKEN]
-        self.channel = call_back(environ[CONTROL], self.token)
+        self.token = environ[DISTRIB_TOKEN]
+        self.channel = call_back(environ[DISTRIB_CONTROL], self.token)
         self.launcher = self.channel.sock.getpeername()[:2]
         self.introduced = False
         self.silence = Silence(self.channel.sock, LAUNCHER_SILENCE_SECONDS)
@@ -277,9 +287,9 @@ class Rank:
         self.may_return, self.give_up_at = assignment.may_return, float("inf")
         self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * assignment.host_timeout_seconds))
         environ = {**self.environ, **assignment.environment}
-        if "DISTRIB_SERVERS" in environ:
-            environ["DISTRIB_KEY"] = self.key
-        self.mark = environ[reaper.MARK] = assignment.mark
+        if DISTRIB_SERVERS in environ:
+            environ[DISTRIB_KEY] = self.key
+        self.mark = environ[DISTRIB_PROCESS_TAG] = assignment.mark
         gpus = self._choose_device(assignment, environ)
         share = affinity.share_of(
             affinity.read_machine(), self.local_rank, assignment.sharers, environ, assignment.bind, on_gpus=gpus > 0
@@ -325,7 +335,7 @@ class Rank:
                 f"{self.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
                 "-x CUDA_VISIBLE_DEVICES="
             )
-        environ["DISTRIB_DEVICE"] = self.device
+        environ[DISTRIB_DEVICE] = self.device
         if gpus:  # count them as nvidia-smi does, not the fastest first
             environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         if self.device == "cpu":
@@ -346,21 +356,21 @@ class Rank:
         os.set_blocking(theirs, False)
         with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
             fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
-        environ["DISTRIB_STATUS_FD"] = str(theirs)
+        environ[DISTRIB_STATUS_FD] = str(theirs)
         passed = [theirs]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
         if assignment.keep_value:
             self.value = os.memfd_create("distrib-value")
-            environ["DISTRIB_VALUE_FD"] = str(self.value)
+            environ[DISTRIB_RESULT_FD] = str(self.value)
             passed.append(self.value)
         news: socket.socket | None = None
-        if "DISTRIB_SERVER" in environ:
+        if DISTRIB_SERVER in environ:
             if self.news:
                 self.news.close()
             self.news, news = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self.news.setblocking(False)
-            environ["DISTRIB_NEWS_FD"] = str(news.fileno())
+            environ[DISTRIB_EVENTS_FD] = str(news.fileno())
             passed.append(news.fileno())
         try:
             yield status, passed

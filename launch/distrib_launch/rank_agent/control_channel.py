@@ -73,7 +73,7 @@ class Assignment(NamedTuple):
     may_return: bool
     """Whether the job goes on without it where the launcher is lost."""
     keep_value: bool
-    """Whether the launcher gets what the script writes to DISTRIB_VALUE_FD."""
+    """Whether the launcher gets what the script writes to DISTRIB_RESULT_FD."""
 
 
 class ProtocolError(Exception):

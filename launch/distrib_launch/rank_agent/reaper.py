@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-MARK = "DISTRIB_MARK"
-"""The environment variable that marks every process of a rank: `<job>.<rank>`."""
+from distrib.environment import DISTRIB_PROCESS_TAG
 
 
 def marked(mark: str) -> set[int]:
-    """Processes of this user that were started with `MARK` set to `mark`, whoever their parent is now."""
-    wanted = f"{MARK}={mark}".encode()
+    """Processes of this user that were started with `DISTRIB_PROCESS_TAG` set to `mark`, whoever their parent is now."""
+    wanted = f"{DISTRIB_PROCESS_TAG}={mark}".encode()
     found = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

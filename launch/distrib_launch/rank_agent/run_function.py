@@ -11,11 +11,11 @@ import pickle
 import sys
 import traceback
 
-VALUE = "DISTRIB_VALUE_FD"
+from distrib.environment import DISTRIB_RESULT_FD
 
 
 def main() -> int:
-    if VALUE not in os.environ:
+    if DISTRIB_RESULT_FD not in os.environ:
         print("distrib_launch.rank_agent.run_function is started by distrib_launch.run", file=sys.stderr)
         return 2
     told = pickle.load(sys.stdin.buffer)
@@ -24,7 +24,7 @@ def main() -> int:
     os.close(null)
     sys.path += [folder for folder in told["path"] if folder not in sys.path]
     sys.argv = [told["name"]]
-    value_descriptor = int(os.environ.pop(VALUE))
+    value_descriptor = int(os.environ.pop(DISTRIB_RESULT_FD))
     function, arguments = pickle.loads(told["call"])  # now that its modules can be found
     try:
         value = function(*arguments)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 from distrib_launch import engines, results
 from distrib_launch.engines import mpirun
 from distrib_launch.launch_plan import LaunchPlan
@@ -37,8 +38,8 @@ class EngineProcess:
         self._runtime = engines.runtime(plan.engine)
         self._runtime.write_files(Path(plan.run_dir), plan)
         environ = {
-            **self._runtime.environment(os.environ), **plan.engine_environment, "DISTRIB_TOKEN": token, "DISTRIB_CONTROL": addresses,
-            "DISTRIB_RUN_DIR": plan.run_dir,
+            **self._runtime.environment(os.environ), **plan.engine_environment, DISTRIB_TOKEN: token, DISTRIB_CONTROL: addresses,
+            DISTRIB_RUN_DIR: plan.run_dir,
         }  # fmt: skip
         environ.setdefault("HOME", str(Path.home()))  # Open MPI does not start without
         environ.setdefault("PATH", os.defpath)

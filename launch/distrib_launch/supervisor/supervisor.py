@@ -91,7 +91,7 @@ class Supervisor:
         self.grace_seconds = grace_seconds
         self.script_input = script_input
         self.input_ranks = range(len(plan.ranks)) if input_ranks is None else input_ranks
-        self.keep_value = keep_value  # of what each rank's script writes to DISTRIB_VALUE_FD
+        self.keep_value = keep_value  # of what each rank's script writes to DISTRIB_RESULT_FD
         self.liveness = Liveness(host_timeout_seconds)
         self.token = new_token()
         self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
