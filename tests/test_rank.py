@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from distrib_launch.rank_agent.agent import CONTROL, TOKEN
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib_launch.rank_agent.control_channel import Channel, Kind, new_token
 
 
@@ -73,7 +73,7 @@ def called_back(listener) -> Iterator[tuple[subprocess.Popen[str], socket.socket
     place = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("SIZE", "LOCAL_SIZE"), "1")
     environment = os.environ | {f"OMPI_COMM_WORLD_{name}": value for name, value in place.items()}
     with contextlib.ExitStack() as stack:
-        environment |= {CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", TOKEN: token}
+        environment |= {DISTRIB_CONTROL: f"127.0.0.1:{listener.getsockname()[1]}", DISTRIB_TOKEN: token}
         process = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, "-m", "distrib_launch.rank_agent"], env=environment, stderr=subprocess.PIPE, text=True
