@@ -19,7 +19,8 @@ from distrib.errors import ConfigError
 from distrib_launch import runner as job
 from distrib_launch.cli import launch as cli
 from distrib_launch.engines import mpirun
-from distrib_launch.launch_plan import LaunchPlan, is_secret
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.rank_environment import is_secret
 from distrib_launch.results import choose_run_dir, make_run_dir
 from distrib_launch.runner import read_hosts
 from distrib_launch.supervisor.engine_process import EngineProcess
@@ -469,8 +470,8 @@ def test_no_python_module_of_that_name(launch, tmp_path):
             [LAUNCH.with_name("python"), "JOB"],
             "and distrib-launch starts Python scripts; leave it out: every host starts its own",
         ),
-        (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: no such variable here"),
-        (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this one itself"),
+        (["-x", "NOT_SET_ANYWHERE", "JOB"], "-x NOT_SET_ANYWHERE: this variable is not set here"),
+        (["-x", "RANK=7", "JOB"], "-x RANK: the launcher sets this variable itself"),
         (["-x", "LATIN", "JOB"], "LATIN=/data/m\\udcfcller: not UTF-8 text"),
         (["--timeout", "soon", "JOB"], "'soon' is no time"),
         (["--mpirun", "/nowhere/mpirun", "JOB"], "--mpirun /nowhere/mpirun: no such command"),

@@ -5,38 +5,17 @@ Every decision about a launch is made here, once; the engines only carry it out.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib import strategy as strategies
 from distrib.cluster.hostfile import HostList
-from distrib.environment import (
-    DISTRIB_JOB,
-    DISTRIB_MODE,
-    DISTRIB_RUN_DIR,
-    DISTRIB_SERVER,
-    DISTRIB_STRATEGY,
-    GROUP_RANK,
-    GROUP_WORLD_SIZE,
-    LOCAL_RANK,
-    LOCAL_WORLD_SIZE,
-    RANK,
-    ROLE_RANK,
-    ROLE_WORLD_SIZE,
-    TORCHELASTIC_MAX_RESTARTS,
-    TORCHELASTIC_RESTART_COUNT,
-    TORCHELASTIC_RUN_ID,
-    TORCHRUN_VARIABLES,
-    WORLD_SIZE,
-)
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils.ranges import ranges
-from distrib_launch import engines, host_selection, server_placement
+from distrib_launch import engines, host_selection, rank_environment, server_placement
 from distrib_launch.cli import training_options
 from distrib_launch.cli.options import GRACE_SECONDS
 from distrib_launch.forecast_record import Outlook
@@ -45,31 +24,6 @@ from distrib_launch.slots import HostPlan, plan_hosts
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Topology
-
-FORWARDED_PREFIXES = (
-    "NCCL_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "CUBLAS_",
-    "CUDNN_",
-    "NVIDIA_TF32_",
-    "CUDA_DEVICE_MAX_",
-    "CUDA_DEVICE_ORDER",
-    "CUDA_LAUNCH_",
-    "CUDA_MODULE_",
-    "TORCH_",
-    "PYTORCH_",
-    "TORCHDYNAMO_",
-    "TORCHINDUCTOR_",
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "HF_",
-    "WANDB_",
-    "HOROVOD_",
-)
-"""Variables that change how a job computes or talks; every host gets the launcher's own values."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,43 +135,16 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         return (host.python or self.script[0], *(server_placement.COMMAND if role == "server" else self.script[1:]))
 
 
-_SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|((API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?"
-    r"|(?<!COM)(?<!BY)PASS|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION))\d*(_|$)",
-    re.IGNORECASE,
-)
-
-
-def is_secret(name: str) -> bool:
-    """Whether the value of a variable of this name, such as WANDB_API_KEY and HF_TOKEN, is for the ranks alone."""
-    return name != "PWD" and _SECRET.search(name) is not None
-
-
 def without_secrets(plan: LaunchPlan) -> LaunchPlan:
     """The plan for the eyes of others."""
     ranks = tuple(
         msgspec.structs.replace(
             rank,
-            environment={name: "***" if is_secret(name) else value for name, value in rank.environment.items()},
+            environment=rank_environment.mask_secrets(rank.environment),
         )
         for rank in plan.ranks
     )
     return msgspec.structs.replace(plan, ranks=ranks)
-
-
-def forwarded(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]:
-    """The variables that every rank gets: those whose prefix says so, then `-x NAME` and `-x NAME=VALUE`."""
-    chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
-    for item in asked:
-        name, equals, value = item.partition("=")
-        if not name or any(c in name for c in " \t\n\0"):
-            raise ConfigError(f"-x {item}: no name of a variable", hint="write -x NAME or -x NAME=VALUE")
-        if name in TORCHRUN_VARIABLES or name.startswith("DISTRIB_"):
-            raise ConfigError(f"-x {name}: the launcher sets this one itself, for each rank", hint="leave it out")
-        if not equals and name not in environ:
-            raise ConfigError(f"-x {name}: no such variable here", hint=f"set it, or write -x {name}=VALUE")
-        chosen[name] = value if equals else environ[name]
-    return chosen
 
 
 def make_plan(
@@ -243,10 +170,9 @@ def make_plan(
         server_placement.check_replicas(hosts, options.strategy.replicas)
     else:
         notes += server_placement.notes_without_servers(host_list, hosts)
-    common = _common_environment(options, hosts)
     gpus = dict.fromkeys(placed.gpus, 0) if cpu_only else placed.gpus
-    workers = _workers(hosts, gpus, common, here, options)
-    servers = _servers(hosts, common, len(workers), "OMP_NUM_THREADS" in options.environment)
+    workers = _workers(hosts, gpus, here, options)
+    servers = _servers(hosts, len(workers), options)
     ranks = (*workers, *servers)
     notes += training_options.notes_on(
         options.strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
@@ -277,28 +203,7 @@ def make_plan(
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
 
 
-def _common_environment(options: Options, hosts: Sequence[HostPlan]) -> dict[str, str]:
-    """What every rank finds alike."""
-    world_size = str(sum(host.workers for host in hosts))
-    return {
-        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed, not when a buffer is full
-        **options.environment,
-        WORLD_SIZE: world_size,
-        ROLE_WORLD_SIZE: world_size,
-        GROUP_WORLD_SIZE: str(len(hosts)),
-        TORCHELASTIC_RUN_ID: options.run or options.job,
-        TORCHELASTIC_RESTART_COUNT: str(options.restarts),
-        TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
-        DISTRIB_JOB: options.job,
-        DISTRIB_MODE: options.strategy.mode,
-        DISTRIB_STRATEGY: strategies.to_environment(options.strategy),
-        DISTRIB_RUN_DIR: options.run_dir,
-    }
-
-
-def _workers(
-    hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], common: Mapping[str, str], here: Here, options: Options
-) -> list[RankPlan]:
+def _workers(hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], here: Here, options: Options) -> list[RankPlan]:
     """The ranks that run the script. Raises ConfigError where a host has fewer GPUs than slots."""
     found: list[RankPlan] = []
     for group, host in enumerate(hosts):
@@ -309,15 +214,6 @@ def _workers(
             )
         shares = _shares(host, count, here, options)
         for local_rank in range(host.workers):
-            rank = str(len(found))
-            environment = {
-                **common,
-                RANK: rank,
-                LOCAL_RANK: str(local_rank),
-                LOCAL_WORLD_SIZE: str(host.workers),
-                GROUP_RANK: str(group),
-                ROLE_RANK: rank,
-            }
             found.append(
                 RankPlan(
                     rank=len(found),
@@ -325,7 +221,9 @@ def _workers(
                     local_rank=local_rank,
                     role="worker",
                     device="auto" if count is None else f"cuda:{local_rank}" if count else "cpu",
-                    environment=environment,
+                    environment=rank_environment.planned(
+                        options, hosts, group=group, local_rank=local_rank, rank=len(found)
+                    ),
                     cpus=ranges(shares[local_rank].cpus) if shares else None,
                     threads=shares[local_rank].threads if shares else None,
                 )
@@ -333,28 +231,18 @@ def _workers(
     return found
 
 
-def _servers(hosts: Sequence[HostPlan], common: Mapping[str, str], first: int, threads_given: bool) -> list[RankPlan]:
+def _servers(hosts: Sequence[HostPlan], first: int, options: Options) -> list[RankPlan]:
     """The parameter servers, numbered after the workers."""
     found: list[RankPlan] = []
-    total = sum(host.servers for host in hosts)
     for group, host in enumerate(hosts):
         for local_rank in range(host.workers, host.ranks):
-            number = len(found)
-            environment = {
-                **common,
-                RANK: str(first + number),
-                LOCAL_RANK: str(local_rank),
-                LOCAL_WORLD_SIZE: str(host.ranks),
-                GROUP_RANK: str(group),
-                ROLE_RANK: str(number),
-                ROLE_WORLD_SIZE: str(total),
-                DISTRIB_SERVER: str(number),
-            }
-            if not threads_given:
-                environment["OMP_NUM_THREADS"] = "1"  # threads of OpenMP's would spin beside the workers
+            server = len(found)
+            environment = rank_environment.planned(
+                options, hosts, group=group, local_rank=local_rank, rank=first + server, server=server
+            )
             found.append(
                 RankPlan(
-                    rank=first + number, host=host.name, local_rank=local_rank, role="server", device="cpu",
+                    rank=first + server, host=host.name, local_rank=local_rank, role="server", device="cpu",
                     environment=environment, cpus="", threads=1,
                 )
             )  # fmt: skip

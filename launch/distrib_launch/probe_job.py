@@ -57,10 +57,10 @@ def hosts_of(options: argparse.Namespace) -> tuple[HostList, tuple[str, ...]]:
 
 def without_gpus(options: argparse.Namespace) -> bool:
     """Whether ranks are shown no GPU, by `-x CUDA_VISIBLE_DEVICES=`."""
-    from distrib_launch.launch_plan import forwarded
     from distrib_launch.rank_agent.affinity import listed_gpus
+    from distrib_launch.rank_environment import forwarded_variables
 
-    visible = forwarded(os.environ, options.environment).get("CUDA_VISIBLE_DEVICES")
+    visible = forwarded_variables(os.environ, options.environment).get("CUDA_VISIBLE_DEVICES")
     return visible is not None and not listed_gpus(visible)
 
 

@@ -136,11 +136,11 @@ def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], 
     """What the command's options ask for, apart from the hosts; `fewer`: whether ranks may be missing where --min-hosts is given."""
     import msgspec
 
-    from distrib_launch import host_selection, results, rsync
+    from distrib_launch import host_selection, rank_environment, results, rsync
     from distrib_launch import launch_plan as planning
     from distrib_launch.cli import training_options
 
-    environment = planning.forwarded(os.environ, options.env)
+    environment = rank_environment.forwarded_variables(os.environ, options.env)
     if options.profile:
         from distrib_launch import profile_request
 
@@ -298,7 +298,7 @@ def _with_outlook(
 
 def _refuse_broken_text(words: list[str]) -> None:
     """Plans are JSON, and so UTF-8; bytes that are not cannot be kept or passed on."""
-    from distrib_launch.launch_plan import is_secret
+    from distrib_launch.rank_environment import is_secret
 
     for word in words:
         try:

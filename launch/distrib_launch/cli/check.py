@@ -69,7 +69,7 @@ def asked(
 
     from distrib.strategy import Strategy
     from distrib.utils import rlimits
-    from distrib_launch import engines
+    from distrib_launch import engines, rank_environment
     from distrib_launch import launch_plan as planning
     from distrib_launch.engines.mpirun import write_ssh_config
     from distrib_launch.preflight import preflight
@@ -78,7 +78,7 @@ def asked(
 
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
     apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
-    environment = planning.forwarded(os.environ, [])
+    environment = rank_environment.forwarded_variables(os.environ, [])
     with tempfile.TemporaryDirectory(prefix="distrib-check-") as folder:
         plan = planning.make_plan(
             planning.Options(

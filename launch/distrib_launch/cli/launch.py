@@ -193,15 +193,15 @@ def _write_manifest(plan: LaunchPlan, options: argparse.Namespace) -> int:
 
     import yaml
 
-    from distrib_launch import launch_plan as planning
+    from distrib_launch import rank_environment
     from distrib_launch.engines import kubernetes
 
     if not options.image:
         raise ConfigError(
             "--engine kubernetes: no --image", hint="build the Dockerfile, push the image, and give its name"
         )
-    words = kubernetes.launcher_words(parser(), options, planning.FORWARDED_PREFIXES)
-    environment = planning.forwarded(os.environ, options.env)
+    words = kubernetes.launcher_words(parser(), options, rank_environment.FORWARDED_PREFIXES)
+    environment = rank_environment.forwarded_variables(os.environ, options.env)
     manifest = kubernetes.manifest(
         plan, image=options.image, words=words, environment=environment, grace_seconds=options.grace,
         runtime_class=options.runtime_class, resources=dict(options.pod_resources),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distrib.errors import ConfigError
-from distrib_launch.launch_plan import is_secret
+from distrib_launch.rank_environment import is_secret
 
 if TYPE_CHECKING:
     from distrib_launch.launch_plan import LaunchPlan, Options

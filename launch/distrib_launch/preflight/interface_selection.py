@@ -16,6 +16,7 @@ import msgspec
 from distrib.cluster.inventory import Address, Interface, Inventory, RdmaPort, fastest_ports, total_rate
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
+from distrib_launch.rank_environment import socket_interface
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -357,12 +358,6 @@ def _leading(
 # -- variables --------------------------------------------------------------------------------------------------------
 
 
-def variables(interface: str | None) -> dict[str, str]:
-    """What keeps Gloo and NCCL to an interface."""
-    # Without the `=`, NCCL takes a name for a prefix: eth1 would be eth10 as well.
-    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
-
-
 def _environment(
     choice: _Candidate,
     ports: tuple[int, int] | None,
@@ -375,7 +370,7 @@ def _environment(
     name = choice.interface.name
     hcas = [f"{port.device}:{port.port}" for port in (rdma or {}).get(choice.host, ())]
     chosen = {
-        **variables(name),
+        **socket_interface(name),
         "NCCL_SOCKET_FAMILY": "AF_INET" if choice.address.version == 4 else "AF_INET6",
         # Open MPI takes IPv4's subnets only.
         "OMPI_MCA_btl_tcp_if_include": str(subnet) if subnet and subnet.version == 4 else name,

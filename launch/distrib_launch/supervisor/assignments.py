@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from distrib.environment import DISTRIB_ADDRESS, DISTRIB_SERVERS, MASTER_ADDR, MASTER_PORT
+from distrib_launch import rank_environment
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight import interface_selection
 from distrib_launch.rank_agent.control_channel import Assignment
 from distrib_launch.supervisor.rank_state import RankState
 
@@ -25,16 +24,21 @@ def assignments(
     def address(state: RankState) -> str:
         return hosts[state.plan.host].address or state.address
 
-    shared = {MASTER_ADDR: address(ranks[0]), MASTER_PORT: str(ranks[0].hello["port"])}
-    if servers := [state for state in ranks if state.plan.role == "server"]:
-        shared[DISTRIB_SERVERS] = ",".join(f"{address(state)}:{state.hello['port']}" for state in servers)
+    def listener(state: RankState) -> tuple[str, int]:
+        return address(state), int(state.hello["port"])
+
+    servers = [listener(state) for state in ranks if state.plan.role == "server"]
     for state in ranks:
         host, works = hosts[state.plan.host], state.plan.role == "worker"
-        environment = {**state.plan.environment, **shared}
-        if len(plan.hosts) > 1:
-            if not host.interface:  # nobody asked the hosts; but this one leads here
-                environment = {**interface_selection.variables(state.hello.get("interface")), **environment}
-            environment[DISTRIB_ADDRESS] = address(state)
+        several = len(plan.hosts) > 1
+        environment = rank_environment.complete(
+            state.plan.environment,
+            main=listener(ranks[0]),
+            servers=servers,
+            address=address(state) if several else None,
+            # Without a preflight the interface that reaches the launcher is used.
+            interface=state.hello.get("interface") if several and not host.interface else None,
+        )
         yield (
             state,
             Assignment(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from distrib.environment import DISTRIB_RESTARTED
+from distrib_launch import rank_environment
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor import root_cause, tolerance_rules
@@ -99,7 +99,7 @@ class Recovery:
         state.restarts += 1
         state.deaths += not state.ending.lost
         state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
-        environment = {**state.assignment.environment, DISTRIB_RESTARTED: "1"}
+        environment = rank_environment.restarted(state.assignment.environment)
         self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment)._asdict())
         self._tell_servers(state)
         if state.plan.role == "server":

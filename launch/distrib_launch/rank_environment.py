@@ -1,0 +1,179 @@
+"""Environment of a rank as the launcher decides it: the user's variables, torchrun's names and those of distrib.
+
+`planned` is known with the plan, `complete` needs the addresses that ranks report. The agent on the host adds what only the
+host knows (`rank_agent.script_environment`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from distrib import strategy as strategies
+from distrib.environment import (
+    DISTRIB_ADDRESS,
+    DISTRIB_JOB,
+    DISTRIB_MODE,
+    DISTRIB_RESTARTED,
+    DISTRIB_RUN_DIR,
+    DISTRIB_SERVER,
+    DISTRIB_SERVERS,
+    DISTRIB_STRATEGY,
+    GROUP_RANK,
+    GROUP_WORLD_SIZE,
+    LOCAL_RANK,
+    LOCAL_WORLD_SIZE,
+    MASTER_ADDR,
+    MASTER_PORT,
+    RANK,
+    ROLE_RANK,
+    ROLE_WORLD_SIZE,
+    TORCHELASTIC_MAX_RESTARTS,
+    TORCHELASTIC_RESTART_COUNT,
+    TORCHELASTIC_RUN_ID,
+    TORCHRUN_VARIABLES,
+    WORLD_SIZE,
+)
+from distrib.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distrib_launch.launch_plan import Options
+    from distrib_launch.slots import HostPlan
+
+FORWARDED_PREFIXES = (
+    "NCCL_", "GLOO_", "UCX_", "FI_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "CUDA_DEVICE_MAX_", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_",
+    "CUDA_MODULE_", "TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TRITON_", "OMP_", "MKL_", "HF_", "WANDB_", "HOROVOD_",
+)  # fmt: skip
+"""Prefixes of variables that change how a job computes or communicates: every rank gets the launcher's values."""
+
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY|((API|ACCESS|SSH|PRIVATE|SIGNING|MASTER)_?KEYS?"
+    r"|(?<!COM)(?<!BY)PASS|(^|_)(KEYS?|PWD|PAT|O?AUTH|AUTHORIZATION))\d*(_|$)",
+    re.IGNORECASE,
+)
+
+
+def is_secret(name: str) -> bool:
+    """Return True if the value of a variable must not be written to files or shown.
+
+    Args:
+        name: Name of the variable, such as `WANDB_API_KEY` or `HF_TOKEN`.
+    """
+    return name != "PWD" and _SECRET.search(name) is not None
+
+
+def mask_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment with `***` in place of each secret.
+
+    Args:
+        environment: Values by name.
+    """
+    return {name: "***" if is_secret(name) else value for name, value in environment.items()}
+
+
+def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) -> dict[str, str]:
+    """Return the variables that every rank gets from the user.
+
+    Args:
+        environ: Environment of the launcher; names with one of `FORWARDED_PREFIXES` are forwarded.
+        requested: Values of `-x`: `NAME` or `NAME=VALUE`; the last value of a name counts.
+
+    Raises:
+        ConfigError: An item has no valid name, the launcher sets that variable itself, or it is not in `environ`.
+    """
+    chosen = {name: value for name, value in environ.items() if name.startswith(FORWARDED_PREFIXES)}
+    for item in requested:
+        name, equals, value = item.partition("=")
+        if not name or any(c in name for c in " \t\n\0"):
+            raise ConfigError(f"-x {item}: not a variable name", hint="write -x NAME or -x NAME=VALUE")
+        if name in TORCHRUN_VARIABLES or name.startswith("DISTRIB_"):
+            raise ConfigError(f"-x {name}: the launcher sets this variable itself, for each rank", hint="leave it out")
+        if not equals and name not in environ:
+            raise ConfigError(f"-x {name}: this variable is not set here", hint=f"set it, or write -x {name}=VALUE")
+        chosen[name] = value if equals else environ[name]
+    return chosen
+
+
+def planned(
+    options: Options, hosts: Sequence[HostPlan], *, group: int, local_rank: int, rank: int, server: int | None = None
+) -> dict[str, str]:
+    """Build the part of a rank's environment that is known with the plan.
+
+    Args:
+        options: Resolved options of the launch.
+        hosts: Hosts of the plan in rank order.
+        group: Index of the rank's host in `hosts`.
+        local_rank: Rank among the processes of that host.
+        rank: Global rank; servers follow the workers.
+        server: Index of a parameter server, None for a worker.
+    """
+    host, workers = hosts[group], sum(host.workers for host in hosts)
+    environment = {
+        "PYTHONUNBUFFERED": "1",  # lines arrive when they are printed, not when a buffer is full
+        **options.environment,
+        WORLD_SIZE: str(workers),
+        ROLE_WORLD_SIZE: str(workers if server is None else sum(host.servers for host in hosts)),
+        GROUP_WORLD_SIZE: str(len(hosts)),
+        TORCHELASTIC_RUN_ID: options.run or options.job,
+        TORCHELASTIC_RESTART_COUNT: str(options.restarts),
+        TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
+        DISTRIB_JOB: options.job,
+        DISTRIB_MODE: options.strategy.mode,
+        DISTRIB_STRATEGY: strategies.to_environment(options.strategy),
+        DISTRIB_RUN_DIR: options.run_dir,
+        RANK: str(rank),
+        LOCAL_RANK: str(local_rank),
+        LOCAL_WORLD_SIZE: str(host.workers if server is None else host.ranks),
+        GROUP_RANK: str(group),
+        ROLE_RANK: str(rank if server is None else server),
+    }
+    if server is not None:
+        environment[DISTRIB_SERVER] = str(server)
+        if "OMP_NUM_THREADS" not in options.environment:
+            environment["OMP_NUM_THREADS"] = "1"  # OpenMP threads would spin beside the workers
+    return environment
+
+
+def socket_interface(interface: str | None) -> dict[str, str]:
+    """Return the variables that keep Gloo and NCCL to one network interface.
+
+    Args:
+        interface: Name such as `eth0`; None for no restriction.
+    """
+    # Without the `=`, NCCL takes a name for a prefix: eth1 would match eth10 as well.
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {}
+
+
+def complete(
+    environment: Mapping[str, str],
+    *,
+    main: tuple[str, int],
+    servers: Sequence[tuple[str, int]],
+    address: str | None,
+    interface: str | None,
+) -> dict[str, str]:
+    """Add what is known once every rank has connected to the launcher.
+
+    Args:
+        environment: Result of `planned`.
+        main: Address and free port of rank 0.
+        servers: Addresses and ports of the parameter servers.
+        address: Address of this rank's host for other hosts; None if the job has one host.
+        interface: Interface to use if preflight chose none.
+    """
+    added = {MASTER_ADDR: main[0], MASTER_PORT: str(main[1])}
+    if servers:
+        added[DISTRIB_SERVERS] = ",".join(f"{host}:{port}" for host, port in servers)
+    if address is not None:
+        added[DISTRIB_ADDRESS] = address
+    return {**socket_interface(interface), **environment, **added}
+
+
+def restarted(environment: Mapping[str, str]) -> dict[str, str]:
+    """Mark the environment as that of a process that replaces one that died.
+
+    Args:
+        environment: Environment of the first process.
+    """
+    return {**environment, DISTRIB_RESTARTED: "1"}
