@@ -142,8 +142,8 @@ ROWS = (
 
 
 def table() -> str:
-    """The rows of docs/scaling.md."""
-    lines = ["|what|published|foretold|error|source|", "|-|-|-|-|-|"]
+    """The rows of docs/benchmarks/prediction.md."""
+    lines = ["|what|published|predicted|error|source|", "|-|-|-|-|-|"]
     lines += [
         f"|{row.what}|{row.published:.1%}|{row.foretold:.1%}|{row.foretold / row.published - 1:+.1%}|{row.source}|"
         for row in ROWS

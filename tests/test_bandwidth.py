@@ -806,7 +806,7 @@ def test_advice_is_ranked_and_says_what_it_costs():
 
 
 def test_what_mode_async_does_to_convergence_is_what_was_seen_of_it():
-    """docs/parameter_server.md: a sample teaches as much, unless what makes up for delay is left out."""
+    """docs/benchmarks/parameter-server.md: a sample teaches as much, unless what makes up for delay is left out."""
     assert "about as much" in convergence_of(Strategy(mode="async"))
     assert "worse per step" in convergence_of(Strategy(mode="async", momentum_correction=False))
 

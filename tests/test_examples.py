@@ -45,10 +45,10 @@ def test_across_three_hosts(make_cluster, launch, single, example):
     assert cluster.left_over(within_seconds=6) == {}
 
 
-def test_the_readme_shows_the_difference_as_it_is():
+def test_the_tutorial_shows_the_difference_as_it_is():
     names = ["train_cnn_single.py", "train_cnn.py"]
     diff = subprocess.run(["diff", "-U0", *names], cwd=EXAMPLES, capture_output=True, text=True).stdout
     changed = [line for line in diff.splitlines()[2:] if line[0] in "+-" and '"""' not in line]
-    readme = (ROOT / "README.md").read_text()
-    shown = readme.partition("```diff\n")[2].partition("```")[0].splitlines()
+    tutorial = (ROOT / "docs" / "tutorial" / "first-job.md").read_text()
+    shown = tutorial.partition("```diff\n")[2].partition("```")[0].splitlines()
     assert [line.rstrip() for line in shown] == [line.rstrip() for line in changed]

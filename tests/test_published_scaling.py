@@ -1,4 +1,4 @@
-"""What others have measured, foretold from the catalogue alone; docs/scaling.md shows every row."""
+"""What others have measured, foretold from the catalogue alone; docs/benchmarks/prediction.md shows every row."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.published import ROWS, table
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "scaling.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "benchmarks" / "prediction.md"
 
 
 def test_published_scaling_is_foretold_within_12_percent_in_the_mean():

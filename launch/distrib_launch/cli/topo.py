@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return signals.exit_code(interrupt)
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of distrib-topo and those of its commands by name."""
     from distrib_launch.cli import check, plan, probe, show
 
     parser = Parser(
@@ -51,11 +52,16 @@ def _run(argv: Sequence[str] | None) -> int:
     plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
     plan.add_options(plan_verb)
     plan_verb.set_defaults(run=plan.run)
+    return parser, {"show": show_verb, "check": check_verb, "probe": probe_verb, "plan": plan_verb}
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser, verbs = build_parser()
     words = sys.argv[1:] if argv is None else argv
     try:
         options, unknown = parser.parse_known_args(words)
         if unknown:
-            verbs.choices[options.verb].refuse(unknown)
+            verbs[options.verb].refuse(unknown)
         files.working_directory()  # which all that is named begins at
         code: int = options.run(options)
     except DistribError as error:
