@@ -16,15 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib_launch.rank_agent.control_channel import (
-    GREETING,
-    HEADER,
-    NONCE_BYTES,
-    Channel,
-    Kind,
-    ProtocolError,
-    new_token,
-)
+from distrib.utils.framing import NONCE_BYTES, PROOF_BYTES, ProtocolError, new_token
+from distrib_launch.rank_agent.control_channel import GREETING, HEADER, Channel, Kind
 from distrib_launch.supervisor import listener as door
 from tests.conftest import LAUNCH, MARK, SCRIPTS
 
@@ -39,7 +32,7 @@ def pair(token: str = TOKEN) -> tuple[Channel, Channel]:
         for channel in (listener, caller):
             channel.flush()
         assert not list(caller.receive()) + list(listener.receive())
-    assert listener.ready and caller.ready
+    assert listener.proven and caller.proven
     return listener, caller
 
 
@@ -131,13 +124,23 @@ def test_frames_of_another_session_and_the_own_ones_sent_back_are_refused():
 
 
 def test_the_wrong_token_is_refused():
-    listener, caller = pair(token=new_token())
-    caller.send(Kind.HELLO, b"{}")
-    caller.flush()
-    with pytest.raises(ProtocolError, match="not signed"):
-        list(listener.receive())
-    listener.close()
-    caller.close()
+    with pytest.raises(ProtocolError, match="key"):
+        pair(token=new_token())
+
+
+def test_a_caller_refuses_a_listener_without_the_token():
+    a, b = socket.socketpair()
+    caller = Channel(b, TOKEN, listener=False)
+    a.sendall(GREETING + bytes(NONCE_BYTES))
+    list(caller.receive())
+    answer = a.recv(1024)
+    assert len(answer) == NONCE_BYTES + PROOF_BYTES
+    a.sendall(answer[NONCE_BYTES:])  # its own proof, sent back
+    with pytest.raises(ProtocolError, match="key"):
+        list(caller.receive())
+    assert not caller.proven
+    a.close()
+    b.close()
 
 
 def test_a_huge_frame_is_refused_before_it_is_read():
@@ -167,16 +170,16 @@ def attack(address: tuple[str, int], token: bytes, seed: int, frames: int) -> tu
             kind = rng.randrange(5)
             if kind == 0:  # noise
                 data: bytes | bytearray = rng.randbytes(rng.randrange(1, 400))
-            elif kind == 1:  # a nonce, then a frame without a right signature
+            elif kind == 1:  # a nonce and a wrong proof, then a frame without a right signature
                 body = rng.randbytes(rng.randrange(0, 100))
-                data = rng.randbytes(16) + HEADER.pack(len(body), rng.randrange(256)) + body + rng.randbytes(16)
-            elif kind < 4:  # one that speaks the protocol and lacks the token; a true frame with one bit changed
+                frame = HEADER.pack(len(body), rng.randrange(256)) + body + rng.randbytes(16)
+                data = rng.randbytes(NONCE_BYTES + PROOF_BYTES) + frame
+            elif kind < 4:  # one that speaks the protocol and lacks the token; a true proof with one bit changed
                 a, b = socket.socketpair()
                 forger = Channel(a, stranger_token if kind == 2 else token.decode(), listener=False)
                 b.sendall(greeting)
                 list(forger.receive())
-                forger.send(Kind.HELLO, {"rank": rng.randrange(-2, 4), "world_size": 2, "local_rank": 0})
-                data = bytearray(forger._out)
+                data = bytearray(b.recv(1024))
                 if kind == 3:
                     data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
                 a.close()
@@ -294,7 +297,7 @@ def test_a_door_before_which_many_stand_hangs_up_on_none():
                     key.data(key.fileobj, events)
                 for rank, caller in enumerate(callers):
                     list(caller.receive())
-                    if caller.ready and rank not in said:
+                    if caller.proven and rank not in said:
                         said.add(rank)
                         caller.send(Kind.HELLO, {"rank": rank})
                     caller.flush()

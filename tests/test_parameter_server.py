@@ -796,7 +796,7 @@ def test_who_does_not_know_the_key_is_not_heard(make):
     cluster = make()
     host, port = cluster.servers[0].addresses[0]
     with socket.create_connection((host, port), timeout=5) as sock:
-        sock.sendall(b"dps1" + bytes(16) + bytes(32) + bytes(100))
+        sock.sendall(bytes(16) + bytes(32) + bytes(100))
         sock.settimeout(5)
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(4096):  # the greeting; then it hangs up

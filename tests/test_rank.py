@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
-from distrib_launch.rank_agent.control_channel import Channel, Kind, new_token
+from distrib.utils.framing import new_token
+from distrib_launch.rank_agent.control_channel import Channel, Kind
 
 
 def comes_true(what: Callable[[], bool]) -> None:

@@ -33,11 +33,11 @@ from distrib.training.parameter_server.transport import (
     Kind,
     Loop,
     Outgoing,
-    WireError,
     check_size,
     packed,
     unpacked,
 )
+from distrib.utils.framing import ProtocolError
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ class _Link:
                 self.connection.read()
             if self.connection:
                 self.connection.flush()
-        except (OSError, WireError):
+        except (OSError, ProtocolError):
             self.hang_up()
             return
         self.watch()

@@ -38,11 +38,10 @@ from distrib.training.parameter_server.failover import Ballot, Replica, patience
 from distrib.training.parameter_server.server_table import Pool, raw
 from distrib.training.parameter_server.shard_service import DROP_SECONDS, Part
 from distrib.training.parameter_server.snapshots import Snapshots
-from distrib.training.parameter_server.transport import Connection, Frame, Kind, Loop, WireError, packed, unpacked
+from distrib.training.parameter_server.transport import Connection, Frame, Kind, Loop, packed, unpacked
+from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
 
 TICK_SECONDS = 0.5
-STRANGER_SECONDS = 5.0
-"""How long a caller may take to show that it knows the job's key."""
 
 
 class _Peer:
@@ -74,7 +73,7 @@ class _Peer:
         if frame.kind is Kind.HELLO:
             self.server.introduce(self, unpacked(payload))
         elif self.part is None:
-            raise WireError(f"{frame.kind.name} before HELLO")
+            raise ProtocolError(f"{frame.kind.name} before HELLO")
         elif self.primary:
             self.part.learn(frame, payload, self.connection)
         elif frame.kind is Kind.AGREED:
@@ -170,7 +169,7 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 peer.connection.read()
-        except (OSError, WireError):
+        except (OSError, ProtocolError):
             self._end(peer)
         except Exception as error:
             # The other workers still need this server, and this one would ask again on the next connection.
@@ -343,7 +342,7 @@ class Server:
     def _tick(self) -> None:
         now = time.monotonic()
         for peer in [
-            p for p in self._peers if not p.connection.proven and now - p.connection.opened > STRANGER_SECONDS
+            p for p in self._peers if not p.connection.proven and now - p.connection.opened > HANDSHAKE_TIMEOUT_SECONDS
         ]:
             self._end(peer)
         for part in list(self.parts.values()):
@@ -376,7 +375,9 @@ class _ReplicaLink:
         self._broken = False
 
     def tick(self, now: float) -> None:
-        silent = self.connection and not self.connection.proven and now - self.connection.opened > STRANGER_SECONDS
+        silent = (
+            self.connection and not self.connection.proven and now - self.connection.opened > HANDSHAKE_TIMEOUT_SECONDS
+        )
         if not self.part.in_charge or silent:
             self._close()
         elif self._sock is None:
@@ -422,7 +423,7 @@ class _ReplicaLink:
             if events & selectors.EVENT_READ:
                 self.connection.read()
             self.connection.flush()
-        except (OSError, WireError):
+        except (OSError, ProtocolError):
             self._close()
         self.server.flush()
 

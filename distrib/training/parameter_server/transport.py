@@ -4,9 +4,8 @@ TCP, not MPI and not torch's process groups: a peer may die, be cut off and come
 a header of fixed size and a payload that is received into the memory where it belongs and sent from where it
 lies. Frames that wait are sent by priority: a late frame that the next forward pass needs first overtakes.
 
-Both sides prove, with HMAC-SHA256 over fresh nonces, that they know the job's key before anything else is read. What
-follows is neither signed nor encrypted, as with NCCL, Gloo and MPI (which ask for no proof at all): the network between
-the hosts is trusted not to change what is under way.
+Both sides prove that they know the job's key (`distrib.utils.framing`) before any frame is read. Frames are neither signed nor
+encrypted, as with NCCL, Gloo and MPI, which do not authenticate at all: the network between the hosts is trusted.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import heapq
-import hmac
-import os
 import selectors
 import socket
 import struct
@@ -29,11 +26,10 @@ import msgspec
 
 from distrib.errors import TrainingError
 from distrib.units import format_size
+from distrib.utils.framing import Handshake, ProtocolError
 
 HEADER = struct.Struct("!BBHIQQHII")
 GREETING = b"dps1"
-NONCE_BYTES = 16
-PROOF_BYTES = 32
 LONGEST_BYTES = 1 << 31
 SILENCE_SECONDS = 5.0
 """After which a peer that acknowledges nothing is taken for lost: its connection ends, the peer may call again."""
@@ -117,10 +113,6 @@ class Outgoing:
         self.cancelled = False
 
 
-class WireError(Exception):
-    """The other side does not speak as one that knows the key would."""
-
-
 def check_size(size: int, hint: str = "use an optimizer that does not need tensors whole, such as AdamW") -> None:
     """Raises TrainingError for what is too large for a frame: no connection would ever carry it."""
     if size > LONGEST_BYTES:
@@ -129,7 +121,7 @@ def check_size(size: int, hint: str = "use an optimizer that does not need tenso
 
 
 class Connection:
-    """One end of a connection. `OSError` and `WireError` mean that it is of no more use.
+    """One end of a connection. `OSError` and `ProtocolError` mean that it is of no more use.
 
     `room(frame)` gives the memory for a payload, or None for memory of the frame's own; `receive(frame, payload)` gets it whole.
     `queued` is called when there is something to send.
@@ -148,14 +140,11 @@ class Connection:
         sock.setblocking(False)
         settle(sock)
         self.sock = sock
-        self.proven = False
         self.opened = time.monotonic()
-        self._key, self._listener = key, listener
         self._room, self._receive, self._queued = room, receive, queued
         self._least = 1
-        self._nonce = os.urandom(NONCE_BYTES)
-        self._greeting = bytearray()
-        self._raw = deque([] if listener else [memoryview(GREETING + self._nonce)])
+        self._handshake = Handshake(key, GREETING, listener=listener)
+        self._unsent_handshake = self._handshake.opening
         self._head = memoryview(bytearray(HEADER.size))
         self._got = 0
         self._frame: Frame | None = None
@@ -163,6 +152,11 @@ class Connection:
         self._queue: list[tuple[int, int, Outgoing]] = []
         self._count = 0
         self._current: tuple[Outgoing, list[memoryview]] | None = None
+
+    @property
+    def proven(self) -> bool:
+        """True once the peer has proven that it knows the job's key."""
+        return self._handshake.proven
 
     # -- out ------------------------------------------------------------------------------------------------------
 
@@ -182,16 +176,13 @@ class Connection:
 
     @property
     def waits_to_send(self) -> bool:
-        return bool(self._raw or self._current or (self._queue and self.proven))
+        return bool(self._unsent_handshake or self._current or (self._queue and self.proven))
 
     def flush(self) -> None:
         """Send what the socket takes."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
-            while self._raw:
-                sent = self.sock.send(self._raw[0])
-                self._raw[0] = self._raw[0][sent:]
-                if not self._raw[0]:
-                    self._raw.popleft()
+            while self._unsent_handshake:
+                self._unsent_handshake = self._unsent_handshake[self.sock.send(self._unsent_handshake) :]
             while self.proven:
                 if self._current is None and not self._next():
                     return
@@ -257,13 +248,13 @@ class Connection:
             try:
                 frame = Frame(Kind(kind), *rest)
             except ValueError:
-                raise WireError(f"a frame of unknown kind {kind}") from None
+                raise ProtocolError(f"a frame of unknown kind {kind}") from None
             if frame.length > LONGEST_BYTES:
-                raise WireError(f"a frame of {frame.length} bytes is announced")
+                raise ProtocolError(f"a frame of {frame.length} bytes is announced")
             if frame.length:
                 body = self._room(frame)
                 if body is not None and len(body) != frame.length:
-                    raise WireError(f"{frame.length} bytes where {len(body)} belong")
+                    raise ProtocolError(f"{frame.length} bytes where {len(body)} belong")
                 self._frame = frame
                 self._body = memoryview(bytearray(frame.length)) if body is None else body
                 return
@@ -274,32 +265,10 @@ class Connection:
         self._receive(frame, body)
 
     def _shake_hands(self) -> None:
-        """Caller: greeting and nonce; listener: nonce and proof; caller: proof."""
-        opening = len(GREETING) if self._listener else 0
-        steps = [opening + NONCE_BYTES, PROOF_BYTES] if self._listener else [NONCE_BYTES + PROOF_BYTES]
-        wanted = steps[0] if len(self._greeting) < steps[0] else sum(steps)
-        data = self.sock.recv(wanted - len(self._greeting))
+        data = self.sock.recv(self._handshake.missing_bytes)
         if not data:
             raise ConnectionResetError("the other side has closed the connection")
-        self._greeting += data
-        if len(self._greeting) < wanted:
-            return
-        heard = bytes(self._greeting)
-        if heard[:opening] != GREETING[:opening]:
-            raise WireError("the other side is no parameter server of this version")
-        theirs = heard[opening : opening + NONCE_BYTES]
-        nonces = theirs + self._nonce if self._listener else self._nonce + theirs
-        own, other = (b"listener", b"caller") if self._listener else (b"caller", b"listener")
-        proof = hmac.digest(self._key, own + nonces, "sha256")
-        if self._listener and wanted == steps[0]:
-            self._raw.append(memoryview(self._nonce + proof))
-            self.flush()
-            return
-        if not hmac.compare_digest(heard[-PROOF_BYTES:], hmac.digest(self._key, other + nonces, "sha256")):
-            raise WireError("the other side does not know this job's key")
-        if not self._listener:
-            self._raw.append(memoryview(proof))
-        self.proven = True
+        self._unsent_handshake += self._handshake.feed(data)
         self.flush()
 
     def close(self) -> None:
@@ -324,11 +293,11 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(payload: Any) -> Any:
-    """What `packed` packed. Raises WireError for what it did not."""
+    """What `packed` packed. Raises ProtocolError for what it did not."""
     try:
         return msgspec.json.decode(payload)
     except msgspec.DecodeError as error:
-        raise WireError(f"a payload that is no JSON: {error}") from None
+        raise ProtocolError(f"a payload that is no JSON: {error}") from None
 
 
 class Loop:

@@ -36,10 +36,11 @@ from distrib.environment import (
     DISTRIB_STATUS_FD,
     DISTRIB_TOKEN,
 )
+from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import identity
 from distrib.utils.ranges import ranges
 from distrib_launch.rank_agent import affinity, daemonize, reaper
-from distrib_launch.rank_agent.control_channel import Assignment, Channel, Kind, ProtocolError, Silence
+from distrib_launch.rank_agent.control_channel import Assignment, Channel, Kind, Silence
 from distrib_launch.rank_agent.exit_hang import PR_SET_PTRACER, Departed
 from distrib_launch.rank_agent.oom import OutOfMemory
 from distrib_launch.rank_agent.sockets import call_back, hold_port, interface_with
@@ -128,7 +129,7 @@ class Rank:
             for key, _ in self.selector.select(timeout=0.2):
                 key.data(key.fd)
             now = time.monotonic()
-            if self.channel.ready and not self.channel.closed:
+            if self.channel.proven and not self.channel.closed:
                 if not self.introduced:
                     self.channel.send(Kind.HELLO, self._hello())
                     self.introduced = True
@@ -445,7 +446,7 @@ class Rank:
                 (os.killpg if number == signal.SIGKILL else os.kill)(self.child.pid, number)
 
     def _tell_stack(self, printed: bytes) -> None:
-        if self.channel.ready and not self.channel.closed and not self.is_away:
+        if self.channel.proven and not self.channel.closed and not self.is_away:
             self.channel.send(Kind.STACKS, self.departed.translate(printed))
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
@@ -453,7 +454,7 @@ class Rank:
         if self.child is None or self.is_away:
             if who == "engine":
                 # Without a word it would look as if this process had been killed.
-                if not self.finished and self.channel.ready and not self.is_away:
+                if not self.finished and self.channel.proven and not self.is_away:
                     self._send_exit(exit_code=128 + number, number=number)
                 self.ended = True
             return

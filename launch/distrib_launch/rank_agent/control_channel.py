@@ -1,10 +1,9 @@
-"""The authenticated channel between the launcher and the process around each rank.
+"""Authenticated control channel between the launcher and the rank agents.
 
-Both sides know the job's random token. The listener greets with a nonce, the caller answers with its own, and from the
-token and both nonces each side derives one key per direction; so nothing recorded in another session is of use. Every
-frame carries an HMAC-SHA256 over its direction's key, its number in the stream, its kind and its payload; a frame that
-is forged, changed, repeated or left out fails the check, and the connection is dropped. Payloads are JSON or raw bytes,
-never pickle. Standard library only: the process around a rank must start fast on every host.
+Both sides know the job's random token and begin with `distrib.utils.framing.Handshake`, which derives one key per direction
+from two fresh nonces. Every frame carries an HMAC-SHA256 of its number in the stream, its kind and its payload. A forged,
+changed, repeated or missing frame fails the check, and the connection is closed. Payloads are JSON or raw bytes, never pickle.
+Standard library only: the rank agent must start fast on every host.
 """
 
 from __future__ import annotations
@@ -13,22 +12,19 @@ import contextlib
 import enum
 import hmac
 import json
-import os
 import socket
 import struct
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from distrib.utils.framing import Handshake, ProtocolError
+
 GREETING = b"distrib1"
-NONCE_BYTES = 16
 MAC_BYTES = 16
 HEADER = struct.Struct("!IB")
 PAYLOAD_LIMIT_BYTES = 4 << 20
 """No frame is larger; a header that announces more is an attack or a bug."""
-
-HELLO_LIMIT_BYTES = 64 << 10
-"""What a stranger may make us buffer before it has shown that it knows the token."""
 
 
 class Kind(enum.IntEnum):
@@ -76,20 +72,16 @@ class Assignment(NamedTuple):
     """Whether the launcher gets what the script writes to DISTRIB_RESULT_FD."""
 
 
-class ProtocolError(Exception):
-    """The other side does not speak as one that knows the token would."""
-
-
-def new_token() -> str:
-    """256 random bits, as text that fits an environment variable."""
-    return os.urandom(32).hex()
-
-
 class Channel:
-    """One end of a connection: frames in, frames out, over a non-blocking socket that the caller selects on.
+    """One end of a control connection: signed frames over a non-blocking socket that the owner selects on.
 
-    The side that accepted (`listener=True`) greets first. `receive` yields whole, checked frames; `send` queues one and
-    `flush` writes what the socket takes. `ProtocolError` and `OSError` mean that the connection is of no more use.
+    `receive` yields complete, verified frames. `send` queues a frame, `flush` writes as much as the socket accepts.
+    After `ProtocolError` or `OSError` the connection must be closed.
+
+    Args:
+        sock: A connected socket. It becomes non-blocking.
+        token: The token of the job.
+        listener: True for the side that accepted the connection.
     """
 
     def __init__(self, sock: socket.socket, token: str, *, listener: bool) -> None:
@@ -97,24 +89,18 @@ class Channel:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self.proven = False
         self.closed = False
-        self._token = token.encode()
-        self._listener = listener
-        self._nonce = os.urandom(NONCE_BYTES)
+        self._handshake = Handshake(token.encode(), GREETING, listener=listener)
         self._in = bytearray()
-        self._out = bytearray()
-        self._send_key = self._receive_key = b""
+        self._out = bytearray(self._handshake.opening)
         self._sent = self._received = 0
-        if listener:
-            self._out += GREETING + self._nonce
 
     # -- out ----------------------------------------------------------------------------------------------------
 
     @property
-    def ready(self) -> bool:
-        """Whether frames can be sent: the keys are known."""
-        return bool(self._send_key)
+    def proven(self) -> bool:
+        """True once the peer has proven that it knows the token; frames can be sent from then on."""
+        return self._handshake.proven
 
     @property
     def waiting_bytes(self) -> int:
@@ -127,7 +113,7 @@ class Channel:
         if len(body) > PAYLOAD_LIMIT_BYTES:
             raise ValueError(f"a frame of {len(body)} bytes; at most {PAYLOAD_LIMIT_BYTES} fit")
         header = HEADER.pack(len(body), kind)
-        self._out += header + body + self._mac(self._send_key, self._sent, header, body)
+        self._out += header + body + self._mac(self._handshake.send_key, self._sent, header, body)
         self._sent += 1
 
     def flush(self) -> None:
@@ -156,27 +142,30 @@ class Channel:
             yield from self._frames()
 
     def _frames(self) -> Iterator[tuple[Kind, bytes]]:
-        if not self._receive_key and not self._shake_hands():
-            return
+        while missing := self._handshake.missing_bytes:
+            if not self._in:
+                return
+            self._out += self._handshake.feed(bytes(self._in[:missing]))
+            del self._in[:missing]
+            self.flush()
         position = 0
         try:
             while len(self._in) - position >= HEADER.size:
                 length, number = HEADER.unpack_from(self._in, position)
-                # Strangers come to the listener only; what it sends to a caller first may be a long command line.
-                known = self.proven or not self._listener
-                if length > (PAYLOAD_LIMIT_BYTES if known else HELLO_LIMIT_BYTES):
-                    raise ProtocolError(f"a frame of {length} bytes is announced")
+                if length > PAYLOAD_LIMIT_BYTES:
+                    raise ProtocolError(
+                        f"a frame of {length} bytes was announced, expected at most {PAYLOAD_LIMIT_BYTES}"
+                    )
                 end = position + HEADER.size + length + MAC_BYTES
                 if len(self._in) < end:
                     break
                 header = bytes(self._in[position : position + HEADER.size])
                 body = bytes(self._in[position + HEADER.size : end - MAC_BYTES])
-                mac = self._mac(self._receive_key, self._received, header, body)
+                mac = self._mac(self._handshake.receive_key, self._received, header, body)
                 if not hmac.compare_digest(mac, bytes(self._in[end - MAC_BYTES : end])):
                     raise ProtocolError("a frame is not signed with this job's token")
                 position = end
                 self._received += 1
-                self.proven = True
                 try:
                     kind = Kind(number)
                 except ValueError:
@@ -185,28 +174,10 @@ class Channel:
         finally:
             del self._in[:position]
 
-    def _shake_hands(self) -> bool:
-        """Derive the keys once the other side's nonce is here."""
-        opening = 0 if self._listener else len(GREETING)
-        if len(self._in) < opening + NONCE_BYTES:
-            return False
-        if self._in[:opening] != GREETING[:opening]:
-            raise ProtocolError("the other side is no distrib launcher of this version")
-        theirs = bytes(self._in[opening : opening + NONCE_BYTES])
-        del self._in[: opening + NONCE_BYTES]
-        nonces = self._nonce + theirs if self._listener else theirs + self._nonce
-        to_listener, to_caller = (
-            hmac.digest(self._token, direction + nonces, "sha256") for direction in (b"to listener", b"to caller  ")
-        )
-        self._receive_key, self._send_key = (to_listener, to_caller) if self._listener else (to_caller, to_listener)
-        if not self._listener:
-            self._out += self._nonce
-        return True
-
     @staticmethod
     def _mac(key: bytes, number: int, header: bytes, body: bytes) -> bytes:
         if not key:
-            raise ProtocolError("frames cannot flow before both nonces are known")
+            raise ProtocolError("a frame was sent before the handshake was complete")
         return hmac.digest(key, number.to_bytes(8, "big") + header + body, "sha256")[:MAC_BYTES]
 
     def close(self) -> None:

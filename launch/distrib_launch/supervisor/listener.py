@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from distrib_launch.rank_agent.control_channel import Channel, Kind, ProtocolError
+from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
+from distrib_launch.rank_agent.control_channel import Channel, Kind
 
-STRANGER_SECONDS = 5.0
 STRANGERS_LIMIT = 256
-"""How long, and how many at once, callers may stay who have not shown that they know the token."""
+"""How many callers may stay at once who have not shown that they know the token."""
 
 Hear = Callable[[Kind, bytes], None]
 
@@ -55,7 +55,7 @@ class Door:
     def turn_out(self, now: float) -> None:
         """Drop callers that have not shown in time that they know the token."""
         for stranger, since in list(self._strangers.items()):
-            if now - since > STRANGER_SECONDS:
+            if now - since > HANDSHAKE_TIMEOUT_SECONDS:
                 self._drop(stranger)
 
     def close(self) -> None:

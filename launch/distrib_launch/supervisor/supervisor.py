@@ -19,6 +19,7 @@ from distrib import strategy
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import local_addresses, signals
+from distrib.utils.framing import ProtocolError, new_token
 from distrib_launch import engines, results
 from distrib_launch.cli.options import GRACE_SECONDS
 from distrib_launch.console import Console
@@ -26,7 +27,7 @@ from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
 from distrib_launch.preflight.check_result import folded
-from distrib_launch.rank_agent.control_channel import Channel, Kind, ProtocolError, give_up_on_silence, new_token
+from distrib_launch.rank_agent.control_channel import Channel, Kind, give_up_on_silence
 from distrib_launch.supervisor import listener, performance_monitor, root_cause
 from distrib_launch.supervisor.assignments import assignments
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
@@ -506,7 +507,7 @@ class Supervisor:
     # -- what ranks are told ------------------------------------------------------------------------------------------
 
     def _send(self, state: RankState, kind: Kind, payload: dict[str, Any] | bytes) -> None:
-        if state.channel and not state.channel.closed and state.channel.ready:
+        if state.channel and not state.channel.closed and state.channel.proven:
             state.channel.send(kind, payload)
             self._flush(state)
 

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from distrib.training.parameter_server.transport import Connection, Frame, Loop, WireError
+from distrib.training.parameter_server.transport import Connection, Frame, Loop
+from distrib.utils.framing import ProtocolError
 
 
 def open_door() -> socket.socket:
@@ -86,6 +87,6 @@ class Line:
                 self._connection.read()
             self._connection.flush()
             self._loop.watch(self._sock, self._attend, writing=self._connection.waits_to_send)
-        except (OSError, WireError):
+        except (OSError, ProtocolError):
             self.close()
             self._closed(self)
