@@ -4,7 +4,7 @@
     python benchmarks/gpu.py copies
 
 `train`: ResNet-50 in bf16 and channels last, a whole step with SGD: plain DistributedDataParallel over NCCL with one rank, and the same
-loop with `job.prepare`, which leaves a rank that is alone unwrapped, and once more wrapped as a rank of several is. They take turns in one
+loop with `job.prepare`, which leaves a rank that is alone unwrap_model, and once more wrapped as a rank of several is. They take turns in one
 process. `copies`: 64 MiB from and to pinned memory and inside the GPU, by the probe and by
 the loop here, in turns. Both say what machine and software they ran on. `train --device cpu --batch 2 --size 32` tries the script
 where there is no GPU.
@@ -27,8 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import distrib
 from distrib.probe.bench import intra_node
-from distrib.training.strategies.base import Synchronous
-from distrib.training.strategies.synchronous import synchronous
+from distrib.training.strategies.ddp import DdpStrategy, wrap_model
 
 COPY_BYTES = 64 << 20
 COPIES, ROUNDS = 20, 15
@@ -90,14 +89,14 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
     return step
 
 
-class Wrapping(Synchronous):
+class Wrapping(DdpStrategy):
     """Wraps the model of a rank that is alone, too."""
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        options = {"find_unused_parameters": find_unused_parameters, "strategy": self.strategy}
-        wrapped = synchronous(model, self.device, 2, **options)  # type: ignore[arg-type]
+    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        options = {"find_unused_parameters": find_unused_parameters, "strategy": self.settings}
+        wrapped = wrap_model(model, self.device, 2, **options)  # type: ignore[arg-type]
         assert isinstance(wrapped, DistributedDataParallel)
-        self.adopt(wrapped)
+        self.adopt_ddp_model(wrapped)
         return wrapped
 
 
@@ -122,7 +121,7 @@ def train(options: argparse.Namespace) -> None:
         for name, on_nan in (("distrib", "raise"), ("distrib, on_nan=ignore", "ignore")):
             model, optimizer, loader = job.prepare(*make(), on_nan=on_nan)
             contenders[name] = steps_of(model, optimizer, iter(loader))
-        job._backend = Wrapping(job._backend.strategy, job._backend.world, device)
+        job._backend = Wrapping(job._backend.settings, job._backend.world, device)
         model, optimizer, loader = job.prepare(*make())
         assert isinstance(model, DistributedDataParallel)
         # What a rank of several does for the others: to be able to name the rank of a nan.

@@ -26,8 +26,8 @@ from distrib.training import job as job_module
 from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.nan_guard import Finite
 from distrib.training.parameter_server.shared_memory import Arena
+from distrib.training.strategies.ddp import wrap_model
 from distrib.training.strategies.local_sgd import Round
-from distrib.training.strategies.synchronous import synchronous
 from distrib.training.telemetry.device_timer import Clock
 from tests.conftest import ROOT, SCRIPTS, TOPO
 from tests.test_training import run_ranks
@@ -109,7 +109,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
     """Also once PowerSGD is past its exact steps: gradients of four samples are of rank four."""
     plain = network(device)
     strategy = Strategy(gradients=parse_gradients(gradients), bucket_bytes=50_000)
-    wrapped = synchronous(copy.deepcopy(plain), device, 2, find_unused_parameters=False, strategy=strategy)
+    wrapped = wrap_model(copy.deepcopy(plain), device, 2, find_unused_parameters=False, strategy=strategy)
     for step in range(EXACT_STEPS + 4):
         x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
         for model in (plain, wrapped):
@@ -183,7 +183,7 @@ def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, way, strategy):
     [
         ({}, "apart exact wrapped several scaled nan mistakes unused targets"),
         ({}, "itself compiled averaged normalized ported unfrozen frozen methods"),
-        ({}, "in_evaluation released fused late unwrapped again refrozen in_turn closures handed_out by_hand unequal"),
+        ({}, "in_evaluation released fused late unwrap_model again refrozen in_turn closures handed_out by_hand unequal"),
         ({"balance": True}, "exact"),
         ({"gradients": {"format": "bf16"}}, "rates released stepped"),
         ({"accumulate": 3}, "sharpness exact scaled fused thrown_away uncounted again one_model two_optimizers stepped"),

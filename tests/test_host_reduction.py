@@ -38,7 +38,7 @@ from distrib.training.parameter_server.host_aggregation.member import host_ident
 from distrib.training.parameter_server.transport import SHARED, Frame, Kind, packed
 from distrib.training.parameter_server.update_rules import Answer, Apply, Shard
 from distrib.training.strategies import parameter_server as worker
-from distrib.training.strategies.parameter_server import Asynchronous
+from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_parameter_server import (
@@ -306,7 +306,7 @@ def several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "host_identity", lambda: threading.current_thread().name.split()[0])
 
 
-def train(backend: Asynchronous, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
+def train(backend: ParameterServerStrategy, steps: int, make: Callable[[Any], torch.optim.Optimizer]) -> nn.Module:
     model = network(backend.world.rank)  # rank 0's counts
     optimizer = make(model.parameters())
     prepared(backend, model, optimizer)
@@ -378,7 +378,7 @@ def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, seve
 
 
 def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_servers, several_hosts):
-    def train_both(backend: Asynchronous) -> list[int]:
+    def train_both(backend: ParameterServerStrategy) -> list[int]:
         halves = [network(0), network(1)]
         optimizers = [torch.optim.SGD(half.parameters(), 0.01) for half in halves]
         for half, optimizer in zip(halves, optimizers, strict=True):
@@ -390,7 +390,7 @@ def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_serve
                 optimizer.zero_grad()
                 half(batch(step, backend.world.rank)).square().mean().backward()
                 optimizer.step()
-        backend.settle()
+        backend.synchronize()
         backend.close()
         return [sum(slot.refused for slot in table.slots) // len(table.slots) for table in backend.tables]
 
@@ -401,7 +401,7 @@ def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_serve
 def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end_of_the_last(
     parameter_servers, several_hosts
 ):
-    def train_both(backend: Asynchronous) -> int:
+    def train_both(backend: ParameterServerStrategy) -> int:
         for last in (False, True):
             model = network()
             prepared(backend, model, optimizer := torch.optim.SGD(model.parameters(), 0.01))
@@ -410,7 +410,7 @@ def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end
                 model(batch(step, backend.world.rank)).square().mean().backward()
                 time.sleep(0.02 * (backend.world.rank == 1))
                 optimizer.step()
-            backend.settle()
+            backend.synchronize()
             backend.reduce(torch.tensor(1.0), "sum")
         return max(slot.refused for slot in backend.tables[-1].slots)
 
@@ -421,17 +421,17 @@ def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end
 def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, several_hosts, started_again, hosts):
     cluster = parameter_servers(workers=2, replicas=1)
 
-    def fold(backend: Asynchronous) -> tuple[float, Any]:
+    def fold(backend: ParameterServerStrategy) -> tuple[float, Any]:
         model, optimizer = straight(backend)
         take_step(model, optimizer)
-        backend.retire(optimizer)
-        backend.release(model)
+        backend.release_optimizer(optimizer)
+        backend.release_model(model)
         return weight(model), weakref.ref(model.weight)
 
     def is_gone() -> bool:
         return not any(part.tables for server in cluster.servers for part in server.parts.values())
 
-    def folds(backend: Asynchronous) -> list[tuple[float, Any]]:
+    def folds(backend: ParameterServerStrategy) -> list[tuple[float, Any]]:
         return [fold(backend) for _ in range(3)]
 
     trained = [one for worker in cluster.each(folds, hosts) for one in worker]
@@ -447,7 +447,7 @@ def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, s
 def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(parameter_servers, several_hosts):
     met, told = threading.Barrier(2, timeout=20), threading.Event()
 
-    def begin(backend: Asynchronous) -> float:
+    def begin(backend: ParameterServerStrategy) -> float:
         backend._meet()
         group, client = backend.client.group, backend.client
         met.wait()
@@ -456,7 +456,7 @@ def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(para
             assert comes_true(lambda: group._welcomed)
             early = ((Frame(Kind.SHARE, table=0), packed(gone)), (Frame(Kind.PUSH, SHARED, chunk=0, step=1), b""))
             client.loop.call(lambda: [group._line.send(*each) for each in early])
-            backend.model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
+            backend.prepare_model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
             told.wait(20)
             return -1.0
         assert comes_true(lambda: bool(group.speaks and len(group._speaker._early) > 1))
@@ -485,7 +485,7 @@ def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_se
     together = threading.Barrier(3, timeout=20)
     part = cluster.servers[0].parts[0]
 
-    def evaluate(backend: Asynchronous) -> float:
+    def evaluate(backend: ParameterServerStrategy) -> float:
         rank = backend.world.rank
         take_step(*(trained := straight(backend)))
         if rank == 0:  # which speaks for rank 1, too
@@ -504,7 +504,7 @@ def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_se
 
 @pytest.mark.parametrize("bound", [None, 4])
 def test_a_step_that_one_rank_leaves_out_holds_up_nobody(parameter_servers, several_hosts, bound):
-    def leave_out(backend: Asynchronous) -> float:
+    def leave_out(backend: ParameterServerStrategy) -> float:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.01)
         prepared(backend, model, optimizer)

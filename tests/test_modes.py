@@ -19,7 +19,7 @@ from distrib.strategy import Strategy
 from distrib.training.data.load_balancing import MEASURED, Measured, Proportion, new_speeds
 from distrib.training.data.sampler import proportional, share
 from distrib.training.gradient_accumulation import Mean, Samples
-from distrib.training.strategies.base import backend_for
+from distrib.training.strategies.base import create_strategy
 from distrib.training.world import World
 from tests.conftest import SCRIPTS
 from tests.test_training import run_ranks
@@ -78,7 +78,7 @@ TOLD = {
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled short_rounds", "",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation released fused late unwrapped hooks again refrozen in_turn closures handed_out by_hand unequal",
+        pytest.param({}, 2, "in_evaluation released fused late unwrap_model hooks again refrozen in_turn closures handed_out by_hand unequal",
                      "unequal", id="sync, steps"),
         pytest.param({"gradients": {"format": "bf16"}}, 2, "rates sparse released kept stepped", "rates sparse kept", id="sync, bf16"),
         pytest.param({"accumulate": 3}, 2,
@@ -186,7 +186,7 @@ def test_outer_momentum_in_other_fragments(tmp_path):
 def test_backends_that_cannot_be(mode, ranks, says):
     world = World(rank=0, size=ranks, local_rank=0, local_size=ranks)
     with pytest.raises(TrainingError, match=says):
-        backend_for(Strategy(**mode), world, torch.device("cpu"))
+        create_strategy(Strategy(**mode), world, torch.device("cpu"))
 
 
 batches = st.lists(st.lists(st.integers(1, 9), min_size=3, max_size=3), min_size=1, max_size=4)

@@ -41,7 +41,7 @@ from distrib.training.parameter_server.shard_service import Part
 from distrib.training.parameter_server.snapshots import PART_OF_TIME, Snapshots
 from distrib.training.parameter_server.transport import Frame, Kind
 from distrib.training.parameter_server.worker_table import HeldTable
-from distrib.training.strategies.parameter_server import Asynchronous
+from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from distrib.training.world import World
 
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
@@ -66,14 +66,14 @@ class Cluster:
         self.threads = [threading.Thread(target=server.run, daemon=True) for server in self.servers]
         for thread in self.threads:
             thread.start()
-        self.backends: list[Asynchronous] = []
+        self.backends: list[ParameterServerStrategy] = []
 
-    def worker(self, rank: int) -> Asynchronous:
+    def worker(self, rank: int) -> ParameterServerStrategy:
         world = World(rank=rank, size=self.workers, local_rank=rank, local_size=self.workers)
-        self.backends.append(Asynchronous(self.strategy, world, CPU))
+        self.backends.append(ParameterServerStrategy(self.strategy, world, CPU))
         return self.backends[-1]
 
-    def each(self, work: Callable[[Asynchronous], Any], hosts: str = "") -> list[Any]:
+    def each(self, work: Callable[[ParameterServerStrategy], Any], hosts: str = "") -> list[Any]:
         """What `work` returns on every worker, all at once; raises what one of them raised. Threads are named `host rank`."""
         results: list[Any] = [None] * self.workers
 
@@ -152,9 +152,9 @@ def network(seed: int = 0) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 700), nn.Tanh(), nn.Linear(700, 50), nn.Tanh(), nn.Linear(50, 2))
 
 
-def prepared(backend: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    backend.model(model, find_unused_parameters=False)
-    backend.optimizer(optimizer)
+def prepared(backend: ParameterServerStrategy, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    backend.prepare_model(model, find_unused_parameters=False)
+    backend.prepare_optimizer(optimizer)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_staleness_zero_is_synchronous_sgd(make, name):
-    def train(backend: Asynchronous) -> tuple[nn.Module, dict[str, Any]]:
+    def train(backend: ParameterServerStrategy) -> tuple[nn.Module, dict[str, Any]]:
         model = network(backend.world.rank)  # rank 0's counts
         optimizer = OPTIMIZERS[name](model.parameters())
         prepared(backend, model, optimizer)
@@ -297,7 +297,7 @@ def test_half_precision_on_the_wire_and_fp32_on_the_servers(make, wire):
 
 
 def test_reductions_of_all_workers(make):
-    def reduce(backend: Asynchronous) -> tuple[float, str, float]:
+    def reduce(backend: ParameterServerStrategy) -> tuple[float, str, float]:
         value = torch.tensor(float(backend.world.rank))
         told = backend.from_main(lambda: f"from {backend.world.rank}")
         return backend.reduce(value, "mean").item(), told, backend.reduce(value, "max").item()
@@ -306,12 +306,12 @@ def test_reductions_of_all_workers(make):
 
 
 def test_what_is_saved_after_a_meeting_has_what_the_others_did_before_it(make):
-    def train(backend: Asynchronous) -> float:
+    def train(backend: ParameterServerStrategy) -> float:
         model, optimizer = straight(backend)
         for _ in range(2 if backend.world.rank == 0 else 8):
             step(model, optimizer)
             time.sleep(0.05 * backend.world.rank)
-        backend.settle()  # as at the end of an epoch
+        backend.synchronize()  # as at the end of an epoch
         backend.reduce(torch.tensor(0.0), "sum")  # as job.barrier does
         return weight(model)
 
@@ -379,7 +379,7 @@ def test_what_is_loaded_leaves_the_other_models_as_they_are(make):
 def test_nobody_trains_on_before_main_has_restored(make):
     gate = threading.Event()
 
-    def restore(backend: Asynchronous) -> list[float]:
+    def restore(backend: ParameterServerStrategy) -> list[float]:
         model, optimizer = straight(backend)
         step(model, optimizer)
         seen = backend.from_main(lambda: {"weight": torch.full((1, 4), 7.0)})
@@ -415,13 +415,13 @@ def test_a_copy_of_a_model_is_by_itself(make):
 def test_what_the_script_changes_by_itself_is_refused(make):
     backend = make().worker(0)
     model = nn.Linear(4, 1)
-    backend.model(model, find_unused_parameters=False)
+    backend.prepare_model(model, find_unused_parameters=False)
     model(torch.ones(1, 4)).sum().backward()
-    backend.settle()  # nothing has learnt: gradients may be what was asked for
+    backend.synchronize()  # nothing has learnt: gradients may be what was asked for
     with torch.no_grad():
         model.bias -= 0.1 * model.bias.grad
     with pytest.raises(TrainingError, match="bias has learnt, but no prepared optimizer has it"):
-        backend.settle()
+        backend.synchronize()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD, ADAFACTOR])
@@ -515,13 +515,13 @@ def test_a_state_of_another_model_is_refused_where_tensors_are_whole(make):
 def test_the_next_optimizer_is_made_though_all_have_lost_another_server_meanwhile(make):
     cluster, together = make(servers=1, workers=2), threading.Barrier(2, timeout=20)
 
-    def work(backend: Asynchronous) -> bool:
+    def work(backend: ParameterServerStrategy) -> bool:
         straight(backend)
         suspend(backend, cluster)
         together.wait()
         model, optimizer = straight(backend)
         step(model, optimizer)
-        backend.settle()
+        backend.synchronize()
         return weight(model) < 0
 
     assert cluster.each(work) == [True, True]
@@ -537,15 +537,15 @@ def test_gradients_on_their_way_do_not_come_after_the_end_of_their_optimizer(mak
 
     monkeypatch.setattr(wire.Connection, "_next", slow)
 
-    def work(backend: Asynchronous) -> float:
+    def work(backend: ParameterServerStrategy) -> float:
         model, optimizer = straight(backend)
         step(model, optimizer)
-        backend.settle()
+        backend.synchronize()
         held_until[0] = time.monotonic() + 0.5
         model(torch.ones(1, 4)).sum().backward()
-        backend.left_out(optimizer)
-        backend.retire(optimizer)
-        backend.release(model)
+        backend.on_step_skipped(optimizer)
+        backend.release_optimizer(optimizer)
+        backend.release_model(model)
         time.sleep(0.7)
         return backend.reduce(torch.tensor(1.0), "sum").item()
 
@@ -557,7 +557,7 @@ def test_a_server_survives_what_it_cannot_do_and_says_so_to_who_asked(make, capf
     with pytest.raises(TrainingError, match="cannot do what was asked"):
         other.client.result(other.client.ask(0, Frame(Kind.SET_STATE, table=0), b"no tensors"))
     step(model, optimizer)
-    backend.settle()
+    backend.synchronize()
     assert weight(model) == -1
     time.sleep(1)
     assert capfd.readouterr().err.count("sent what cannot be") == 1  # and it does not ask again
@@ -581,7 +581,7 @@ def test_what_main_reads_for_all_travels_in_pieces(make, again, monkeypatch):
 def test_what_no_frame_can_carry_is_refused(make, monkeypatch):
     cluster = make(workers=2)
 
-    def refused(backend: Asynchronous) -> float:
+    def refused(backend: ParameterServerStrategy) -> float:
         straight(backend)
         for elements in (10_000, 1800):  # alone it would fit
             with pytest.raises(TrainingError, match="in one piece"):
@@ -608,7 +608,7 @@ def test_tensors_of_any_type_and_shape_are_reduced(make, value):
 
 
 def test_parameters_that_no_optimizer_trains_begin_as_main_s(make):
-    def begin(backend: Asynchronous) -> list[float]:
+    def begin(backend: ParameterServerStrategy) -> list[float]:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         for parameter in model.parameters():
             nn.init.constant_(parameter, float(backend.world.rank))
@@ -621,12 +621,12 @@ def test_parameters_that_no_optimizer_trains_begin_as_main_s(make):
 def test_only_what_differs_of_what_no_optimizer_trains_goes_through_the_servers(make):
     cluster = make(servers=1, workers=2)
 
-    def begin(backend: Asynchronous) -> tuple[list[int], bool]:
+    def begin(backend: ParameterServerStrategy) -> tuple[list[int], bool]:
         model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
         model[0].requires_grad_(False).register_buffer("order", torch.arange(4).roll(backend.world.rank))
         nn.init.ones_(model[0].weight)
         for _ in range(3):  # as a script does that prepares it again for each of its stages
-            backend.model(model, find_unused_parameters=False)
+            backend.prepare_model(model, find_unused_parameters=False)
         return model[0].order.tolist(), len(model[0]._forward_pre_hooks) == 1 == len(backend._models)
 
     assert cluster.each(begin) == [([0, 1, 2, 3], True)] * 2
@@ -677,7 +677,9 @@ def test_settings_may_be_any_numbers(make, rate):
     assert weight(model) == -0.75
 
 
-def stepping(backend: Asynchronous, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Steps:
+def stepping(
+    backend: ParameterServerStrategy, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any
+) -> Steps:
     prepared(backend, model, optimizer)
     steps = Steps(
         optimizer,
@@ -692,7 +694,7 @@ def stepping(backend: Asynchronous, optimizer: torch.optim.Optimizer, model: nn.
 
 
 def test_steps_that_are_left_out_count_where_others_wait_for_them(make):
-    def train(backend: Asynchronous) -> float:
+    def train(backend: ParameterServerStrategy) -> float:
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), 1.0)
@@ -708,7 +710,7 @@ def test_steps_that_are_left_out_count_where_others_wait_for_them(make):
 
 
 def test_a_scaler_leaves_out_steps_of_a_fused_optimizer(make):
-    def train(backend: Asynchronous) -> float:
+    def train(backend: ParameterServerStrategy) -> float:
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
@@ -730,7 +732,7 @@ def test_a_scaler_leaves_out_steps_of_a_fused_optimizer(make):
 def test_a_step_that_everybody_leaves_out_changes_nothing(make, strategy):
     cluster = make(workers=2, **strategy)
 
-    def train(backend: Asynchronous) -> tuple[float, int]:
+    def train(backend: ParameterServerStrategy) -> tuple[float, int]:
         model = nn.Linear(4, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.AdamW(model.parameters(), 1.0, weight_decay=0.0, eps=0.0)
@@ -772,7 +774,7 @@ def test_an_optimizer_that_servers_cannot_make(make, optimizer, says):
 
 
 def test_a_worker_with_another_model_is_told_what_differs(make):
-    def begin(backend: Asynchronous) -> None:
+    def begin(backend: ParameterServerStrategy) -> None:
         model = nn.Linear(3, 4 + backend.world.rank)
         prepared(backend, model, torch.optim.SGD(model.parameters(), 0.1))
 
@@ -808,10 +810,10 @@ def test_who_does_not_know_the_key_is_not_heard(make):
 
 
 @pytest.fixture
-def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Asynchronous]:
+def again(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], ParameterServerStrategy]:
     """Starts a worker of a cluster again, as the launcher does."""
 
-    def start(cluster: Cluster, rank: int) -> Asynchronous:
+    def start(cluster: Cluster, rank: int) -> ParameterServerStrategy:
         with monkeypatch.context() as environment:
             environment.setenv("DISTRIB_RESTARTED", "1")
             return cluster.worker(rank)
@@ -826,7 +828,7 @@ def comes_true(what: Callable[[], bool], seconds: float = 10.0) -> bool:
     return what()
 
 
-def cut_off(backend: Asynchronous, servers: Sequence[int] = (0, 1)) -> None:
+def cut_off(backend: ParameterServerStrategy, servers: Sequence[int] = (0, 1)) -> None:
     """The worker's connections break, and there is nobody where it looks for the servers."""
     client = backend.client
 
@@ -838,11 +840,11 @@ def cut_off(backend: Asynchronous, servers: Sequence[int] = (0, 1)) -> None:
     client.loop.call(cut)
 
 
-def reached(backend: Asynchronous, cluster: Cluster) -> None:
+def reached(backend: ParameterServerStrategy, cluster: Cluster) -> None:
     backend.client.loop.call(lambda: setattr(backend.client, "addresses", cluster.servers[0].addresses))
 
 
-def straight(backend: Asynchronous, lr: float = 1.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
+def straight(backend: ParameterServerStrategy, lr: float = 1.0) -> tuple[nn.Linear, torch.optim.Optimizer]:
     """A model whose gradient is all ones, with its optimizer."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -900,7 +902,7 @@ def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
     assert comes_true(lambda: second.is_main and not first.is_main)
 
 
-def suspend(backend: Asynchronous, cluster: Cluster) -> None:
+def suspend(backend: ParameterServerStrategy, cluster: Cluster) -> None:
     """As a worker does that could not reach another server."""
 
     def away() -> None:
@@ -923,7 +925,9 @@ def test_what_a_worker_has_pushed_may_be_committed_when_it_has_suspended_itself(
     assert comes_true(lambda: 0 in held)
 
     suspend(backend, cluster)
-    taken = threading.Thread(target=lambda: (optimizer.step(), step(model, optimizer), backend.settle()), daemon=True)
+    taken = threading.Thread(
+        target=lambda: (optimizer.step(), step(model, optimizer), backend.synchronize()), daemon=True
+    )
     taken.start()
     taken.join(10)
     assert not taken.is_alive() and weight(model) == -3
@@ -949,7 +953,7 @@ def test_a_gradient_that_was_pushed_before_its_worker_joined_the_others_again_is
         second[0](torch.ones(1, 4)).sum().backward()  # joins with both
         first[1].step()
         second[1].step()
-        backend.settle()
+        backend.synchronize()
 
     taken = threading.Thread(target=go_on, daemon=True)
     taken.start()
@@ -961,11 +965,11 @@ def test_a_worker_that_comes_back_in_the_middle_of_an_evaluation_waits_for_the_n
     cluster = make(servers=1, workers=3)
     begun, back = threading.Event(), threading.Event()
 
-    def evaluate(backend: Asynchronous) -> tuple[int, float]:
+    def evaluate(backend: ParameterServerStrategy) -> tuple[int, float]:
         _, count = backend.view(0, training=False)
         return count, backend.reduce(torch.tensor(1.0), "sum").item()
 
-    def work(backend: Asynchronous) -> list[Any]:
+    def work(backend: ParameterServerStrategy) -> list[Any]:
         straight(backend)
         if backend.world.rank == 2:
             cut_off(backend, servers=[0])
@@ -986,7 +990,7 @@ def test_after_the_job_is_closed_models_stay_and_the_servers_are_not_asked(make)
     backend = make().worker(0)
     model, optimizer = straight(backend)
     step(model, optimizer)
-    backend.settle()
+    backend.synchronize()
     backend.close()
     assert weight(model) == -1
     for ask in (optimizer.state_dict, lambda: step(model, optimizer)):
@@ -1158,7 +1162,7 @@ def test_workers_that_lose_a_server_while_they_evaluate_sum_up_all_of_it(make, m
     cluster = make(workers=2)
     together = threading.Barrier(2, timeout=20)
 
-    def evaluate(backend: Asynchronous) -> list[float]:
+    def evaluate(backend: ParameterServerStrategy) -> list[float]:
         step(*straight(backend))
         assert backend.view(0, training=False)[1] == 2
         together.wait()
@@ -1178,7 +1182,7 @@ def test_workers_that_all_lose_a_server_before_they_evaluate_share_the_evaluatio
     cluster = make(servers=1, workers=2)
     together = threading.Barrier(2, timeout=20)
 
-    def evaluate(backend: Asynchronous) -> tuple[int, float]:
+    def evaluate(backend: ParameterServerStrategy) -> tuple[int, float]:
         straight(backend)
         suspend(backend, cluster)
         together.wait()
@@ -1279,7 +1283,7 @@ def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeyp
 def test_the_dead_have_no_voice_in_who_is_in_charge(make):
     """Half of the workers are lost together with a server, as with one host of two; the launcher says who is dead."""
 
-    def begin(backend: Asynchronous) -> Callable[[], None]:
+    def begin(backend: ParameterServerStrategy) -> Callable[[], None]:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         prepared(backend, model, optimizer)
@@ -1329,7 +1333,7 @@ def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, r
 
     monkeypatch.setattr(HeldTable, "give", interrupted)
 
-    def train(backend: Asynchronous) -> list[torch.Tensor]:
+    def train(backend: ParameterServerStrategy) -> list[torch.Tensor]:
         model = network(seed=backend.world.rank)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         prepared(backend, model, optimizer)
@@ -1370,7 +1374,7 @@ def test_nobody_begins_anew_what_a_server_may_have_that_is_only_out_of_reach(mak
     monkeypatch.setattr("distrib.training.parameter_server.server.DROP_SECONDS", 1.0)
     cluster = make(servers=3, workers=1, replicas=1)
 
-    def begin(backend: Asynchronous) -> Callable[[], None]:
+    def begin(backend: ParameterServerStrategy) -> Callable[[], None]:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         prepared(backend, model, optimizer)
@@ -1457,7 +1461,7 @@ def test_rank_0_that_is_started_again_is_not_main_and_gets_what_was_kept(make, a
 def test_synchronous_steps_wait_for_a_worker_that_was_started_again_once_it_has_joined(make, again):
     cluster = make(workers=2, staleness=0)
 
-    def train(backend: Asynchronous) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def train(backend: ParameterServerStrategy) -> tuple[nn.Module, torch.optim.Optimizer]:
         model, optimizer = straight(backend)
         for _ in range(3):
             step(model, optimizer)

@@ -49,8 +49,9 @@ from distrib.training.checks import cross_rank, divergence
 from distrib.training.data.epoch import Lessons
 from distrib.training.data.sampler import global_batches, share
 from distrib.training.data.sharded_loader import every_nth
+from distrib.training.model_parameters import has_misplaced_state
 from distrib.training.rendezvous import choose_interface, compare, own_address
-from distrib.training.strategies.synchronous import _on_gpu, is_elsewhere
+from distrib.training.strategies.ddp import _on_gpu
 from distrib.training.sync_batchnorm import with_synchronized_batches
 from distrib.training.to_device import moved
 from distrib.training.world import World, _from_mpi, find_device, find_world
@@ -1403,14 +1404,14 @@ def test_an_optimizer_whose_numbers_are_elsewhere_is_known():
     """As where it was prepared before its model moved; counts of steps lie where they like."""
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
-    assert not is_elsewhere(optimizer)
+    assert not has_misplaced_state(optimizer)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     state = optimizer.state[model.weight]
     state["step"] = state["step"].to("meta")
-    assert not is_elsewhere(optimizer)
+    assert not has_misplaced_state(optimizer)
     state["exp_avg"] = state["exp_avg"].to("meta")
-    assert is_elsewhere(optimizer)
+    assert has_misplaced_state(optimizer)
 
 
 def test_balance_with_powersgd_on_gpus_is_refused():

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import distrib
 from distrib.strategy import Strategy, parse_gradients
-from distrib.training.strategies.synchronous import synchronous
+from distrib.training.strategies.ddp import wrap_model
 
 WARM_STEPS = 5
 """DDP forms its buckets anew after the first step, Horovod knows its tensors by then."""
@@ -166,7 +166,7 @@ def step_of(contender: str, model: nn.Module, job: distrib.Job, samples: tuple[i
         strategy = Strategy(
             gradients=parse_gradients(detail or "fp32"), all_reduce="flat" if kind == "flat" else "auto"
         )
-        wrapped = synchronous(model, job.device, job.world_size, find_unused_parameters=False, strategy=strategy)
+        wrapped = wrap_model(model, job.device, job.world_size, find_unused_parameters=False, strategy=strategy)
 
     def step() -> None:
         wrapped(x).sum().backward()

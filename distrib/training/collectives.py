@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distrib.errors import DistribError, TrainingError
 from distrib.training.checks.cross_rank import IS_MEAN
 from distrib.training.flat import MESSAGE_BYTES
-from distrib.training.strategies.parameter_server import Asynchronous
+from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.world import World
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.
 class Exchange:
     """Between all ranks: through torch, or where ranks may come and go (`elastic`) through the servers."""
 
-    def __init__(self, world: World, elastic: Asynchronous | None) -> None:
+    def __init__(self, world: World, elastic: ElasticStrategy | None) -> None:
         self._world, self._elastic = world, elastic
 
     def all_reduce(self, value: float | torch.Tensor, op: Operation) -> float | torch.Tensor:

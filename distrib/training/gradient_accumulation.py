@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
-from distrib.training.parameters import parameters_of
+from distrib.training.model_parameters import optimizer_parameters
 
 
 @dataclass(kw_only=True)
@@ -101,7 +101,7 @@ class Mean:
     def follow(self) -> None:
         """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
         wanted = not self._ended and (self.batches > 1 or self._own * self._ranks != self._all)
-        parameters = set(parameters_of(self._optimizer)) if wanted else set()
+        parameters = set(optimizer_parameters(self._optimizer)) if wanted else set()
         several = self.batches > 1
         taken = self._samples.weighted_by
         for parameter in [p for p in self._hooks if several != self._several or p not in parameters]:

@@ -39,14 +39,19 @@ from distrib.training.collectives import Exchange, Operation
 from distrib.training.data.loader_registry import Loaders
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.gradient_accumulation import Samples
+from distrib.training.model_parameters import (
+    exclude_model,
+    has_misplaced_state,
+    has_sharded_parameters,
+    move_optimizer_state,
+    unwrap_model,
+)
 from distrib.training.nan_guard import OnNan
 from distrib.training.optimizer_step import Steps, follow_scaler
 from distrib.training.profile_file import Profiles
 from distrib.training.profiler import STEPS, WARMUP_STEPS
 from distrib.training.rendezvous import join, meet_at_end
-from distrib.training.strategies.base import Backend, backend_for, is_sharded
-from distrib.training.strategies.parameter_server import Asynchronous
-from distrib.training.strategies.synchronous import follow_parameters, is_elsewhere, unwrapped, without
+from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy, create_strategy
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.telemetry.step_timer import Meter
 from distrib.training.world import find_device, find_world, planned_world
@@ -100,7 +105,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         device = find_device(world.local_rank)
         if not elastic:
             world = join(world, device, timedelta(seconds=timeout_seconds))
-        backend = backend_for(strategy, world, device)
+        backend = create_strategy(strategy, world, device)
         if world.size > 1:
             compat.make_safe()
         _job = Job(backend)
@@ -139,7 +144,7 @@ class Job:
     restarts: int
     """How often the launcher has started the whole job again (`--max-restarts`)."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: TrainingStrategy) -> None:
         world, device = backend.world, backend.device
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
@@ -148,7 +153,7 @@ class Job:
         self._waits = False
         """Whether it waits for the others at its end, or has done so in vain."""
         self._backend = backend
-        self._elastic = backend if isinstance(backend, Asynchronous) else None
+        self._elastic = backend if isinstance(backend, ElasticStrategy) else None
         self._ends_mpi = world.ends_mpi
         run = replicas.Run.from_environment(os.environ)
         self.restarts = run.restarts
@@ -166,7 +171,7 @@ class Job:
         """Of optimizers that were released."""
         self._samples = Samples(own=1, all=world.size)
         normalization.follow(self._samples)
-        self._batches = backend.strategy.accumulate
+        self._batches = backend.settings.accumulate
         self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
         self._drift = Drift(world, self._alike, self._rates) if not self._elastic and world.size > 1 else None
         self._loaders = Loaders(
@@ -270,7 +275,7 @@ class Job:
                     f"{type(thing).__name__} has lazy layers, whose parameters are not there yet",
                     hint="let it compute one batch before job.prepare",
                 )
-            if isinstance(thing, nn.Module) and is_sharded(thing):
+            if isinstance(thing, nn.Module) and has_sharded_parameters(thing):
                 raise TrainingError(
                     f"the parameters of {type(thing).__name__} are shared out already, as by FSDP",
                     hint="FSDP sees to its gradients and its optimizer: prepare the DataLoader alone",
@@ -288,7 +293,7 @@ class Job:
                 other := check_same_data(things)
             ) and not self._loaders.begun:  # later some may have filled what they keep
                 self._forgotten.other_data(other)
-        if sync_batchnorm and self._backend.strategy.balance:
+        if sync_batchnorm and self._backend.settings.balance:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
                 hint="leave out one of them",
@@ -343,11 +348,11 @@ class Job:
             if isinstance(thing, nn.Module):
                 if any(steps.trains(thing.parameters()) and not steps.is_retired for steps in self._steps):
                     raise TrainingError(
-                        f"{type(unwrapped(thing)).__name__} is to be released, and an optimizer that is prepared trains it",
+                        f"{type(unwrap_model(thing)).__name__} is to be released, and an optimizer that is prepared trains it",
                         hint="job.release(model, optimizer)",
                     )
-                self._models = without(self._models, thing)
-                self._backend.release(thing)
+                self._models = exclude_model(self._models, thing)
+                self._backend.release_model(thing)
                 self._hand_made.release(thing)
         for thing in things:
             if self._meter:
@@ -361,7 +366,7 @@ class Job:
             return thing
         if isinstance(thing, DistributedDataParallel):
             if all(model is not thing for model in self._models):
-                self._backend.adopt(thing)
+                self._backend.adopt_ddp_model(thing)
                 self._add(thing)
             return thing
         if isinstance(thing, nn.Module):
@@ -369,10 +374,10 @@ class Job:
                 thing = normalization.with_synchronized_batches(thing, self.device)
             elif self.device.type == "cpu":
                 normalization.bear_cpus(thing)
-            model = self._backend.model(thing, find_unused_parameters=options.find_unused_parameters)
+            model = self._backend.prepare_model(thing, find_unused_parameters=options.find_unused_parameters)
             for steps in self._steps:  # of optimizers that were prepared before their model moved
-                if not steps.is_retired and is_elsewhere(steps.optimizer):
-                    follow_parameters(steps.optimizer)
+                if not steps.is_retired and has_misplaced_state(steps.optimizer):
+                    move_optimizer_state(steps.optimizer)
             if any(parameter.requires_grad for parameter in model.parameters()):
                 self._add(model)
             return model
@@ -386,7 +391,7 @@ class Job:
                 )
             for steps in self._steps:
                 steps.give_way(thing)
-            self._backend.optimizer(thing)
+            self._backend.prepare_optimizer(thing)
             steps = Steps(
                 thing, self._backend, self._samples, on_nan=options.on_nan, told=self._told, begins=self._begins
             )
@@ -408,10 +413,10 @@ class Job:
 
     def _add(self, model: nn.Module) -> None:
         """Trains `model`, in place of what it was before it was prepared again."""
-        others = without(self._models, model)
+        others = exclude_model(self._models, model)
         if self._loaders.begun and len(others) == len(self._models):
-            self._later.add(unwrapped(model))
-            if sum(unwrapped(one) in self._later for one in others) + 1 == TOLD_MODELS:
+            self._later.add(unwrap_model(model))
+            if sum(unwrap_model(one) in self._later for one in others) + 1 == TOLD_MODELS:
                 self._forgotten.kept([*others, model])
         self._models = [*others, model]
         self._status.prepared()
@@ -420,7 +425,7 @@ class Job:
 
     def _alike(self) -> Sequence[nn.Module]:
         """The models that have the same parameters on all ranks after every step."""
-        return self._models if self._backend.together else ()
+        return self._models if self._backend.averages_gradients else ()
 
     def _rates(self) -> Sequence[tuple[str, float]]:
         """The learning rates that are the same on all ranks, and what to call them."""
@@ -470,7 +475,7 @@ class Job:
         self._check_open()
         if not isinstance(batches, Integral) or batches < 1:
             raise TrainingError(f"accumulate({batches!r})", hint="give the number of batches, 1 or more")
-        if self._backend.strategy.accumulate > 1:
+        if self._backend.settings.accumulate > 1:
             return
         self._batches = batches
         for steps in self._steps:
@@ -492,11 +497,11 @@ class Job:
     def _settle(self) -> None:
         for steps in self._steps:
             steps.settle()
-        self._backend.settle()
+        self._backend.synchronize()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module as it was before `prepare`, for its own attributes and methods."""
-        inner: nn.Module = unwrapped(model)
+        inner: nn.Module = unwrap_model(model)
         return inner
 
     def scale_lr(self, lr: float) -> float:
@@ -508,14 +513,14 @@ class Job:
         that of one rank where an outer momentum takes the ranks on (DiLoCo); without (`--outer average`) it grows, which a few
         inner steps on a rank's own batches bear, and hundreds may not.
         """
-        return lr * self._backend.ranks_in_step
+        return lr * self._backend.ranks_per_step
 
     def warmup(self, optimizer: torch.optim.Optimizer, steps: int) -> torch.optim.lr_scheduler.LinearLR:
         """A scheduler that takes a learning rate of `scale_lr` from that of one rank to its whole in `steps` steps.
 
         Call its `step()` after each `optimizer.step()` that was one (`stepped`). With one rank it changes nothing.
         """
-        start = 1 / self._backend.ranks_in_step if steps else 1.0  # torch's would stay where it begins
+        start = 1 / self._backend.ranks_per_step if steps else 1.0  # torch's would stay where it begins
         return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=start, end_factor=1.0, total_iters=steps)
 
     # Between the ranks
@@ -614,7 +619,7 @@ class Job:
             if self.world_size > 1 and not self._elastic and not dist.is_initialized():
                 for steps in self._steps:
                     steps.look(alone=True)
-                apart = ", and each rank keeps the parameters that it has" if self._backend.is_apart else ""
+                apart = ", and each rank keeps the parameters that it has" if self._backend.replicas_differ else ""
                 self.print(
                     "distrib: note: the script has called torch.distributed.destroy_process_group() itself: what ranks tell each other "
                     f"at their ends is left out{apart}"
@@ -648,7 +653,7 @@ class Job:
         if not self._elastic:
             with self._waiting():
                 meet_at_end(self._backend.world, tell=not self._status.is_read)
-        self._backend.settle()
+        self._backend.synchronize()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # leaving NCCL may cut off what is still on its way
         if self._elastic:

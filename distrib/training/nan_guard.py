@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
 from distrib.training.checks.cross_rank import gathered
-from distrib.training.parameters import learning_of, parameters_of
+from distrib.training.model_parameters import optimizer_parameters, trainable_parameters
 
 OnNan = Literal["raise", "skip", "ignore"]
 WITNESSES = 16
@@ -61,7 +61,7 @@ class Finite:
         """`names` are those of the parameters in their models."""
         self._names = names
         self.end()
-        small = [p for p in learning_of(self._optimizer) if p.numel() <= SMALL]
+        small = [p for p in trainable_parameters(self._optimizer) if p.numel() <= SMALL]
         if not self._together or self._on_nan == "ignore":
             small = []
         chosen = small[:: max(-(-len(small) // WITNESSES), 1)]
@@ -89,7 +89,7 @@ class Finite:
         """Whether step number `step` may be taken. Raises TrainingError where it may not, naming rank and parameter."""
         if self._on_nan == "ignore":
             return True
-        parameters = [p for p in parameters_of(self._optimizer) if p.grad is not None]
+        parameters = [p for p in optimizer_parameters(self._optimizer) if p.grad is not None]
         parameters = [p for p in parameters if p.grad.is_floating_point() or p.grad.is_complex()]  # type: ignore[union-attr]
         gradients = [_reals(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()

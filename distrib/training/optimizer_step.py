@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.training.checks.cross_rank import IS_MEAN
 from distrib.training.gradient_accumulation import Mean, Samples
+from distrib.training.model_parameters import optimizer_parameters, trainable_parameters, unwrap_model
 from distrib.training.nan_guard import Finite, OnNan
-from distrib.training.parameters import learning_of, parameters_of
-from distrib.training.strategies.base import Backend
+from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.strategies.ddp_module import in_join
-from distrib.training.strategies.synchronous import unwrapped
 
 _STEPS = "_distrib_steps"
 """Where an optimizer has its Steps."""
@@ -39,7 +38,7 @@ class Steps:
     def __init__(
         self,
         optimizer: Optimizer,
-        backend: Backend,
+        backend: TrainingStrategy,
         samples: Samples,
         *,
         on_nan: OnNan,
@@ -47,7 +46,7 @@ class Steps:
         begins: Callable[[], None],
     ) -> None:
         self.optimizer = optimizer
-        self.mean = Mean(optimizer, samples, ranks=backend.averaged)
+        self.mean = Mean(optimizer, samples, ranks=backend.averaged_ranks)
         self.taken = 0
         """Steps, with those that were left out because of a gradient that was no number."""
         self.left_out = 0
@@ -59,8 +58,10 @@ class Steps:
         self._refusal: tuple[str, str] | None = None
         """What is said of a step where it is to take no more, and what to do."""
         # What has left for a server stays there: no looking back.
-        late = False if backend.one_each else None
-        self._finite = Finite(optimizer, on_nan, together=backend.together and backend.world.size > 1, late=late)
+        late = False if backend.exclusive_parameters else None
+        self._finite = Finite(
+            optimizer, on_nan, together=backend.averages_gradients and backend.world.size > 1, late=late
+        )
         self._scaled = False
         self._overflows = 0
         self.calls = 0
@@ -93,9 +94,9 @@ class Steps:
 
     def give_way(self, other: Optimizer) -> None:
         """`other` is prepared: where only one optimizer may train a parameter that both have, this one takes no more steps. Every rank."""
-        if self.is_retired or not (self.counting or self._backend.one_each):
+        if self.is_retired or not (self.counting or self._backend.exclusive_parameters):
             return
-        if {*learning_of(other)}.isdisjoint(learning_of(self.optimizer)):
+        if {*trainable_parameters(other)}.isdisjoint(trainable_parameters(self.optimizer)):
             return
         self.retire(
             f"{type(self.optimizer).__name__} takes a step, and {type(other).__name__}, which was prepared after it, has its "
@@ -117,7 +118,7 @@ class Steps:
         self._models = []
         self._finite.end()
         self.mean.end()
-        self._backend.retire(self.optimizer)
+        self._backend.release_optimizer(self.optimizer)
 
     def accumulate(self, batches: int) -> None:
         """A step after each `batches` batches from now on."""
@@ -129,35 +130,35 @@ class Steps:
         self.mean.follow()
         self.pair(self._models)
         if self._compares:
-            _ = self._backend.counting_group  # every rank is here to make it
+            _ = self._backend.step_count_group  # every rank is here to make it
 
     def pair(self, models: Iterable[nn.Module]) -> None:
         """Finds those of `models` that the optimizer trains."""
         if self.is_retired:
             return
-        own = set(map(id, parameters_of(self.optimizer)))
+        own = set(map(id, optimizer_parameters(self.optimizer)))
         self._models = [model for model in models if any(id(parameter) in own for parameter in model.parameters())]
         self._finite.name(_names(self._models))
         self.mean.models = {p: number for number, model in enumerate(self._models) for p in model.parameters()}
-        self._backend.pair(self.optimizer, self._models)
-        self._backend.exchange(self.optimizer, self._models, self.mean.last)
+        self._backend.pair_models(self.optimizer, self._models)
+        self._backend.set_gradient_sync(self.optimizer, self._models, self.mean.last)
         self.optimizer._step_supports_amp_scaling = self._fused or (self.counting and not self._scaled)  # type: ignore[attr-defined]
 
     @property
     def _alone(self) -> str:
         """Why a parameter may learn from one optimizer only."""
-        if not self._backend.together:
-            return f"in mode {self._backend.strategy.mode} each would take them to other values"
+        if not self._backend.averages_gradients:
+            return f"in mode {self._backend.settings.mode} each would take them to other values"
         return "whose batches of one step a gradient belongs to cannot be told with accumulate"
 
     @property
     def counting(self) -> bool:
         """Whether the ranks part where one of them takes a step that is not counted."""
-        return self.mean.batches > 1 or (self._backend.world.size > 1 and not self._backend.together)
+        return self.mean.batches > 1 or (self._backend.world.size > 1 and not self._backend.averages_gradients)
 
     def trains(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether some of `parameters` are this optimizer's or of its models."""
-        own = set(map(id, parameters_of(self.optimizer)))
+        own = set(map(id, optimizer_parameters(self.optimizer)))
         own.update(id(parameter) for model in self._models for parameter in model.parameters())
         return any(id(parameter) in own for parameter in parameters)
 
@@ -205,10 +206,10 @@ class Steps:
 
         def watched() -> Any:
             loss = closure()
-            self._backend.check_used(self._models)
+            self._backend.check_gradients(self._models)
             if not self._finite.after(self.taken + 1):
                 raise _LeftOut
-            if loss is None or not self._backend.together or self._backend.world.size == 1:
+            if loss is None or not self._backend.averages_gradients or self._backend.world.size == 1:
                 return loss
             is_number = not isinstance(loss, torch.Tensor)
             wide = torch.float64 if is_number else None
@@ -238,7 +239,7 @@ class Steps:
             self._told(self.taken, False)
         self.mean.next()
         if last != self.mean.last:
-            self._backend.exchange(self.optimizer, self._models, self.mean.last)
+            self._backend.set_gradient_sync(self.optimizer, self._models, self.mean.last)
             if self.mean.last:
                 self._compare()
         return result
@@ -248,7 +249,7 @@ class Steps:
             self._check_owned()
         if not by_closure:
             self.mean.before_step()
-            self._backend.check_used(self._models)
+            self._backend.check_gradients(self._models)
         if not self.taken:
             self._begins()
         found_inf = getattr(self.optimizer, "found_inf", None)  # the optimizer itself leaves the step out then
@@ -271,8 +272,8 @@ class Steps:
         finally:
             self.taking = False
         if update is None:
-            self._backend.left_out(self.optimizer)
-        self._backend.stepped(self._models)
+            self._backend.on_step_skipped(self.optimizer)
+        self._backend.after_step(self._models)
         self.taken += 1
         if found_inf is not None:
             self._told(self.taken, functools.partial(self._was_taken, found_inf == 0))
@@ -294,7 +295,7 @@ class Steps:
 
     def _empty(self) -> None:
         """After a step that was left out: who clears gradients after real steps alone would add to what is no number."""
-        for parameter in parameters_of(self.optimizer):
+        for parameter in optimizer_parameters(self.optimizer):
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -302,9 +303,9 @@ class Steps:
 
     def _tell_left_out(self) -> None:
         world = self._backend.world
-        if self._backend.together and world.rank:
+        if self._backend.averages_gradients and world.rank:
             return
-        where = "" if self._backend.together or world.size == 1 else f" on rank {world.rank}"
+        where = "" if self._backend.averages_gradients or world.size == 1 else f" on rank {world.rank}"
         told = f"{self.left_out} of {self.taken} steps of {type(self.optimizer).__name__} were left out{where}"
         print(f"distrib: {told}, as gradients were nan or infinite", file=sys.stderr, flush=True)
 
@@ -314,14 +315,14 @@ class Steps:
 
     @property
     def _compares(self) -> bool:
-        return self.mean.batches > 1 and self._backend.together and self._backend.world.size > 1
+        return self.mean.batches > 1 and self._backend.averages_gradients and self._backend.world.size > 1
 
     def _compare(self) -> None:
         """Tells the others how many batches this rank has come to."""
         if self._compares:
             own = torch.tensor([self.mean.passes, self.calls], device="cpu")
             self._counts = [torch.empty_like(own) for _ in range(self._backend.world.size)]
-            self._comparing = dist.all_gather(self._counts, own, group=self._backend.counting_group, async_op=True)
+            self._comparing = dist.all_gather(self._counts, own, group=self._backend.step_count_group, async_op=True)
 
     def _judge(self) -> None:
         """Raises TrainingError where the others have come to other batches than this rank."""
@@ -354,7 +355,7 @@ class Steps:
 
     def _check_set(self) -> None:
         """Raises TrainingError where the script itself has set gradients: those of all batches but the last would be lost."""
-        if any(hasattr(parameter.grad, IS_MEAN) for parameter in parameters_of(self.optimizer)):
+        if any(hasattr(parameter.grad, IS_MEAN) for parameter in optimizer_parameters(self.optimizer)):
             raise TrainingError(
                 "a gradient that the script sets itself (p.grad = job.all_reduce(...)) cannot be accumulated: only what backward gives is",
                 hint="leave out accumulate, or add up the batches' gradients in the script, too",
@@ -379,9 +380,9 @@ class Steps:
         """`scaler.step(optimizer)`, counted also where the scaler leaves it out."""
         if not self._scaled:
             self._scaled = True
-            self._backend.rescaled(self.optimizer)
+            self._backend.on_gradients_unscaled(self.optimizer)
             self.pair(self._models)
-        self._backend.scaled(self._models, scaler)
+        self._backend.on_scaled_step(self._models, scaler)
         if not self.mean.last:
             return self.take(None)
         taken = self.taken
@@ -396,7 +397,7 @@ class Steps:
         return result
 
     def _tell_overflows(self) -> None:
-        if not self._backend.together or not self._backend.world.rank:
+        if not self._backend.averages_gradients or not self._backend.world.rank:
             told = f"the GradScaler has left out {self._overflows} steps of {type(self.optimizer).__name__} in a row"
             print(
                 f"distrib: warning: {told}: gradients are nan or infinite whatever the scale is; look at the loss and the batches",
@@ -414,11 +415,11 @@ _OFTEN = {10**power for power in range(1, 10)}
 
 def _names(models: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
     """The names of all parameters, with their model's before them where there are several."""
-    kinds = [type(unwrapped(model)).__name__ for model in models]
+    kinds = [type(unwrap_model(model)).__name__ for model in models]
     names: dict[torch.Tensor, str] = {}
     for number, (model, kind) in enumerate(zip(models, kinds, strict=True)):
         place = f"{kind} {kinds[:number].count(kind) + 1}" if kinds.count(kind) > 1 else kind
-        for name, parameter in unwrapped(model).named_parameters():
+        for name, parameter in unwrap_model(model).named_parameters():
             names[parameter] = f"{place}.{name}" if len(models) > 1 else name
     return names
 

@@ -21,7 +21,7 @@ from devices import on_gpu, seeded
 from distrib.strategy import Strategy, parse_gradients
 from distrib.training.gradients.comm_hook import SETTLED_STEPS, Averaging, attach, hook_of
 from distrib.training.gradients.compression import EXACT_STEPS
-from distrib.training.strategies.synchronous import synchronous
+from distrib.training.strategies.ddp import wrap_model
 
 STEPS = 50
 
@@ -56,7 +56,7 @@ def fresh() -> nn.Module:
 def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple[nn.Module, Any]:
     if on_gpu():
         device = torch.get_default_device()
-        wrapped = synchronous(model, device, 2, find_unused_parameters=False, strategy=strategy)
+        wrapped = wrap_model(model, device, 2, find_unused_parameters=False, strategy=strategy)
         return wrapped, hook_of(wrapped)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)  # type: ignore[arg-type]
     averaging = Averaging(list(model.parameters()), strategy, hosts)

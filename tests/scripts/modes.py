@@ -676,9 +676,7 @@ def unfrozen(job: distrib.Job) -> None:
     inner[0].requires_grad_(True)
     optimizer.add_param_group({"params": list(inner[0].parameters())})
     if STRATEGY.mode == "sync":
-        raises(
-            "0.weight learns only since job.prepare, and is not averaged", lambda: train(model, optimizer, job.rank, 1)
-        )
+        raises("0.weight was unfrozen after job.prepare", lambda: train(model, optimizer, job.rank, 1))
         assert torch.equal(inner[0].weight, before)
         model = job.prepare(job.unwrap(model))
     if STRATEGY.backend == "torch":
@@ -688,7 +686,7 @@ def unfrozen(job: distrib.Job) -> None:
         assert_alike(inner)
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
         optimizer.param_groups[-1]["params"][0].grad = torch.ones(2)
-        raises(r"a parameter \[2\] of the optimizer is of no prepared model", optimizer.step)
+        raises(r"a parameter \[2\] of the optimizer belongs to no prepared model", optimizer.step)
 
 
 def frozen(job: distrib.Job) -> None:
@@ -716,7 +714,7 @@ def refrozen(job: distrib.Job) -> None:
     model = job.prepare(inner)
     train(model, optimizer, job.rank, 2)
     inner[0].requires_grad_(True)
-    raises("0.weight learns only since job.prepare", lambda: train(model, optimizer, job.rank, 1))
+    raises("0.weight was unfrozen after job.prepare", lambda: train(model, optimizer, job.rank, 1))
 
 
 class Pair(nn.Module):
@@ -1025,7 +1023,7 @@ def ported(job: distrib.Job) -> None:
     own = nn.parallel.DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
     if STRATEGY.mode != "sync":
-        raises("is in DistributedDataParallel already", lambda: job.prepare(own, optimizer))
+        raises("is wrapped in DistributedDataParallel", lambda: job.prepare(own, optimizer))
         return
     model, optimizer = job.prepare(own, optimizer)
     assert model is own

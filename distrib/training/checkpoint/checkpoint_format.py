@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distrib.errors import TrainingError
 from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
+from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.ddp_module import Wrapped
-from distrib.training.strategies.synchronous import unwrapped
 from distrib.training.to_device import moved
 
 _FORMAT = 1
@@ -225,7 +225,7 @@ _WRAPPED = "module."
 
 
 def _state(thing: Any) -> Any:
-    thing = unwrapped(thing)
+    thing = unwrap_model(thing)
     state = thing.state_dict()
     if isinstance(thing, nn.Module) and (names := _names(thing, state)):
         return {names.get(name, name): value for name, value in state.items()}
@@ -233,7 +233,7 @@ def _state(thing: Any) -> Any:
 
 
 def _load(thing: Any, state: Any) -> None:
-    thing = unwrapped(thing)
+    thing = unwrap_model(thing)
     if isinstance(thing, nn.Module) and (names := _names(thing, thing.state_dict())):
         present = {plain: name for name, plain in names.items()}
         state = {present.get(name, name): value for name, value in state.items()}

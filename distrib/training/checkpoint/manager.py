@@ -19,14 +19,14 @@ from torch import nn
 from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.checks.cross_rank import gathered
 from distrib.training.collectives import Exchange
-from distrib.training.strategies.base import Backend
+from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.to_device import moved
 
 
 class Checkpoints:
     """Those that a job writes and reads. `elastic`: ranks may come and go."""
 
-    def __init__(self, run: replicas.Run, backend: Backend, exchange: Exchange, *, elastic: bool) -> None:
+    def __init__(self, run: replicas.Run, backend: TrainingStrategy, exchange: Exchange, *, elastic: bool) -> None:
         self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Checkpoints:
         self._saves[place] += 1
         stamp = self._run.stamp(self._saves[place])
         if is_main:
-            if self._backend.is_apart and any(isinstance(thing, nn.Module) for thing in objects.values()):
+            if self._backend.replicas_differ and any(isinstance(thing, nn.Module) for thing in objects.values()):
                 self._tell_apart()
             checkpoint_format.write(path, objects, self._backend.state_dict(), stamp)
         elif self._keeps_copies(path):
@@ -74,7 +74,7 @@ class Checkpoints:
             return {name: thing for name, thing in objects.items() if not checkpoint_format.has_state(thing)}
         if source and self._world.rank == source:
             print(f"distrib: note: {place} is this host's: it is the newest", file=sys.stderr, flush=True)
-        self._backend.end_rounds()  # what is not restored goes on, too
+        self._backend.finish_rounds()  # what is not restored goes on, too
         values, state = checkpoint_format.read(data, objects, self._device, source=os.fspath(path))
         restored = [thing for thing in objects.values() if checkpoint_format.has_state(thing)]
         if all(isinstance(thing, nn.Module) for thing in restored):

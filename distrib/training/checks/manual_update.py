@@ -11,8 +11,8 @@ from torch.utils.hooks import RemovableHandle
 
 from distrib.training.checks.cross_rank import total
 from distrib.training.checks.usage import Forgotten
+from distrib.training.model_parameters import unwrap_model
 from distrib.training.optimizer_step import Steps
-from distrib.training.strategies.synchronous import unwrapped
 
 GOES_ON = 10
 """Backward passes of a model after which it is taken to be trained by other means than a step of a prepared optimizer."""
@@ -45,7 +45,7 @@ class HandMade:
                 if not any(steps.trains(learning) for steps in self._steps) and any(
                     bool(total(parameter) != before) for parameter, before in zip(learning, begun, strict=True)
                 ):
-                    self._forgotten.hand_made(type(unwrapped(model)).__name__)
+                    self._forgotten.hand_made(type(unwrap_model(model)).__name__)
 
         self._handles[model] = learning[0].register_post_accumulate_grad_hook(computed)  # type: ignore[no-untyped-call]
 

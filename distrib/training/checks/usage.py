@@ -21,9 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from distrib.errors import TrainingError
 from distrib.training import store_mailbox
 from distrib.training.checks.datasets import CHOOSE_ALIKE
+from distrib.training.model_parameters import optimizer_parameters
 from distrib.training.optimizer_step import Steps
-from distrib.training.parameters import parameters_of
-from distrib.training.strategies.base import Backend
+from distrib.training.strategies.base import TrainingStrategy
 from distrib.units import format_size
 
 _TOTALS = "T_max", "total_steps", "total_iters"
@@ -91,7 +91,7 @@ class Forgotten:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TrainingStrategy,
         steps: Sequence[Steps],
         models: Callable[[], Sequence[nn.Module]],
         accumulates: Callable[[], bool],
@@ -175,16 +175,16 @@ class Forgotten:
     def hand_made(self, model: str) -> None:
         """A model's parameters change, and no prepared optimizer has them. Raises TrainingError where ranks part by it."""
         what = f"{model} learns, and no prepared optimizer has its parameters"
-        if self._backend.world.size > 1 and not self._backend.averages_backward:
-            strategy = self._backend.strategy
-            how = f"--backend {strategy.backend}" if self._backend.together else f"--mode {strategy.mode}"
+        if self._backend.world.size > 1 and not self._backend.averages_in_backward:
+            strategy = self._backend.settings
+            how = f"--backend {strategy.backend}" if self._backend.averages_gradients else f"--mode {strategy.mode}"
             raise TrainingError(
                 f"{what}: with {how} every rank has its own",
                 hint="let an optimizer make the update, and prepare it too",
             )
         options = [
             name
-            for name, on in (("accumulate", self._accumulates()), ("balance", self._backend.strategy.balance))
+            for name, on in (("accumulate", self._accumulates()), ("balance", self._backend.settings.balance))
             if on
         ]
         if options:
@@ -247,7 +247,9 @@ class Forgotten:
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         inside = (
-            self._backend.averages_backward and self._backend.world.size > 1 and torch._C._current_graph_task_id() != -1
+            self._backend.averages_in_backward
+            and self._backend.world.size > 1
+            and torch._C._current_graph_task_id() != -1
         )
         if inside and self._is_of_a_model(parameters):
             raise TrainingError(
@@ -259,7 +261,7 @@ class Forgotten:
             return
         own = {id(parameter) for parameter in parameters}
         for one in self._steps:
-            if any(id(parameter) in own for parameter in parameters_of(one.optimizer)):
+            if any(id(parameter) in own for parameter in optimizer_parameters(one.optimizer)):
                 if one.counting:
                     raise TrainingError(
                         f"a step of {type(optimizer).__name__} on what {type(one.optimizer).__name__} trains, "
@@ -289,7 +291,7 @@ class Forgotten:
             return
         what = f"{name} was not given to job.prepare, but the model that it trains was"
         lost = "its batches are not accumulated" if self._accumulates() else "every rank would have its own"
-        if self._accumulates() or not self._backend.averages_backward:
+        if self._accumulates() or not self._backend.averages_in_backward:
             raise TrainingError(f"{what}: {lost}", hint="model, optimizer = job.prepare(model, optimizer)")
         self._note(f"{what}: batches of unequal size and gradients that are nan are not seen to, and steps not counted")
 

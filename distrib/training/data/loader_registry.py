@@ -17,9 +17,8 @@ from distrib.training.collectives import Exchange
 from distrib.training.data.epoch import Lessons
 from distrib.training.data.load_balancing import Balance
 from distrib.training.data.sharded_loader import ShardedLoader
-from distrib.training.strategies.base import Backend
-from distrib.training.strategies.parameter_server import Asynchronous
-from distrib.training.strategies.synchronous import unwrapped
+from distrib.training.model_parameters import unwrap_model
+from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy
 
 
 class Loaders:
@@ -32,11 +31,11 @@ class Loaders:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TrainingStrategy,
         exchange: Exchange,
         forgotten: Forgotten,
         *,
-        elastic: Asynchronous | None,
+        elastic: ElasticStrategy | None,
         models: Callable[[], Sequence[nn.Module]],
         steps: Callable[[], int | None],
         samples: Callable[[int, int], tuple[int, int]],
@@ -72,7 +71,7 @@ class Loaders:
         if place := difference(of_main, own):
             self._forgotten.other_than_main(place)
         balance = None
-        if self._backend.strategy.balance and self._world.size > 1:
+        if self._backend.settings.balance and self._world.size > 1:
             balance = Balance(
                 gather=gathered, parameters=lambda: [p for model in self._models() for p in model.parameters()]
             )
@@ -121,12 +120,12 @@ class Loaders:
 
     def _training(self) -> bool | None:
         models = self._models()
-        return any(unwrapped(model).training for model in models) if models else None
+        return any(unwrap_model(model).training for model in models) if models else None
 
     def _was_read(self, number: int, evaluated: bool | None) -> None:
         if evaluated is None:
             self.read.setdefault(number, None)
         else:
             self.read[number] = evaluated or bool(self.read.get(number))
-            if self._backend.is_apart:
+            if self._backend.replicas_differ:
                 self._forgotten.evaluates_apart()

@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.parameters import learning_of
-from distrib.training.strategies.base import Backend, Together
+from distrib.training.model_parameters import trainable_parameters
+from distrib.training.strategies.all_reduce import AllReduceStrategy
+from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.world import World
 
 
-class Horovod(Together):
+class HorovodStrategy(AllReduceStrategy):
     """Gradients are averaged by `hvd.DistributedOptimizer`, and are when backward returns: so that they can be clipped."""
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
@@ -43,8 +44,8 @@ class Horovod(Together):
         self._made = 0  # reducers, with those that have ended
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        model = Backend.model(self, model, find_unused_parameters=find_unused_parameters)
+    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = TrainingStrategy.prepare_model(self, model, find_unused_parameters=find_unused_parameters)
         model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
         for name, parameter in model.named_parameters():
             if parameter.is_complex():
@@ -53,12 +54,12 @@ class Horovod(Together):
                 )
         if any(True for _ in model.parameters()):
             self._hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-        return super().model(model, find_unused_parameters=find_unused_parameters)
+        return super().prepare_model(model, find_unused_parameters=find_unused_parameters)
 
-    def optimizer(self, optimizer: Optimizer) -> None:
-        super().optimizer(optimizer)
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        super().prepare_optimizer(optimizer)
         self._reducers[optimizer] = Reducer(
-            self._hvd, learning_of(optimizer), self._made, self.strategy.gradients.format
+            self._hvd, trainable_parameters(optimizer), self._made, self.settings.gradients.format
         )
         self._made += 1
         self._see_averaged()
@@ -66,15 +67,15 @@ class Horovod(Together):
     def _see_averaged(self) -> None:
         self._averaged = {parameter for reducer in self._reducers.values() for parameter in reducer.parameters}
 
-    def retire(self, optimizer: Optimizer) -> None:
+    def release_optimizer(self, optimizer: Optimizer) -> None:
         self._reducers.pop(optimizer).end()
         self._pairs.pop(optimizer, None)
         self._see_averaged()
 
-    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._pairs[optimizer] = list(models)
 
-    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+    def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         self._reducers[optimizer].exchange(on)
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
@@ -148,7 +149,7 @@ class Reducer:
 class _NoSync:
     """`model.no_sync`, which is not copied with the model."""
 
-    def __init__(self, backend: Horovod, model: nn.Module) -> None:
+    def __init__(self, backend: HorovodStrategy, model: nn.Module) -> None:
         self._backend, self._model = backend, model
 
     def __call__(self) -> Any:

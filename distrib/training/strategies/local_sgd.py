@@ -26,10 +26,9 @@ from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
 from distrib.training.checks.cross_rank import differ, sum_of_bits
 from distrib.training.flat import broadcast, flatten, unflatten
-from distrib.training.parameters import learning_of, parameters_of
-from distrib.training.strategies.base import Backend, of_no_model
-from distrib.training.strategies.buffers import Buffers
-from distrib.training.strategies.synchronous import without
+from distrib.training.model_parameters import exclude_model, optimizer_parameters, trainable_parameters
+from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
+from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.telemetry.device_timer import Clock
 
 MIXED = 0.5
@@ -41,38 +40,38 @@ LOOK_STEPS = 3 * FEW_STEPS
 TRAVELS_AS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-class Local(Backend):
+class LocalSgdStrategy(TrainingStrategy):
     """Every rank has its own parameters, which become the same on all every H steps and at the end of each epoch."""
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        model = super().model(model, find_unused_parameters=find_unused_parameters)
+    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
             broadcast([*model.parameters(), *model.buffers()])
             self._models.append(model)
-            self._buffers[model] = Buffers(model)
+            self._buffers[model] = SynchronizedBuffers(model)
         return model
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._models: list[nn.Module] = []
-        self._buffers: dict[nn.Module, Buffers] = {}
+        self._buffers: dict[nn.Module, SynchronizedBuffers] = {}
         self._rounds: dict[Optimizer, Round] = {}
         self._clock = Clock(self.device)
         self._waits: deque[tuple[Any, Any]] = deque()
         self._waited = 0.0
 
     @property
-    def is_apart(self) -> bool:
+    def replicas_differ(self) -> bool:
         return any(round_.is_apart for round_ in self._rounds.values())
 
     @property
-    def ranks_in_step(self) -> int:
+    def ranks_per_step(self) -> int:
         # The outer momentum takes the ranks on by itself; without it a rank's steps are as long as those of all together
         # (Lin et al. 2020, "Don't Use Large Mini-Batches, Use Local SGD", arXiv:1808.07217).
-        return 1 if self.strategy.outer.momentum else self.world.size
+        return 1 if self.settings.outer.momentum else self.world.size
 
-    def optimizer(self, optimizer: Optimizer) -> None:
-        super().optimizer(optimizer)
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        super().prepare_optimizer(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TrainingError(
                 f"{type(optimizer).__name__} cannot be used in mode local: it takes the change of parameters from one step to the next "
@@ -86,16 +85,16 @@ class Local(Backend):
                 "is each rank's own",
                 hint="use --mode sync",
             )
-        self._rounds[optimizer] = Round(optimizer, self.strategy, self.world.size)
+        self._rounds[optimizer] = Round(optimizer, self.settings, self.world.size)
 
-    def retire(self, optimizer: Optimizer) -> None:
+    def release_optimizer(self, optimizer: Optimizer) -> None:
         self._rounds.pop(optimizer).end()
 
-    def release(self, model: nn.Module) -> None:
-        self._models = without(self._models, model)
+    def release_model(self, model: nn.Module) -> None:
+        self._models = exclude_model(self._models, model)
         self._buffers = {one: self._buffers[one] for one in self._models}
 
-    def pair(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         self._rounds[optimizer].pair(models, [self._buffers[model] for model in models])
 
     def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
@@ -104,14 +103,14 @@ class Local(Backend):
             known = {parameter for model in self._models for parameter in model.parameters()}
             for parameter in new:
                 if parameter not in known:
-                    raise of_no_model(parameter)
-            own = {*learning_of(optimizer)}  # some may be of a model that it did not train before
-            self.pair(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
+                    raise unprepared_parameter(parameter)
+            own = {*trainable_parameters(optimizer)}  # some may be of a model that it did not train before
+            self.pair_models(optimizer, [model for model in self._models if not own.isdisjoint(model.parameters())])
         result = update()
         begun = self._clock.mark()
         round_.go_on()
         if round_.is_too_short and self.world.rank == 0:
-            longer = "" if (self.strategy.inner_steps or INNER_STEPS) > FEW_STEPS else ", or --inner-steps 16 or more"
+            longer = "" if (self.settings.inner_steps or INNER_STEPS) > FEW_STEPS else ", or --inner-steps 16 or more"
             print(
                 f"distrib: mode local: there were {round_.rounds} rounds in {LOOK_STEPS} steps, too short ones for an outer momentum "
                 f"on top of that of {type(optimizer).__name__}, which together may take parameters too far: use --outer average{longer}",
@@ -132,12 +131,12 @@ class Local(Backend):
         while self._waits and self._clock.has_happened(self._waits[0][1]):
             self._waited += self._clock.seconds(*self._waits.popleft())
 
-    def end_rounds(self) -> None:
+    def finish_rounds(self) -> None:
         for round_ in self._rounds.values():
             round_.end()
 
-    def settle(self) -> None:
-        self.end_rounds()
+    def synchronize(self) -> None:
+        self.finish_rounds()
         self._check_others()
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,13 +157,13 @@ class Local(Backend):
     def _check_others(self) -> None:
         """Raises TrainingError where a parameter that learns by no prepared optimizer is another on each rank; what is frozen, such as
         a teacher that follows its model, and buffers become the mean. Every rank."""
-        known = {id(parameter) for optimizer in self._rounds for parameter in parameters_of(optimizer)}
+        known = {id(parameter) for optimizer in self._rounds for parameter in optimizer_parameters(optimizer)}
         others: dict[str, torch.Tensor] = {}
         for number, model in enumerate(self._models):
             for name, parameter in model.named_parameters():
                 if id(parameter) not in known or not parameter.requires_grad:
                     others[f"{number}.{name}"] = parameter
-            buffers = self._buffers[model].present()  # of what is trained, too, where batches came without steps
+            buffers = self._buffers[model].current()  # of what is trained, too, where batches came without steps
             others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
         own = {name: str(sum_of_bits(values)) for name, values in others.items()}
         apart = [name for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True) if differs]
@@ -182,7 +181,7 @@ class Round:
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, ranks: int) -> None:
         self.models: list[nn.Module] = []
-        self._buffers: list[Buffers] = []
+        self._buffers: list[SynchronizedBuffers] = []
         self._optimizer, self._ranks = optimizer, ranks
         self._steps = strategy.inner_steps or INNER_STEPS
         self._outer = strategy.outer
@@ -205,7 +204,7 @@ class Round:
 
         Every rank. When some were frozen or unfrozen, the round ends here: what each rank has learnt is what all have.
         """
-        trained = learning_of(self._optimizer)
+        trained = trainable_parameters(self._optimizer)
         known = set(self._trained)
         new = [parameter for parameter in trained if parameter not in known]
         if new or len(trained) != len(known):
@@ -262,7 +261,7 @@ class Round:
         return {"momentum": [momenta.get(parameter) for parameter in self._trained] if momenta else []}
 
     def restore(self, state: dict[str, Any]) -> None:
-        trained, momenta = learning_of(self._optimizer), state.get("momentum", [])
+        trained, momenta = trainable_parameters(self._optimizer), state.get("momentum", [])
         sizes = [_size(parameter) for parameter in trained]
         saved = [size if momentum is None else momentum.numel() for size, momentum in zip(sizes, momenta, strict=False)]
         if momenta and (len(momenta) != len(sizes) or saved != sizes):
@@ -289,7 +288,7 @@ class Round:
 
     def _divide(self, momenta: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Fragments of about the same size, in the order of the parameters, which keep their momenta."""
-        self._trained = learning_of(self._optimizer)
+        self._trained = trainable_parameters(self._optimizer)
         whole, gone = sum(p.numel() for p in self._trained), 0
         parts: list[list[torch.Tensor]] = [[] for _ in range(self._outer.fragments)]
         for parameter in self._trained:
@@ -305,7 +304,7 @@ class Round:
         """At which step of a round fragment `number` is exchanged; the only one, at the last."""
         return number * self._steps // max(len(self._fragments), 1)
 
-    def pair(self, models: Sequence[nn.Module], buffers: Sequence[Buffers]) -> None:
+    def pair(self, models: Sequence[nn.Module], buffers: Sequence[SynchronizedBuffers]) -> None:
         """Learns which models the optimizer trains; again whenever there is another."""
         self.models, self._buffers = list(models), list(buffers)
 
@@ -365,8 +364,8 @@ class Fragment:
         return self._common.sub_(way, alpha=self._outer.lr)
 
 
-def _average_buffers(buffers: Sequence[Buffers], ranks: int) -> None:
-    _average([buffer for kept in buffers for buffer in kept.present() if buffer.numel()], ranks)
+def _average_buffers(buffers: Sequence[SynchronizedBuffers], ranks: int) -> None:
+    _average([buffer for kept in buffers for buffer in kept.current() if buffer.numel()], ranks)
 
 
 def _average(values: Sequence[torch.Tensor], ranks: int) -> None:

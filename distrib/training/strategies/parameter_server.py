@@ -30,6 +30,7 @@ from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.checks.cross_rank import digest_of, total
 from distrib.training.flat import as_bytes
+from distrib.training.model_parameters import exclude_model, move_optimizer_state, unwrap_model
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.host_aggregation.local_socket import open_door
 from distrib.training.parameter_server.host_aggregation.member import HostGroup, host_identity
@@ -39,17 +40,16 @@ from distrib.training.parameter_server.server_table import raw
 from distrib.training.parameter_server.transport import Frame, Kind, packed, unpacked
 from distrib.training.parameter_server.worker_collectives import VIEW, Meeting
 from distrib.training.parameter_server.worker_table import HeldTable
-from distrib.training.strategies.base import Backend
-from distrib.training.strategies.synchronous import follow_parameters, unwrapped, without
+from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.world import World
 
 T = TypeVar("T")
 
 
-class Asynchronous(Backend):
+class ParameterServerStrategy(ElasticStrategy):
     """Parameters live on servers: a rank pushes gradients and takes what has become of them meanwhile."""
 
-    one_each = True
+    exclusive_parameters = True
 
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
@@ -84,20 +84,20 @@ class Asynchronous(Backend):
         return self.client.waited_seconds
 
     @property
-    def averaged(self) -> int:
-        return self.world.size if self.strategy.staleness == 0 else 1
+    def averaged_ranks(self) -> int:
+        return self.world.size if self.settings.staleness == 0 else 1
 
     @property
-    def ranks_in_step(self) -> int:
-        if self.strategy.stale_rate:  # learning rates mean what they do in mode sync
+    def ranks_per_step(self) -> int:
+        if self.settings.stale_rate:  # learning rates mean what they do in mode sync
             return self.world.size
-        together = self._reduces and not self._beside_all_servers and self.strategy.staleness != 0
-        return self.world.local_size if together else super().ranks_in_step
+        together = self._reduces and not self._beside_all_servers and self.settings.staleness != 0
+        return self.world.local_size if together else super().ranks_per_step
 
     @property
     def _reduces(self) -> bool:
         """Whether the ranks of a host may push as one: there are several hosts, or the address would not be told."""
-        return self.strategy.host_reduction and DISTRIB_ADDRESS in os.environ
+        return self.settings.host_reduction and DISTRIB_ADDRESS in os.environ
 
     @property
     def _beside_all_servers(self) -> bool:
@@ -116,17 +116,17 @@ class Asynchronous(Backend):
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    def model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        model = super().model(model, find_unused_parameters=find_unused_parameters)
+    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         # Also buffers that are not saved, and whatever a model's own state_dict leaves out.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._begin_as_main({name: value for name, value in state.items() if not value.requires_grad})
         if any(parameter.requires_grad for parameter in model.parameters()):
-            self._models = [*without(self._models, model), model]
+            self._models = [*exclude_model(self._models, model), model]
             if model not in self._watched:
                 self._watched.add(model)
                 model.register_forward_pre_hook(self._hook(model, self._before_model))
-            for module in unwrapped(model).modules():  # checkpoints look past wrappers, and may be of a part
+            for module in unwrap_model(model).modules():  # checkpoints look past wrappers, and may be of a part
                 had, self._own[module] = self._own.get(module), [*module.parameters(recurse=False)]
                 if self._own[module] and not had:
                     # First of all: others compute from parameters, as those of torch.nn.utils.weight_norm and prune do.
@@ -237,14 +237,14 @@ class Asynchronous(Backend):
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def optimizer(self, optimizer: Optimizer) -> None:
-        follow_parameters(optimizer)
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        move_optimizer_state(optimizer)
         names: dict[torch.Tensor, str] = {
             parameter: name for model in self._models for name, parameter in model.named_parameters()
         }
         self._meet()
-        wire: Any = self.strategy.gradients.format
-        counted = self.strategy.staleness is not None  # others wait for this worker's steps
+        wire: Any = self.settings.gradients.format
+        counted = self.settings.staleness is not None  # others wait for this worker's steps
         table = HeldTable(self._made, optimizer, names, self.client, wire, counted=counted, pushers=self._pushers)
         self._made += 1
         had_state = {p: state for p, state in optimizer.state.items() if p in table.chunks_of}
@@ -284,7 +284,7 @@ class Asynchronous(Backend):
             optimizer.register_load_state_dict_post_hook(lambda _: self._give_state(table)),
         ]
 
-    def retire(self, optimizer: Optimizer) -> None:
+    def release_optimizer(self, optimizer: Optimizer) -> None:
         table = next(table for table in self.tables if table.optimizer is optimizer)
         table.wait()
         self._gather(f"the end of table {table.number}")  # when all are here, nobody pushes to it any more
@@ -303,8 +303,8 @@ class Asynchronous(Backend):
             del self._holders[parameter]
             self._pushing.pop(parameter).remove()
 
-    def release(self, model: nn.Module) -> None:
-        self._models = without(self._models, model)
+    def release_model(self, model: nn.Module) -> None:
+        self._models = exclude_model(self._models, model)
         self._begun.pop(model, None)
 
     def _meet(self) -> None:
@@ -320,7 +320,7 @@ class Asynchronous(Backend):
         if len(doors) == 1 or self.world.rank not in doors:
             door.close()
             return
-        number, in_step = self.world.size + min(doors), self.strategy.staleness == 0
+        number, in_step = self.world.size + min(doors), self.settings.staleness == 0
         self.client.join_group(HostGroup(self.client, number, door, doors, in_step=in_step))
 
     def _begin_untrained(self, table: HeldTable) -> None:
@@ -330,12 +330,12 @@ class Asynchronous(Backend):
         if rest:
             self._begin_as_main({str(number): parameter for number, parameter in enumerate(rest)})
 
-    def left_out(self, optimizer: Optimizer) -> None:
+    def on_step_skipped(self, optimizer: Optimizer) -> None:
         for table in self.tables:
             if table.optimizer is optimizer:
                 self._take(table, leave_out=True)
 
-    def rescaled(self, optimizer: Optimizer) -> None:
+    def on_gradients_unscaled(self, optimizer: Optimizer) -> None:
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.distrust()
@@ -361,7 +361,7 @@ class Asynchronous(Backend):
             table.give_state(table.optimizer.state)
         table.optimizer.state.clear()
 
-    def exchange(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
+    def set_gradient_sync(self, optimizer: Optimizer, models: Sequence[nn.Module], on: bool) -> None:
         for table in self.tables:
             if table.optimizer is optimizer:
                 table.sending = on
@@ -423,7 +423,7 @@ class Asynchronous(Backend):
                 found[int(staleness)] = found.get(int(staleness), 0) + count
         return summary(found)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until all that was sent is answered, and gives the models the servers' values."""
         self._exact = False
         self._refresh()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distrib.training.strategies.synchronous import without
+from distrib.training.model_parameters import exclude_model
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.device_timer import Clock, usual
 
@@ -72,7 +72,7 @@ class Meter:
         """Measure a model or an optimizer that is prepared."""
         if isinstance(thing, nn.Module):
             # In place of what it was before it was prepared again.
-            self._models = [*without(self._models, thing), thing]
+            self._models = [*exclude_model(self._models, thing), thing]
         elif isinstance(thing, torch.optim.Optimizer) and self._optimizer is None:
             self._optimizer = thing
             self._step_hooks = [
@@ -83,7 +83,7 @@ class Meter:
     def release(self, thing: Any) -> None:
         """It is trained no more. The next optimizer that is shown is measured then."""
         if isinstance(thing, nn.Module):
-            self._models = without(self._models, thing)
+            self._models = exclude_model(self._models, thing)
         elif thing is self._optimizer:
             for hook in (*self._hooks, *self._step_hooks):
                 hook.remove()

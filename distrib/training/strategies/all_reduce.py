@@ -1,0 +1,108 @@
+"""Training with identical replicas: gradients are averaged in every step, buffers are rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.flat import broadcast
+from distrib.training.model_parameters import exclude_model, find_parameter_name, trainable_parameters, unwrap_model
+from distrib.training.strategies.base import TrainingStrategy
+from distrib.training.world import World
+
+
+class SynchronizedBuffers:
+    """The buffers of a model that have the same shapes and types on every rank.
+
+    They are those that the model had when it was prepared, except the ones that DistributedDataParallel ignores. A buffer that a
+    rank has replaced by one of another shape, such as a growing mask, is that rank's own: its former value is sent instead.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Record the buffers of a model.
+
+        Args:
+            model: The model, wrapped or not.
+        """
+        self._model = unwrap_model(model)
+        ignored = set(getattr(self._model, "_ddp_params_and_buffers_to_ignore", ()))
+        self._recorded = {name: buffer for name, buffer in self._model.named_buffers() if name not in ignored}
+
+    def current(self) -> list[torch.Tensor]:
+        """Return the buffers in the same order, shapes and types on every rank at any time."""
+        now = dict(self._model.named_buffers())
+        for name, recorded in self._recorded.items():
+            buffer = now.get(name)
+            if buffer is not None and (buffer.shape, buffer.dtype) == (recorded.shape, recorded.dtype):
+                if buffer.is_inference() and not torch.is_inference_mode_enabled():
+                    buffer = buffer.clone()  # torch forbids writing to an inference tensor
+                    path, _, last = name.rpartition(".")
+                    self._model.get_submodule(path)._buffers[last] = buffer
+                self._recorded[name] = buffer
+        return [*self._recorded.values()]
+
+
+class AllReduceStrategy(TrainingStrategy):
+    """A strategy in which every rank holds the whole model and gradients are averaged in every step.
+
+    SynchronizedBuffers become rank 0's after each step. DistributedDataParallel does so before each forward, but one rank may evaluate by
+    itself, and buffers must not change between forward and backward.
+    """
+
+    averages_gradients = True
+    unfreeze_hint = "unfreeze it before job.prepare"
+
+    def __init__(self, settings: Strategy, world: World, device: torch.device) -> None:
+        super().__init__(settings, world, device)
+        self._models: list[nn.Module] = []
+        self._buffers: dict[nn.Module, SynchronizedBuffers] = {}
+        self._averaged: set[torch.Tensor] = set()
+        """The parameters whose gradients are averaged: those that were trainable when they were prepared."""
+
+    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+        self._models = [*exclude_model(self._models, model), model]
+        self._buffers = {one: self._buffers.get(one) or SynchronizedBuffers(one) for one in self._models}
+        return model
+
+    def release_model(self, model: nn.Module) -> None:
+        self._models = exclude_model(self._models, model)
+        self._buffers = {one: self._buffers[one] for one in self._models}
+
+    def step(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
+        for parameter in trainable_parameters(optimizer):
+            if parameter.grad is not None and parameter not in self._averaged:
+                if name := find_parameter_name(self._models, parameter):
+                    raise TrainingError(
+                        f"{name} was unfrozen after job.prepare: its gradient is not averaged and replicas would diverge",
+                        hint=self.unfreeze_hint,
+                    )
+                raise unprepared_parameter(parameter)
+        return update()
+
+    def after_step(self, models: Sequence[nn.Module]) -> None:
+        for model in models:
+            broadcast(self._buffers[model].current())
+
+    def synchronize(self) -> None:
+        self.after_step(self._models)  # there may have been batches since the last step
+
+
+def unprepared_parameter(parameter: torch.Tensor) -> TrainingError:
+    """Make the error for a parameter that was added to an optimizer from a model that was not prepared.
+
+    Args:
+        parameter: The parameter that the optimizer trains.
+
+    Returns:
+        The error to raise.
+    """
+    return TrainingError(
+        f"a parameter {list(parameter.shape)} of the optimizer belongs to no prepared model: replicas would diverge",
+        hint="prepare its model too",
+    )
