@@ -4,7 +4,7 @@
     python benchmarks/gpu.py copies
 
 `train`: ResNet-50 in bf16 and channels last, a whole step with SGD: plain DistributedDataParallel over NCCL with one rank, and the same
-loop with `job.prepare`, which leaves a rank that is alone unwrap_model, and once more wrapped as a rank of several is. They take turns in one
+loop with `job.prepare`, which leaves a rank that is alone unwrapped, and once more wrapped as a rank of several is. They take turns in one
 process. `copies`: 64 MiB from and to pinned memory and inside the GPU, by the probe and by
 the loop here, in turns. Both say what machine and software they ran on. `train --device cpu --batch 2 --size 32` tries the script
 where there is no GPU.

@@ -183,7 +183,7 @@ def test_two_ranks_on_one_gpu_learn_what_two_on_cpus_do(device, way, strategy):
     [
         ({}, "apart exact wrapped several scaled nan mistakes unused targets"),
         ({}, "itself compiled averaged normalized ported unfrozen frozen methods"),
-        ({}, "in_evaluation released fused late unwrap_model again refrozen in_turn closures handed_out by_hand unequal"),
+        ({}, "in_evaluation released fused late unwrapped again refrozen in_turn closures handed_out by_hand unequal"),
         ({"balance": True}, "exact"),
         ({"gradients": {"format": "bf16"}}, "rates released stepped"),
         ({"accumulate": 3}, "sharpness exact scaled fused thrown_away uncounted again one_model two_optimizers stepped"),

@@ -78,7 +78,7 @@ TOLD = {
              "outer": {"lr": 0.7, "momentum": 0.5, "fragments": 3, "overlap_steps": 2}}, 2, "streamed scaled short_rounds", "",
             id="streaming diloco",
         ),
-        pytest.param({}, 2, "in_evaluation released fused late unwrap_model hooks again refrozen in_turn closures handed_out by_hand unequal",
+        pytest.param({}, 2, "in_evaluation released fused late unwrapped hooks again refrozen in_turn closures handed_out by_hand unequal",
                      "unequal", id="sync, steps"),
         pytest.param({"gradients": {"format": "bf16"}}, 2, "rates sparse released kept stepped", "rates sparse kept", id="sync, bf16"),
         pytest.param({"accumulate": 3}, 2,

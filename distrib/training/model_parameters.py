@@ -91,7 +91,7 @@ def exclude_model(models: Iterable[nn.Module], model: nn.Module) -> list[nn.Modu
         model: The model to remove, wrapped or not.
 
     Returns:
-        The models whose unwrap_model module is another one.
+        The models whose unwrapped module is another one.
     """
     return [one for one in models if unwrap_model(one) is not unwrap_model(model)]
 

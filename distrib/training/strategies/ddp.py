@@ -40,7 +40,7 @@ class DdpStrategy(AllReduceStrategy):
     def __init__(self, strategy: Strategy, world: World, device: torch.device) -> None:
         super().__init__(strategy, world, device)
         self._awaited: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        """Of each unwrap_model model, the parameters whose gradients DistributedDataParallel waits for."""
+        """Of each unwrapped model, the parameters whose gradients DistributedDataParallel waits for."""
         self._wishes: dict[Optimizer, tuple[list[nn.Module], bool]] = {}
         """The models that an optimizer trains, and whether it wants their gradients exchanged."""
 
