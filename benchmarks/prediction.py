@@ -1,4 +1,4 @@
-"""How right the bandwidth model is: foretold from a probe and a one-rank profile, against what then was measured.
+"""How right the bandwidth model is: predicted from a probe and a one-rank profile, against what then was measured.
 
     python benchmarks/prediction.py measure [SHAPE ...] [--results FILE]    every case of these shapes; all in two hours
     python benchmarks/prediction.py again [SHAPE ...] [--results FILE]      once more in new jobs, beside what was measured before
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import msgspec
 
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import parse_topology
 from distrib_launch.cli import launch, training_options
@@ -246,7 +246,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
-    """Foretold and measured of every case."""
+    """Predicted and measured of every case."""
     rows = []
     for shape, found in results.items():
         hosts, slots = map(int, shape.split("x"))
@@ -258,7 +258,7 @@ def judge(results: dict[str, Any], half: str | None) -> list[dict[str, Any]]:
                     workload = msgspec.convert(found["profiles"][case["name"]], Workload)
                     words = [*KINDS[case["kind"]], "x"]
                     strategy = training_options.strategy_of(launch.parser().parse_args(words))
-                    told = foretell(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
+                    told = predict_step(topology, workload, strategy, hosts=hosts, ranks_per_host=slots)
                     row = _row(case, workload, told, found["measured"][case["name"]])
                     rows.append({**row, "ranks": hosts * slots, "half": half_of(case["name"], seed)})
     return rows
@@ -272,9 +272,9 @@ def _row(case: dict[str, Any], workload: Workload, told: Prediction, passes: lis
         "name": case["name"], "kind": case["kind"],
         "megabytes": workload.gradient_bytes / 1e6, "tensors": len(workload.gradients),
         "compute": "cpu" if case["real"] else "sleep",
-        "backward": workload.backward_seconds, "foretold": told.step_seconds, "measured": seconds,
+        "backward": workload.backward_seconds, "predicted": told.step_seconds, "measured": seconds,
         "error": told.step_seconds / seconds - 1, "spread": (max(medians) - min(medians)) / 2 / seconds,
-        "efficiency": efficiency, "efficiency foretold": told.efficiency,
+        "efficiency": efficiency, "efficiency predicted": told.efficiency,
         "right": (told.efficiency < THRESHOLD) == (efficiency < THRESHOLD),
     }  # fmt: skip
 
@@ -282,12 +282,12 @@ def _row(case: dict[str, Any], workload: Workload, told: Prediction, passes: lis
 def table(rows: list[dict[str, Any]], each: bool) -> None:
     if each:
         head = f"{'case':28}{'half':>9}{'compute':>8}{'MB':>7}{'tensors':>8}{'backward':>9}"
-        print(f"{head}{'foretold':>10}{'measured':>10}{'error':>8}{'spread':>8}{'efficiency':>16}")
+        print(f"{head}{'predicted':>10}{'measured':>10}{'error':>8}{'spread':>8}{'efficiency':>16}")
         for row in sorted(rows, key=lambda row: -abs(row["error"])):
             print(
                 f"{row['name']:28}{row['half']:>9}{row['compute']:>8}{row['megabytes']:7.1f}{row['tensors']:8}"
-                f"{row['backward'] * 1e3:7.0f}ms{row['foretold']:9.4f}s{row['measured']:9.4f}s{row['error']:8.1%}"
-                f"{row['spread']:8.1%}{row['efficiency foretold']:8.1%}{row['efficiency']:8.1%}"
+                f"{row['backward'] * 1e3:7.0f}ms{row['predicted']:9.4f}s{row['measured']:9.4f}s{row['error']:8.1%}"
+                f"{row['spread']:8.1%}{row['efficiency predicted']:8.1%}{row['efficiency']:8.1%}"
                 + ("" if row["right"] else "  WRONG")
             )  # fmt: skip
     groups = [("all", rows)] + [(kind, [row for row in rows if row["kind"] == kind]) for kind in KINDS]
@@ -306,7 +306,7 @@ def table(rows: list[dict[str, Any]], each: bool) -> None:
         if not part:
             continue
         errors = sorted(abs(row["error"]) for row in part)
-        points = [abs(row["efficiency"] - row["efficiency foretold"]) for row in part]
+        points = [abs(row["efficiency"] - row["efficiency predicted"]) for row in part]
         wrong = [abs(row["efficiency"] - THRESHOLD) for row in part if not row["right"]]
         print(
             f"{name:20}{len(part):6}{statistics.fmean(errors):7.1%}{statistics.fmean(row['spread'] for row in part):8.1%}"

@@ -68,9 +68,9 @@ def steps(cluster: Cluster, contenders: list[str], options: argparse.Namespace) 
 
 def table(shape: str, bytes_per_second: float, told: dict[str, Any], hosts: int, real: bool) -> None:
     """Medians, quartiles and ratios of one shape."""
-    wire_seconds = 2 * (hosts - 1) / hosts * told["gradient_bytes"] / bytes_per_second
-    limit = max(told["backward_seconds"], wire_seconds)
-    reachable = max(told["backward_seconds"], told["first_gradient_seconds"] + wire_seconds)
+    network_seconds = 2 * (hosts - 1) / hosts * told["gradient_bytes"] / bytes_per_second
+    limit = max(told["backward_seconds"], network_seconds)
+    reachable = max(told["backward_seconds"], told["first_gradient_seconds"] + network_seconds)
     print(
         f"\n{shape}, {told['gradient_bytes'] / 2**20:.1f} MiB, "
         + ("real compute" if real else f"emulated backward of {told['backward_seconds']:g} s")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import workload
 from distrib.cluster.topology import parse_topology
@@ -72,10 +72,10 @@ class Row:
     strategy: Strategy = PLAIN
 
     @property
-    def foretold(self) -> float:
+    def predicted(self) -> float:
         topology = parse_topology(f"nodes:\n  - {{hosts: x, {CLUSTERS[self.cluster][1:]}\n", self.what)
         of = [
-            foretell(topology, self.workload, self.strategy, hosts=hosts, ranks_per_host=gpus).efficiency
+            predict_step(topology, self.workload, self.strategy, hosts=hosts, ranks_per_host=gpus).efficiency
             for hosts, gpus in ((self.hosts, self.gpus), self.base)
         ]
         return of[0] / of[1]
@@ -145,7 +145,7 @@ def table() -> str:
     """The rows of docs/benchmarks/prediction.md."""
     lines = ["|what|published|predicted|error|source|", "|-|-|-|-|-|"]
     lines += [
-        f"|{row.what}|{row.published:.1%}|{row.foretold:.1%}|{row.foretold / row.published - 1:+.1%}|{row.source}|"
+        f"|{row.what}|{row.published:.1%}|{row.predicted:.1%}|{row.predicted / row.published - 1:+.1%}|{row.source}|"
         for row in ROWS
     ]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from distrib.bandwidth_model.bottleneck import between, inside_of
 from distrib.bandwidth_model.bucketing import Wire
 from distrib.bandwidth_model.fabric import find_fabric
 from distrib.bandwidth_model.recommendations import advise, best_alike, convergence_of, is_alike, options_of
-from distrib.bandwidth_model.scaling import foretell, needed_bandwidth, unlimited
+from distrib.bandwidth_model.scaling import predict_step, needed_bandwidth, unlimited
 from distrib.bandwidth_model.step_timeline import Transfer
 from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
@@ -240,8 +240,8 @@ def test_the_pieces_of_distrib_are_all_of_the_gradients():
             assert ready[-1] == gradients[-1].ready_seconds
 
 
-def transfers(*wire_seconds_at: tuple[float, float]) -> list[Transfer]:
-    return [Transfer(ready_seconds=at, wire_seconds=seconds) for at, seconds in wire_seconds_at]
+def transfers(*network_seconds_at: tuple[float, float]) -> list[Transfer]:
+    return [Transfer(ready_seconds=at, network_seconds=seconds) for at, seconds in network_seconds_at]
 
 
 def test_the_last_piece_is_exposed():
@@ -259,7 +259,7 @@ def test_a_piece_waits_for_the_one_before():
 
 
 def test_packing_makes_backward_longer_and_unpacking_follows_the_wire():
-    parts = [Transfer(ready_seconds=0.1, wire_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
+    parts = [Transfer(ready_seconds=0.1, network_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
     assert step_timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
 
 
@@ -280,13 +280,13 @@ def test_the_slowest_of_many_is_slower():
 
 
 def test_one_rank_needs_nobody():
-    told = foretell(None, job(), hosts=1)
+    told = predict_step(None, job(), hosts=1)
     assert (told.efficiency, told.exposed_seconds, told.cap, told.notes) == (1.0, 0.0, None, ())
     assert told.step_seconds == pytest.approx(0.152)
 
 
 def test_the_wire_that_caps_is_named_and_what_would_do():
-    told = foretell(lab(), job(), hosts=4, ranks_per_host=2)
+    told = predict_step(lab(), job(), hosts=4, ranks_per_host=2)
     assert told.efficiency < 0.8
     assert told.cap.link == "n1-n2, 10 GbE"
     assert told.cap.bandwidth_bytes_per_second == pytest.approx(1.1375e9)
@@ -294,26 +294,26 @@ def test_the_wire_that_caps_is_named_and_what_would_do():
     assert wanted == told.cap.needed_bytes_per_second
     # a link of exactly that rate, of which Ethernet between 25 and 40 Gb/s uses 90 %
     rate = f"'{wanted * 8e-6 / 0.9:.3f}Mb/s', kind: Ethernet"
-    again = foretell(lab(rate), job(), hosts=4, ranks_per_host=2)
+    again = predict_step(lab(rate), job(), hosts=4, ranks_per_host=2)
     assert again.efficiency == pytest.approx(0.9, abs=0.005)
 
 
 def test_a_fast_wire_caps_nothing():
-    assert foretell(parse_topology(POD, "pod"), job(megabytes=20, device="V100"), hosts=8, ranks_per_host=8).cap is None
+    assert predict_step(parse_topology(POD, "pod"), job(megabytes=20, device="V100"), hosts=8, ranks_per_host=8).cap is None
 
 
 def test_the_slow_link_is_the_one_that_is_named():
     text = LAB.replace("n[1-4]", "n[1-2],n4").replace("RATE", "10 GbE")
     slow = "  - {hosts: n3, gpus: {kind: RTX A6000, count: 2}, nics: [{name: eno1, rate: 1 GbE}]}\n"
-    told = foretell(parse_topology(text + slow, "x"), job(), hosts=["n1", "n2", "n3", "n4"], ranks_per_host=2)
+    told = predict_step(parse_topology(text + slow, "x"), job(), hosts=["n1", "n2", "n3", "n4"], ranks_per_host=2)
     assert told.cap.link == "n2-n3, 1 GbE"
 
 
 def test_hosts_that_the_topology_does_not_have_are_extrapolated_and_said_so():
-    told = foretell(lab(), job(), hosts=100, ranks_per_host=2)
+    told = predict_step(lab(), job(), hosts=100, ranks_per_host=2)
     assert any("100 are extrapolated" in note for note in told.notes)
     assert any("was not measured" in note for note in told.notes)
-    assert told.efficiency < foretell(lab(), job(), hosts=4, ranks_per_host=2).efficiency
+    assert told.efficiency < predict_step(lab(), job(), hosts=4, ranks_per_host=2).efficiency
 
 
 def test_what_follows_the_hosts_that_are_named_is_like_them():
@@ -321,24 +321,24 @@ def test_what_follows_the_hosts_that_are_named_is_like_them():
     text = LAB.replace("n[1-4]", "a[1-2]").replace("RATE", "10 GbE") + LAB[LAB.index("  -") :].replace(
         "n[1-4]", "a[3-4]"
     ).replace("RATE", "1 GbE")
-    told = foretell(parse_topology(text, "x"), job(), hosts=["a1", "a2"], nodes=4, ranks_per_host=2)
+    told = predict_step(parse_topology(text, "x"), job(), hosts=["a1", "a2"], nodes=4, ranks_per_host=2)
     assert told.cap.link == "a1-a2, 10 GbE" and told.ranks == 8
     assert told.notes[0].startswith("2 hosts are known; 4 are extrapolated")
 
 
 def test_measured_links_make_a_smaller_error_to_expect():
-    measured = foretell(measured_lab(), job(device="cpu"), hosts=4)
-    assert measured.expected_error < foretell(lab("1 GbE"), job(device="cpu"), hosts=4).expected_error
+    measured = predict_step(measured_lab(), job(device="cpu"), hosts=4)
+    assert measured.expected_error < predict_step(lab("1 GbE"), job(device="cpu"), hosts=4).expected_error
     assert not any("not measured" in note for note in measured.notes)
 
 
 def test_nothing_is_known_of_the_link():
     with pytest.raises(ConfigError, match="distrib-topo probe"):
-        foretell(None, job(), hosts=2)
+        predict_step(None, job(), hosts=2)
     with pytest.raises(ConfigError, match="between x and y"):
-        foretell(lab(), job(), hosts=["x", "y"])
+        predict_step(lab(), job(), hosts=["x", "y"])
     with pytest.raises(ConfigError, match="0 hosts"):
-        foretell(lab(), job(), hosts=0)
+        predict_step(lab(), job(), hosts=0)
 
 
 @pytest.mark.parametrize(
@@ -355,21 +355,21 @@ def test_nothing_is_known_of_the_link():
 )
 def test_a_workload_that_cannot_be(field, value, where):
     with pytest.raises(ConfigError, match=where):
-        foretell(lab(), msgspec.structs.replace(job(), **{field: value}), hosts=2)
+        predict_step(lab(), msgspec.structs.replace(job(), **{field: value}), hosts=2)
 
 
 def test_gpus_of_two_kinds_wait_for_the_slower():
     text = LAB.replace("RATE", "100 GbE") + LAB[LAB.index("  -") :].replace("n[1-4]", "old[1-4]").replace(
         "RTX A6000", "T4"
     ).replace("RATE", "100 GbE")
-    told = foretell(parse_topology(text, "x"), job(megabytes=1), hosts=8, ranks_per_host=2)
-    alone = foretell(parse_topology(text, "x"), job(megabytes=1), hosts=4, ranks_per_host=2)
+    told = predict_step(parse_topology(text, "x"), job(megabytes=1), hosts=8, ranks_per_host=2)
+    alone = predict_step(parse_topology(text, "x"), job(megabytes=1), hosts=4, ranks_per_host=2)
     assert told.step_seconds == pytest.approx(alone.step_seconds * 154.8 / 65, rel=0.05)
     assert any("T4 takes 2.4 times as long" in note for note in told.notes)
-    balanced = foretell(parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2)
+    balanced = predict_step(parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2)
     assert balanced.samples_per_second > told.samples_per_second
     free, bounded = (
-        foretell(
+        predict_step(
             parse_topology(text, "x"),
             job(megabytes=1),
             Strategy(mode="async", staleness=bound),
@@ -385,13 +385,13 @@ def test_the_ranks_of_a_host_cross_the_wire_once_in_mode_async():
     wide, work = lab(), job(megabytes=100, backward=0.01)
     for servers in (None, 4):
         once, each = (
-            foretell(wide, work, Strategy(mode="async", servers=servers, host_reduction=way), hosts=4, ranks_per_host=2)
+            predict_step(wide, work, Strategy(mode="async", servers=servers, host_reduction=way), hosts=4, ranks_per_host=2)
             for way in (True, False)
         )
         # Twice the bytes, but several that push fill the wire better.
         assert 1.8 * once.communication_seconds < each.communication_seconds < 2.05 * once.communication_seconds
     alone = [
-        foretell(wide, work, Strategy(mode="async", host_reduction=way), hosts=1, ranks_per_host=2)
+        predict_step(wide, work, Strategy(mode="async", host_reduction=way), hosts=1, ranks_per_host=2)
         for way in (True, False)
     ]
     assert alone[0].step_seconds == alone[1].step_seconds
@@ -400,7 +400,7 @@ def test_the_ranks_of_a_host_cross_the_wire_once_in_mode_async():
 def test_mode_local_exchanges_parameters_after_its_inner_steps():
     wide, work = lab(), msgspec.structs.replace(job(megabytes=100), variation=0.2)
     default, every, half, hidden = (
-        foretell(wide, work, Strategy(mode="local", **settings), hosts=4)
+        predict_step(wide, work, Strategy(mode="local", **settings), hosts=4)
         for settings in (
             {}, {"inner_steps": 10}, {"inner_steps": 10, "gradients": Gradients("bf16")},
             {"inner_steps": 10, "outer": Outer(overlap_steps=5)},
@@ -416,7 +416,7 @@ def test_mode_local_exchanges_parameters_after_its_inner_steps():
 def test_gradients_of_which_the_largest_travel_cross_once_for_each_host():
     work, most = job(megabytes=100, device="cpu"), Strategy(gradients=Gradients("topk", fraction=0.1))
     one, four = (
-        foretell(measured_lab(each=each), work, most, hosts=4, ranks_per_host=each).communication_seconds
+        predict_step(measured_lab(each=each), work, most, hosts=4, ranks_per_host=each).communication_seconds
         for each in (1, 4)
     )
     assert four == pytest.approx(one, rel=0.25)
@@ -424,15 +424,15 @@ def test_gradients_of_which_the_largest_travel_cross_once_for_each_host():
 
 def test_horovod_does_not_average_inside_hosts_first():
     plain, horovod = (
-        foretell(lab("1 GbE"), job(megabytes=50, device="cpu"), Strategy(backend=backend), hosts=2, ranks_per_host=4)
+        predict_step(lab("1 GbE"), job(megabytes=50, device="cpu"), Strategy(backend=backend), hosts=2, ranks_per_host=4)
         for backend in ("torch", "horovod")
     )
     assert horovod.communication_seconds == pytest.approx(1.75 * plain.communication_seconds, rel=0.1)
 
 
 def test_a_measured_cluster_of_cpu_hosts_with_several_ranks_is_known():
-    told = foretell(measured_lab(each=2), job(megabytes=400, device="cpu"), hosts=4, ranks_per_host=2)
-    assert told.expected_error == foretell(measured_lab(), job(device="cpu"), hosts=4).expected_error
+    told = predict_step(measured_lab(each=2), job(megabytes=400, device="cpu"), hosts=4, ranks_per_host=2)
+    assert told.expected_error == predict_step(measured_lab(), job(device="cpu"), hosts=4).expected_error
     assert not any("loopback" in note for note in told.notes)
     assert told.cap and told.cap.link.startswith("n1-n2")
 
@@ -482,9 +482,9 @@ def test_hosts_that_are_one_machine_share_its_processors():
     assert find_fabric(two, work, 4, 1, nodes=64).ranks_per_processor == 1  # more machines, built alike
     assert find_fabric(ONE_MACHINE, work, 4, 1).processors == 1
     for strategy, each in ((Strategy(gradients=Gradients("bf16")), 1), (Strategy(), 4)):
-        crowded = foretell(ONE_MACHINE, work, strategy, hosts=4, ranks_per_host=each)
+        crowded = predict_step(ONE_MACHINE, work, strategy, hosts=4, ranks_per_host=each)
         assert any("n1 and n4, for one, are the same machine" in note for note in crowded.notes)
-        own = foretell(
+        own = predict_step(
             measured_lab(machines=tuple(((f"n{n}",), 8) for n in range(1, 5))),
             work,
             strategy,
@@ -497,7 +497,7 @@ def test_hosts_that_are_one_machine_share_its_processors():
 
 def test_ranks_that_compute_with_more_processors_than_there_are_take_longer():
     busy = msgspec.structs.replace(job(1, device="cpu"), processor_share=0.9, processors=1)
-    own, crowded = (foretell(topology, busy, hosts=4) for topology in (FOUR_MACHINES, ONE_MACHINE))
+    own, crowded = (predict_step(topology, busy, hosts=4) for topology in (FOUR_MACHINES, ONE_MACHINE))
     assert own.efficiency > 0.8
     assert crowded.step_seconds / own.step_seconds == pytest.approx(0.9 * 2, rel=0.1)
     assert crowded.losses[0].what == "more ranks than processors"
@@ -516,11 +516,11 @@ def test_staging_through_host_memory_halves_the_bus():
 
 def test_what_of_the_way_is_narrowest_is_named():
     racks = 'switches: [{name: r1, hosts: "a[1-4]", uplink: 25Gb/s}, {name: r2, hosts: "a[5-8]", uplink: 50Gb/s}]'
-    told = foretell(parse_topology(POD + racks, "x"), job(1000, device="V100"), hosts=8, ranks_per_host=8)
+    told = predict_step(parse_topology(POD + racks, "x"), job(1000, device="V100"), hosts=8, ranks_per_host=8)
     assert told.cap.link == "a4-a5, uplink of r1, 25Gb/s"
     assert told.cap.bandwidth_bytes_per_second == pytest.approx(0.95 * 25e9 / 8)  # as much as is usable of a ratio, too
     assert find_fabric(parse_topology(POD + racks, "x"), job(device="V100"), 4, 8).wire.name == "a1-a2, 4 x EDR"
-    staged = foretell(parse_topology(POD.replace("gpudirect: yes", "gpudirect: no").replace("[0-3]", "0"), "x"),
+    staged = predict_step(parse_topology(POD.replace("gpudirect: yes", "gpudirect: no").replace("[0-3]", "0"), "x"),
                       job(1000, device="V100"), hosts=2, ranks_per_host=8)  # fmt: skip
     assert staged.cap.link == "a1-a2, EDR through host memory"
 
@@ -530,12 +530,12 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
         "V100", "V100-SXM2-16GB"
     )
     work = job(device="V100-SXM2-16GB")
-    told = foretell(parse_topology(bare, "bare"), work, hosts=1, ranks_per_host=8)
-    described = foretell(parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8)
+    told = predict_step(parse_topology(bare, "bare"), work, hosts=1, ranks_per_host=8)
+    described = predict_step(parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8)
     assert told.step_seconds == described.step_seconds
     assert any("nobody described the `links` in a1: NVLink2 x6 is taken" in note for note in told.notes)
     pcie = POD.replace("nvlink: NVLink2 x6, nvswitch: yes, ", "").replace("V100", "V100-SXM2-16GB")
-    assert foretell(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
+    assert predict_step(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
 
 
 @pytest.mark.parametrize("ranks", [2, [2, 2, 2, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1, 2]])
@@ -548,7 +548,7 @@ def test_the_slowest_links_inside_hosts_count_wherever_they_are(ranks):
 
 
 def test_a_gpu_that_nobody_knows_is_said_to_be_so():
-    (note,) = foretell(None, job(device="GPU9"), hosts=1).notes
+    (note,) = predict_step(None, job(device="GPU9"), hosts=1).notes
     assert note.startswith("GPU9 is no GPU of the catalogue")
 
 
@@ -571,7 +571,7 @@ def test_a_gpu_that_nobody_knows_is_said_to_be_so():
 )  # fmt: skip
 def test_what_makes_a_step_longer_is_named_and_adds_up(change, topology, hosts, says):
     work = msgspec.structs.replace(job(10), **change)
-    told = foretell(parse_topology(topology, "x"), work, hosts=hosts, ranks_per_host=2)
+    told = predict_step(parse_topology(topology, "x"), work, hosts=hosts, ranks_per_host=2)
     assert told.losses[0].what.startswith(says), told.losses
     assert sum(loss.seconds for loss in told.losses) == pytest.approx(told.step_seconds - told.compute_seconds)
 
@@ -593,7 +593,7 @@ def test_what_no_network_would_help_is_named(work, hosts, each, says):
     where = {"hosts": hosts, "ranks_per_host": each}
     assert needed_bandwidth(lab(), work, **where) is None
     limit = unlimited(lab(), work, **where)
-    assert foretell(lab(), work, **where).efficiency <= limit.efficiency < 0.9
+    assert predict_step(lab(), work, **where).efficiency <= limit.efficiency < 0.9
     assert limit.losses[0].what.startswith(says), limit
 
 
@@ -646,37 +646,37 @@ def test_an_uplink_above_racks_counts(narrow):
 
 
 def test_memory():
-    assert foretell(lab(), job(), hosts=2).fits_memory is True
+    assert predict_step(lab(), job(), hosts=2).fits_memory is True
     large = msgspec.structs.replace(job(), memory_bytes=48 * 10**9)
-    assert foretell(lab(), large, hosts=2).fits_memory is False
-    assert foretell(lab(), msgspec.structs.replace(job(), memory_bytes=None), hosts=2).fits_memory is None
+    assert predict_step(lab(), large, hosts=2).fits_memory is False
+    assert predict_step(lab(), msgspec.structs.replace(job(), memory_bytes=None), hosts=2).fits_memory is None
 
 
 def test_a_slow_loader_is_told_of():
-    told = foretell(lab(), msgspec.structs.replace(job(), loader_seconds=0.1), hosts=2)
+    told = predict_step(lab(), msgspec.structs.replace(job(), loader_seconds=0.1), hosts=2)
     assert any("for data" in note for note in told.notes)
 
 
 def test_data_that_comes_while_gradients_travel_is_not_waited_for():
     """Processes load on meanwhile; where the script loads by itself it comes after everything else."""
     slow = lab("1 GbE")
-    plain, free = foretell(slow, job(), hosts=2), job().compute_seconds
+    plain, free = predict_step(slow, job(), hosts=2), job().compute_seconds
     exposed = plain.exposed_seconds
     for loader_seconds in (0.5 * exposed, 2 * exposed):
         itself = msgspec.structs.replace(job(), loader_seconds=loader_seconds)
         processes = msgspec.structs.replace(itself, loading_processor_seconds=1e-3)
-        told = foretell(slow, processes, hosts=2)
+        told = predict_step(slow, processes, hosts=2)
         assert told.step_seconds == pytest.approx(plain.step_seconds + max(0.0, loader_seconds - exposed))
         assert told.exposed_seconds == pytest.approx(max(0.0, exposed - loader_seconds))
         assert told.efficiency == pytest.approx((free + loader_seconds) / told.step_seconds)
-        assert foretell(slow, itself, hosts=2).step_seconds == pytest.approx(plain.step_seconds + loader_seconds)
+        assert predict_step(slow, itself, hosts=2).step_seconds == pytest.approx(plain.step_seconds + loader_seconds)
 
 
 def test_servers_are_no_faster_than_processors_and_tcp():
     """Their part of a fast card is what a server was seen to take, however many there are."""
     work = job(1000, 40)
     ndr, hdr = (
-        foretell(lab(name), work, Strategy(mode="async"), hosts=2).communication_seconds for name in ("NDR", "HDR")
+        predict_step(lab(name), work, Strategy(mode="async"), hosts=2).communication_seconds for name in ("NDR", "HDR")
     )
     assert ndr == pytest.approx(hdr)
     assert ndr > 1e9 / 3.4e9 / 2
@@ -686,18 +686,18 @@ def test_processes_that_load_data_share_the_processors_of_their_host():
     """Eight batches, each of 0.4 s of a processor, keep 16 processors busy for 0.2 s, and a step alone takes 0.152 s."""
     described = parse_topology(LAB.replace("RATE", "HDR").replace("count: 2", "count: 8") + "    cores: 16\n", "x")
     hungry = msgspec.structs.replace(job(1), loading_processor_seconds=0.4)
-    alone, few, all_eight = (foretell(described, hungry, hosts=1, ranks_per_host=count) for count in (1, 4, 8))
+    alone, few, all_eight = (predict_step(described, hungry, hosts=1, ranks_per_host=count) for count in (1, 4, 8))
     assert alone.efficiency == 1 and few.efficiency > 0.95
     assert all_eight.step_seconds == pytest.approx(0.2)
     assert all_eight.loader_seconds == pytest.approx(
-        0.2 - foretell(described, job(1), hosts=1, ranks_per_host=8).step_seconds
+        0.2 - predict_step(described, job(1), hosts=1, ranks_per_host=8).step_seconds
     )
     assert all_eight.losses[0].what.startswith("loading data, for which") and all_eight.cap is None
-    assert foretell(described, hungry, hosts=4, ranks_per_host=8).step_seconds == pytest.approx(0.2)
+    assert predict_step(described, hungry, hosts=4, ranks_per_host=8).step_seconds == pytest.approx(0.2)
     held = unlimited(described, hungry, hosts=4, ranks_per_host=8)
     assert held.efficiency == pytest.approx(0.152 / 0.2) and held.losses[0].what.startswith("loading data")
-    assert foretell(lab(), hungry, hosts=4, ranks_per_host=8).loader_seconds == 0  # nobody says how many processors
-    (first, *_) = foretell(described, hungry, hosts=1, ranks_per_host=8, timeline=True).timeline
+    assert predict_step(lab(), hungry, hosts=4, ranks_per_host=8).loader_seconds == 0  # nobody says how many processors
+    (first, *_) = predict_step(described, hungry, hosts=1, ranks_per_host=8, timeline=True).timeline
     assert first.phase == "loader" and first.end_seconds == pytest.approx(all_eight.loader_seconds)
 
 
@@ -705,7 +705,7 @@ def test_on_cpu_hosts_what_loads_data_takes_it_from_what_computes():
     """Two ranks that keep a processor each busy for 0.152 s, and load for 0.1 s: 0.252 s on two processors, less on eight."""
     work = msgspec.structs.replace(job(0.001, 1, device="cpu"), processor_share=1.0, loading_processor_seconds=0.1)
     small, large = (
-        foretell(measured_lab(machines=((("n1",), cores), (("n2",), cores))), work, hosts=2, ranks_per_host=2)
+        predict_step(measured_lab(machines=((("n1",), cores), (("n2",), cores))), work, hosts=2, ranks_per_host=2)
         for cores in (2, 8)
     )
     assert small.step_seconds == pytest.approx(0.252)
@@ -740,7 +740,7 @@ ways = st.sampled_from(
 def test_what_always_holds(workload, strategy, hosts, each, cpu):
     if cpu:
         workload = msgspec.structs.replace(workload, device="cpu")
-    told = foretell(lab(), workload, strategy, hosts=hosts, ranks_per_host=each)
+    told = predict_step(lab(), workload, strategy, hosts=hosts, ranks_per_host=each)
     assert 0 < told.efficiency <= 1
     assert 0 <= told.exposed_seconds <= told.step_seconds
     assert told.step_seconds >= told.compute_seconds * (1 - 1e-9)
@@ -749,7 +749,7 @@ def test_what_always_holds(workload, strategy, hosts, each, cpu):
     )
     if strategy.mode == "sync":
         assert told.exposed_seconds <= told.communication_seconds + 1e-9
-    faster = foretell(lab("25 GbE"), workload, strategy, hosts=hosts, ranks_per_host=each)
+    faster = predict_step(lab("25 GbE"), workload, strategy, hosts=hosts, ranks_per_host=each)
     # On CPU hosts gradients are cut anew for a faster wire, by what plain pieces cost: packing may then show more.
     if not cpu or strategy.gradients.exact:
         assert faster.step_seconds <= told.step_seconds * (1.01 if cpu else 1 + 1e-9)
@@ -771,8 +771,8 @@ def test_more_bytes_are_never_faster(workload, hosts, times):
     )
     one = Strategy(bucket_bytes=1 << 50)  # one bucket: where they are cut may help or harm
     assert (
-        foretell(lab(), larger, one, hosts=hosts).step_seconds
-        >= foretell(lab(), workload, one, hosts=hosts).step_seconds * (1 - 1e-9)
+        predict_step(lab(), larger, one, hosts=hosts).step_seconds
+        >= predict_step(lab(), workload, one, hosts=hosts).step_seconds * (1 - 1e-9)
     )  # fmt: skip
 
 
@@ -781,7 +781,7 @@ def test_a_hundred_thousand_gpus_take_no_time():
     counts = sorted({round(1.15**k) for k in range(68)} | {12_500})
     begun = time.process_time()
     workload = job(device="V100", tensors=160)
-    told = [foretell(topology, workload, hosts=count, ranks_per_host=8) for count in counts]
+    told = [predict_step(topology, workload, hosts=count, ranks_per_host=8) for count in counts]
     assert time.process_time() - begun < 5  # the benchmark holds the second; here a loaded machine must not fail
     assert told[-1].hosts * told[-1].ranks_per_host == 100_000
     efficiencies = [each.efficiency for each in told]
@@ -839,7 +839,7 @@ def test_what_was_chosen_stays_in_what_is_advised(chosen, device):
     topology, work = (measured_lab(), job(device="cpu")) if device == "cpu" else (lab(), job())
     found = advise(topology, work, chosen, hosts=4, ranks_per_host=2)
     (own,) = [each for each in found if each.strategy == chosen and not each.batch]
-    assert own.prediction == foretell(topology, work, chosen, hosts=4, ranks_per_host=2)
+    assert own.prediction == predict_step(topology, work, chosen, hosts=4, ranks_per_host=2)
     assert best_alike(found, chosen).prediction.efficiency >= own.prediction.efficiency
     if chosen.mode == "sync":
         others = [each.strategy for each in found if each.strategy.mode == "sync"]

@@ -79,16 +79,16 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
     before, during = warnings_of(run)[:2]
     assert before.startswith("3 hosts x 1 rank will reach ") and re.search(r"2[2-6] MB/s; 90% needs ", before)
-    assert during.startswith("the wire holds this job at ") and "was foretold)" in during
-    foretold, measured = run.result["foretold"], run.result["measured"]
-    assert foretold["cap"] and foretold["efficiency"] < 0.8
-    assert measured["step_seconds"] == pytest.approx(foretold["step_seconds"], rel=0.15)
-    assert measured["against_foretold"] == pytest.approx(measured["step_seconds"] / foretold["step_seconds"] - 1)
+    assert during.startswith("the wire holds this job at ") and "was predicted)" in during
+    predicted, measured = run.result["predicted"], run.result["measured"]
+    assert predicted["cap"] and predicted["efficiency"] < 0.8
+    assert measured["step_seconds"] == pytest.approx(predicted["step_seconds"], rel=0.15)
+    assert measured["prediction_error"] == pytest.approx(measured["step_seconds"] / predicted["step_seconds"] - 1)
     assert {link["source"] for link in measured["links"]} == {"n1", "n2", "n3"}
     for link in measured["links"]:  # what the kernel counted, what the probe measured: the same wire
         assert link["bytes_per_second"] == pytest.approx(link["expected_bytes_per_second"], rel=0.2)
     page = (run.run_dir / "report.html").read_text()
-    assert "foretold" in page and before.split("(")[0] in page
+    assert "predicted" in page and before.split("(")[0] in page
     assert cluster.left_over(within_seconds=6) == {}
 
 
@@ -98,7 +98,7 @@ def test_fast_wires_are_silent_and_one_that_became_slow_is_named(probed, launch,
     cluster, where = probed(rate="10gbit")
     run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
     assert warnings_of(run) == [], run
-    assert run.result["foretold"]["efficiency"] > 0.8
+    assert run.result["predicted"]["efficiency"] > 0.8
     cluster.shape("n3", "200mbit")
     told = warnings_of(launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster))
     (slower,) = [warning for warning in told if warning.startswith("a step takes ")]

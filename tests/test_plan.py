@@ -249,7 +249,7 @@ def test_pictures(tmp_path):
     for name in ("scaling", "timeline"):
         root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
         texts[name] = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert "ideal" in texts["scaling"] and "foretold" in texts["scaling"]
+    assert "ideal" in texts["scaling"] and "predicted" in texts["scaling"]
     assert {"compute", "wire"} <= set(texts["timeline"])
     assert (
         len([text for text in texts["scaling"] if text.replace(",", "").isdigit() and int(text.replace(",", "")) > 256])
@@ -413,32 +413,32 @@ def cpu_profile(tmp_path: Path, variation: float = 0.0) -> Path:
     return tmp_path / "cpu.profile.json"
 
 
-def test_parameter_servers_are_no_ranks_of_what_is_foretold(tmp_path):
+def test_parameter_servers_are_no_ranks_of_what_is_predicted(tmp_path):
     topology = tmp_path / "two.yaml"
     topology.write_text("nodes:\n  - {hosts: 'n[1-3]', cores: 2, nics: [{name: eth0, rate: 1 GbE}]}\n")
 
-    def foretold(hosts: str, *words: str) -> dict:
+    def predicted(hosts: str, *words: str) -> dict:
         about = ["--topology", topology, "--workload", cpu_profile(tmp_path), "--warn-below", "100%"]
         done = call(launch.main, "-H", hosts, *about, *words, "--dry-run", "--json", SCRIPTS / "where.py")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)["outlook"]
 
-    beside = foretold("n1:2,n2:2", "--mode", "async")
-    assert (beside["foretold"]["hosts"], beside["foretold"]["ranks"]) == (2, 4)
+    beside = predicted("n1:2,n2:2", "--mode", "async")
+    assert (beside["predicted"]["hosts"], beside["predicted"]["ranks"]) == (2, 4)
     assert "2 hosts x 2 ranks" in beside["warning"]
-    as_many = foretold("n1:2,n2:2", "--mode", "async", "--servers", "2")
-    assert as_many["foretold"]["step_seconds"] == beside["foretold"]["step_seconds"]
+    as_many = predicted("n1:2,n2:2", "--mode", "async", "--servers", "2")
+    assert as_many["predicted"]["step_seconds"] == beside["predicted"]["step_seconds"]
     hostfile = tmp_path / "apart.txt"
     hostfile.write_text("n1 slots=2\nn2 slots=2\nn3 role=server\n")
-    apart = foretold(str(hostfile), "--mode", "async")
-    assert (apart["foretold"]["hosts"], apart["foretold"]["ranks"]) == (2, 4)
+    apart = predicted(str(hostfile), "--mode", "async")
+    assert (apart["predicted"]["hosts"], apart["predicted"]["ranks"]) == (2, 4)
     # One server takes both hosts' gradients: twice what crosses where each host serves half.
-    assert apart["foretold"]["communication_seconds"] == pytest.approx(
-        2 * beside["foretold"]["communication_seconds"], rel=0.1
+    assert apart["predicted"]["communication_seconds"] == pytest.approx(
+        2 * beside["predicted"]["communication_seconds"], rel=0.1
     )
     # The server stays where it is, however few hosts work; and nobody gave --servers.
     assert "would be faster" not in apart["warning"] and "--servers" not in apart["warning"]
-    local = foretold("n1:2,n2:2", "--mode", "local")
+    local = predicted("n1:2,n2:2", "--mode", "local")
     assert "averaging every 500 steps" in local["warning"]
 
 
@@ -514,10 +514,10 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     assert "warning: 4 hosts x 2 ranks will reach " in call(launch.main, *words).stdout
     write_workload(tmp_path / "train.profile.json", msgspec.structs.replace(found, device="cpu"))
     said = call(launch.main, *words).stdout
-    assert "nothing is foretold: " in said and "is of cpu, the ranks run on GPUs" in said
+    assert "nothing is predicted: " in said and "is of cpu, the ranks run on GPUs" in said
     (tmp_path / "train.profile.json").write_text("{}")
     done = call(launch.main, *words)
-    assert done.returncode == 0 and "note: nothing is foretold: " in done.stdout
+    assert done.returncode == 0 and "note: nothing is predicted: " in done.stdout
     assert "the default" not in done.stdout
     done = call(launch.main, "--mode", "auto", *words)
     assert done.returncode == 0 and "; mode auto uses the default\n" in done.stdout

@@ -1,4 +1,4 @@
-"""What is said of a running job: measured against foretold, links by what the kernel counts, the report."""
+"""What is said of a running job: measured against predicted, links by what the kernel counts, the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORETOLD = Prediction(
 @pytest.fixture
 def plan(tmp_path):
     options = launch.parser().parse_args(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
-    outlook = Outlook(workload="w", source="w.json", foretold=FORETOLD, expected_error=0.05)
+    outlook = Outlook(workload="w", source="w.json", predicted=FORETOLD, expected_error=0.05)
     return replace(runner.make_plan(options), outlook=outlook)
 
 
@@ -71,16 +71,16 @@ def test_a_lost_rank_does_not_silence_the_others(plan):
 RING = {("n1", "n2"): 1.1e9, ("n2", "n3"): 1.1e9, ("n3", "n1"): 1.1e9}
 
 
-def test_a_job_that_does_as_foretold_is_left_alone(plan):
+def test_a_job_that_does_as_predicted_is_left_alone(plan):
     said, measured = hear(plan, step=0.11, links=RING)
     assert not said
-    assert measured.against_foretold == pytest.approx(0.1) and measured.efficiency == pytest.approx(0.09 / 0.11)
+    assert measured.prediction_error == pytest.approx(0.1) and measured.efficiency == pytest.approx(0.09 / 0.11)
     assert [(link.source, link.target) for link in measured.links] == sorted(RING)
 
 
 def test_the_wire_that_holds_a_job_is_named(plan):
     said, _ = hear(plan, step=0.3, links=RING)
-    assert len(said) == 2 and said[0].startswith("the wire holds this job at 30% of its speed (90% was foretold): ")
+    assert len(said) == 2 and said[0].startswith("the wire holds this job at 30% of its speed (90% was predicted): ")
     assert "of 300 ms a step, 210 ms are waiting for gradients; link n1-n2 carries 1.1 GB/s" in said[0]
     assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
 
@@ -88,9 +88,9 @@ def test_the_wire_that_holds_a_job_is_named(plan):
 def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
     """As where many ranks share few processors, and a step sends a few bytes."""
     said, seen = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 1.1e7))
-    assert seen.wire_seconds == pytest.approx(0.01)
+    assert seen.network_seconds == pytest.approx(0.01)
     assert said[0].startswith(
-        "waiting for each other holds this job at 30% of its speed (90% was foretold): of 300 ms a step, "
+        "waiting for each other holds this job at 30% of its speed (90% was predicted): of 300 ms a step, "
     )
     assert "210 ms are waiting for gradients; the wires need 10 ms for them: look for ranks that are late" in said[0]
     said, seen = hear(plan, step=0.3, sizes=dict.fromkeys(RING, 440.0))
@@ -102,7 +102,7 @@ def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
 def test_what_the_wire_has_not_cost_is_told_of_too(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
     assert (
-        "(90% was foretold): of 200 ms a step, 80 ms are waiting for gradients and 30 ms rank 1 computing for longer than was foretold; link"
+        "(90% was predicted): of 200 ms a step, 80 ms are waiting for gradients and 30 ms rank 1 computing for longer than was predicted; link"
         in said[0]
     )
     said, _ = hear(replace(plan, outlook=None), step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
@@ -111,13 +111,13 @@ def test_what_the_wire_has_not_cost_is_told_of_too(plan):
 
 def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
     said, measured = hear(replace(plan, outlook=None), step=0.3, links=RING)
-    assert len(said) == 1 and "was foretold" not in said[0] and measured.against_foretold is None
+    assert len(said) == 1 and "was predicted" not in said[0] and measured.prediction_error is None
 
 
 def test_the_slow_link_is_named(plan):
     said, _ = hear(plan, step=0.3, links={**RING, ("n2", "n3"): 0.1e9})
     assert (
-        "a step takes 300 ms, 100 ms was foretold: link n2-n3 carries 100 MB/s while the others carry more" in said[1]
+        "a step takes 300 ms, 100 ms was predicted: link n2-n3 carries 100 MB/s while the others carry more" in said[1]
     )
 
 
@@ -133,13 +133,13 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
 def test_a_rank_that_computes_slowly_is_named(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
     assert said == [
-        "a step takes 200 ms, 100 ms was foretold: rank 1 on n2 computes and loads data for 190 ms, 90 ms was foretold; "
+        "a step takes 200 ms, 100 ms was predicted: rank 1 on n2 computes and loads data for 190 ms, 90 ms was predicted; "
         "is its processor shared, or hot, or its storage slow?"
     ]
 
 
 def test_the_wire_is_not_blamed_for_what_data_costs(plan):
-    """80 of 110 ms that are lost are a loader's: the wire's part is told where the step is longer than foretold."""
+    """80 of 110 ms that are lost are a loader's: the wire's part is told where the step is longer than predicted."""
     assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("the wire holds")]
     assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("the wire holds")]
 
@@ -259,7 +259,7 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
     rank = RankResult(rank=1, host="n2", local_rank=0, role="worker", device="cpu", exit_code=None, signal=9)
     result = Result(
         status="failed", exit_code=1, world_size=3, hosts=HOSTS, seconds=1.5, restarts=0, ranks=(rank,), first_failure=failure,
-        warnings=("the wire & more",), foretold=FORETOLD, measured=measured,
+        warnings=("the wire & more",), predicted=FORETOLD, measured=measured,
     )  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
     html_report.write(plan, result, tmp_path, 0.0)
@@ -298,7 +298,7 @@ def test_steps_in_few_of_which_a_rank_waits_are_told_with_their_share(monkeypatc
 
 
 def test_steps_in_which_ways_are_tried_are_not_measured(monkeypatch, tmp_path):
-    """Else the job would be told that it is slower than foretold, by steps that took what was tried."""
+    """Else the job would be told that it is slower than predicted, by steps that took what was tried."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     told: list[dict[str, float]] = []
     tried, steps = WARMUP_STEPS + 10, 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -34,7 +34,7 @@ def fewer_hosts(
     than: Prediction,
 ) -> Fewer | None:
     """Of the first 1, 2, 4, ... hosts, and of each kind one and all, those that train clearly more samples per second `than` all
-    were foretold to; None where none do. The other arguments are those of `foretell`.
+    were predicted to; None where none do. The other arguments are those of `predict_step`.
     """
     each = [ranks_per_host] * len(hosts) if isinstance(ranks_per_host, int) else list(ranks_per_host)
     kinds: dict[tuple[int, int], list[int]] = {}
@@ -50,7 +50,7 @@ def fewer_hosts(
     ):
         names = tuple(hosts[place] for place in places)
         try:
-            prediction = foretell(
+            prediction = predict_step(
                 topology, workload, strategy, hosts=names, ranks_per_host=[each[place] for place in places]
             )
         except ConfigError:  # nothing is known of a link that these would use, and all together do not

@@ -15,7 +15,7 @@ from distrib.bandwidth_model.fewer_hosts import Fewer, fewer_hosts
 from distrib.bandwidth_model.hypothetical import Network
 from distrib.bandwidth_model.prediction import Limit, Prediction
 from distrib.bandwidth_model.recommendations import Advice, advise
-from distrib.bandwidth_model.scaling import foretell, needed_bandwidth, unlimited
+from distrib.bandwidth_model.scaling import predict_step, needed_bandwidth, unlimited
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
@@ -31,7 +31,7 @@ NAMED_NODES = 64
 """Of a cluster that does not exist; more of them are the same again, and the model says that it extrapolates."""
 
 UNKNOWN_HOSTS = 16
-"""Up to how many is foretold where nobody says how many there are."""
+"""Up to how many is predicted where nobody says how many there are."""
 
 
 class Job(TypedDict):
@@ -214,7 +214,7 @@ def answer(question: Question) -> Answer:
     workload = question.workload
 
     def predicted(topology: Topology) -> tuple[Prediction, ...]:
-        return tuple(foretell(topology, workload, **question.job(count)) for count in question.nodes)
+        return tuple(predict_step(topology, workload, **question.job(count)) for count in question.nodes)
 
     base = predicted(question.topology)
     largest = question.job(question.largest)

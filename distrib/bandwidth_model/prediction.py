@@ -1,4 +1,4 @@
-"""What the model foretells of one configuration."""
+"""What the model predicts of one configuration."""
 
 from __future__ import annotations
 

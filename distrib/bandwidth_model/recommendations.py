@@ -10,7 +10,7 @@ import msgspec
 from distrib import units
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import find_job, predict
+from distrib.bandwidth_model.scaling import find_job, predict_on_fabric
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import scaled
 from distrib.cluster.topology import Topology
@@ -49,14 +49,14 @@ def advise(
 ) -> tuple[Advice, ...]:
     """Every strategy that makes sense for these ranks where `strategy` is what was chosen, most samples a second first.
 
-    What was chosen stays as it is but for what an advice is about. The other arguments and the errors are those of `foretell`.
+    What was chosen stays as it is but for what an advice is about. The other arguments and the errors are those of `predict_step`.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
-    predictions = {each: predict(fabric, workload, each) for each in [strategy, *_as_exact(fabric, strategy)]}
+    predictions = {each: predict_on_fabric(fabric, workload, each) for each in [strategy, *_as_exact(fabric, strategy)]}
     fastest = max(predictions, key=lambda each: round(predictions[each].efficiency, 3))  # the first of equals
     for each in _changing(fabric, workload, strategy, fastest):
         if each not in predictions:
-            predictions[each] = predict(fabric, workload, each)
+            predictions[each] = predict_on_fabric(fabric, workload, each)
     shown = (each for each in predictions if each == fastest or not _is_pair(each, strategy))
     found = [
         Advice(
@@ -169,7 +169,7 @@ def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> l
     found = []
     for times in (2, 4) if fabric.ranks > 1 else ():
         larger = scaled(workload, batch=times * workload.batch)
-        prediction = predict(fabric, larger, strategy)
+        prediction = predict_on_fabric(fabric, larger, strategy)
         if prediction.fits_memory is not False:
             found.append(
                 Advice(

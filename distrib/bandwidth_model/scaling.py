@@ -50,7 +50,7 @@ _FASTEST = 1e15
 """Bytes per second; a wire that carries more caps nothing."""
 
 
-def foretell(
+def predict_step(
     topology: Topology | None,
     workload: Workload,
     strategy: Strategy = Strategy(),  # noqa: B008  # frozen
@@ -67,7 +67,7 @@ def foretell(
     Raises ConfigError for a workload that cannot be, and where nothing is known of a link that is needed.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
-    return predict(fabric, workload, strategy, spans=timeline)
+    return predict_on_fabric(fabric, workload, strategy, spans=timeline)
 
 
 def needed_bandwidth(
@@ -94,7 +94,7 @@ def unlimited(
     nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
 ) -> Limit:
-    """How far the job would get where no wire between its hosts held it back. The arguments and errors are those of `foretell`."""
+    """How far the job would get where no wire between its hosts held it back. The arguments and errors are those of `predict_step`."""
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
     parts = _pieces(fabric, workload, strategy)
     wired = fabric.with_wire(_FASTEST)
@@ -138,7 +138,7 @@ def note_on_processors(profiled: Workload, own: Workload) -> tuple[str, ...]:
     )
 
 
-def predict(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:
+def predict_on_fabric(fabric: Fabric, workload: Workload, strategy: Strategy, *, spans: bool = False) -> Prediction:
     parts = _pieces(fabric, workload, strategy)
     step = _step(fabric, workload, strategy, parts, spans=spans)
     alone = _alone(fabric, workload, strategy)
@@ -256,7 +256,7 @@ def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tu
     return [
         Transfer(
             ready_seconds=piece.ready_seconds,
-            wire_seconds=_wire_seconds(fabric, strategy, piece),
+            network_seconds=_network_seconds(fabric, strategy, piece),
             pack_seconds=piece.size_bytes * (packing / copying + payload_of(piece, strategy.gradients).passes * busy),
             unpack_seconds=unpacking * piece.size_bytes / copying,
         )
@@ -274,7 +274,7 @@ def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Pie
         return bucket_bounds.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
     trials = (Piece(size_bytes=size, elements=size / 4, tensors=1, ready_seconds=0.0) for size in (64, TRIAL_BYTES))
-    small, large = (_wire_seconds(fabric, strategy, trial) for trial in trials)
+    small, large = (_network_seconds(fabric, strategy, trial) for trial in trials)
     wire = bucketing.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
     return bucket_bounds.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
@@ -291,7 +291,7 @@ def _copying(fabric: Fabric) -> float:
     return fabric.memory_bytes_per_second or collective_cost.MEMORY_BYTES_PER_SECOND
 
 
-def _wire_seconds(fabric: Fabric, strategy: Strategy, piece: Piece) -> float:
+def _network_seconds(fabric: Fabric, strategy: Strategy, piece: Piece) -> float:
     payload = payload_of(piece, strategy.gradients)
     grouped = _is_grouped(fabric, strategy)
     size = payload.size_bytes

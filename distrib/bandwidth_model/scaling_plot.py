@@ -8,7 +8,7 @@ from typing import Any
 
 from distrib.bandwidth_model.planner import Answer, Question
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import foretell
+from distrib.bandwidth_model.scaling import predict_step
 from distrib.utils import number_text, plotting
 from distrib_launch.topology_view.colors import GREY, GROUPS, INK, LINE, PAPER
 
@@ -29,7 +29,7 @@ PALE = ("backward", "wait")
 def draw(path: str, question: Question, answer: Answer) -> None:
     """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
     if "timeline" in Path(path).stem:
-        step = foretell(question.topology, question.workload, **question.job(question.largest), timeline=True)
+        step = predict_step(question.topology, question.workload, **question.job(question.largest), timeline=True)
         hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
         figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
     else:
@@ -53,7 +53,7 @@ def scaling(answer: Answer) -> Any:
             for number, each in enumerate(answer.compared):
                 _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
         else:
-            _curve(axes, ranks, answer.predictions, GROUPS[0], "foretold")
+            _curve(axes, ranks, answer.predictions, GROUPS[0], "predicted")
             for count, prediction in zip(ranks, answer.predictions, strict=True):
                 axes.annotate(
                     f"{prediction.efficiency:.0%}", (count, prediction.samples_per_second), xytext=(0, -14),

@@ -19,7 +19,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     ready_seconds: float
-    wire_seconds: float
+    network_seconds: float
     pack_seconds: float = 0.0
     unpack_seconds: float = 0.0
 
@@ -81,8 +81,8 @@ def synchronous(
         backward_until(min(transfer.ready_seconds, workload.backward_seconds))
         clock.now += transfer.pack_seconds
         start = max(clock.now, free)
-        free = start + transfer.wire_seconds
-        busy += transfer.wire_seconds
+        free = start + transfer.network_seconds
+        busy += transfer.network_seconds
         ends.append(free)
         clock.draw("wire", "communication", f"piece {number + 1}", start, free)
     backward_until(workload.backward_seconds)

@@ -219,7 +219,7 @@ def times_as_long(before: GpuSpec, after: GpuSpec) -> float:
 
 
 def scaled_error() -> float:
-    """The relative error to expect of a step that was measured on one GPU and foretold for another."""
+    """The relative error to expect of a step that was measured on one GPU and predicted for another."""
     return _file().errors.scaled
 
 

@@ -1,4 +1,4 @@
-"""What was foretold of a job, as `plan.json` keeps it."""
+"""What was predicted of a job, as `plan.json` keeps it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from distrib.bandwidth_model.prediction import Prediction
 
 
 class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What was foretold of a job with the strategy that it runs with, and the warning that this is worth."""
+    """What was predicted of a job with the strategy that it runs with, and the warning that this is worth."""
 
     workload: str
     source: str
     """Where the workload is from: a file, or the catalogue."""
-    foretold: Prediction
+    predicted: Prediction
     expected_error: float
     """Of the step's time: of links and workload together."""
     warning: str = ""
@@ -32,8 +32,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks measured of their steps; times are medians, those of the slowest rank.
 
     `exposed_seconds` is what a step takes beyond computing. `efficiency`: the step of one rank alone, as profiled, or else
-    computing alone, against the step. `against_foretold`: how much longer the step was than foretold, as a part of that.
-    `wire_seconds`: what the links of the busiest host need for what it sends in a step, by the rates that they have; None where
+    computing alone, against the step. `prediction_error`: how much longer the step was than predicted, as a part of that.
+    `network_seconds`: what the links of the busiest host need for what it sends in a step, by the rates that they have; None where
     nobody counted.
     """
 
@@ -44,5 +44,5 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     efficiency: float
     slowest_rank: int
     links: tuple[LinkSeen, ...] = ()
-    against_foretold: float | None = None
-    wire_seconds: float | None = None
+    prediction_error: float | None = None
+    network_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""`report.html` of a run: what ran, how it ended, every rank, what was foretold and what was measured, on one page of its own."""
+"""`report.html` of a run: what ran, how it ended, every rank, what was predicted and what was measured, on one page of its own."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _attempts(result: Result) -> list[str]:
 
 
 def _speed(plan: LaunchPlan, result: Result) -> list[str]:
-    told, seen = result.foretold, result.measured
+    told, seen = result.predicted, result.measured
     if told is None and seen is None:
         return []
 
@@ -97,10 +97,10 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         cells("waiting for others", "exposed_seconds", number_text.time),
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]
-    parts = ["<h2>Speed</h2>", _table(("", "foretold", "measured"), rows, numbers=(1, 2))]
-    if seen and seen.against_foretold is not None and plan.outlook:
+    parts = ["<h2>Speed</h2>", _table(("", "predicted", "measured"), rows, numbers=(1, 2))]
+    if seen and seen.prediction_error is not None and plan.outlook:
         parts.append(
-            f"<p>A step took {seen.against_foretold:+.1%} against what was foretold of {escape(plan.outlook.workload)} "
+            f"<p>A step took {seen.prediction_error:+.1%} against what was predicted of {escape(plan.outlook.workload)} "
             f"({escape(plan.outlook.source)}; error to expect {plan.outlook.expected_error:.0%}).</p>"
         )
     if told and told.cap:
@@ -108,7 +108,7 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
             f"<p>Capped by {escape(told.cap.link)}, {number_text.rate(told.cap.bandwidth_bytes_per_second)}.</p>"
         )
     if told and seen:
-        parts.append(_bars({"foretold": told, "measured": seen}))
+        parts.append(_bars({"predicted": told, "measured": seen}))
     if seen and seen.links:
         links = [
             (f"{link.source} to {link.target}", number_text.rate(link.bytes_per_second),
@@ -120,7 +120,7 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
 
 
 def _bars(sides: dict[str, Any]) -> str:
-    """Computing and waiting in a step, foretold above measured."""
+    """Computing and waiting in a step, predicted above measured."""
     width, left = 640, 90
     scale = (width - left) / max(side.step_seconds for side in sides.values())
     drawn = []

@@ -120,7 +120,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     topology: str | None = None
     """The file that says what the hosts are made of."""
     outlook: Outlook | None = None
-    """What was foretold of the job; None where its workload is not known."""
+    """What was predicted of the job; None where its workload is not known."""
     warn_below: float = 0.8
     """The efficiency below which the wire is warned of."""
 

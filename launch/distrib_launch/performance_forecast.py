@@ -15,7 +15,7 @@ from distrib.bandwidth_model.fewer_hosts import Fewer, fewer_hosts
 from distrib.bandwidth_model.planner import first_kind, workload_of
 from distrib.bandwidth_model.prediction import Limit, Prediction
 from distrib.bandwidth_model.recommendations import Advice, advise, best_alike, is_alike, options_of
-from distrib.bandwidth_model.scaling import foretell, note_on_processors, unlimited
+from distrib.bandwidth_model.scaling import predict_step, note_on_processors, unlimited
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError, DistribError
@@ -69,7 +69,7 @@ def look(plan: LaunchPlan, options: argparse.Namespace, topology: Topology | Non
     auto = options.mode == "auto"
 
     def nothing(why: object) -> Look:
-        note = f"nothing is foretold: {why}" + ("; mode auto uses the default" if auto else "")
+        note = f"nothing is predicted: {why}" + ("; mode auto uses the default" if auto else "")
         return Look(strategy=plan.strategy, notes=(note,))
 
     try:
@@ -99,32 +99,32 @@ def _foresee(
     working = [host for host in plan.hosts if host.workers]
     hosts = tuple(host.name for host in working)
     each = tuple(host.workers for host in working)
-    foretold = foretell(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    predicted = predict_step(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
     advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
     if auto:
-        strategy, foretold, why = _choose(strategy, foretold, advice)
+        strategy, predicted, why = _choose(strategy, predicted, advice)
         notes += (why,)
     few = None
     if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
-        few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=foretold)
+        few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=predicted)
     limit = None
-    if len(working) > 1 and foretold.cap and not foretold.cap.needed_bytes_per_second:
-        limit = unlimited(topology, workload, foretold.strategy, hosts=hosts, ranks_per_host=each)
+    if len(working) > 1 and predicted.cap and not predicted.cap.needed_bytes_per_second:
+        limit = unlimited(topology, workload, predicted.strategy, hosts=hosts, ranks_per_host=each)
     # With what was chosen otherwise the option would be refused, or mean other ranks.
     restricted = any((options.ranks, options.include, options.exclude, options.spread, options.min_hosts))
-    warning = _warning(plan, foretold, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
-    fed = foretold.loader_seconds <= (1 - options.warn_below) * foretold.step_seconds
+    warning = _warning(plan, predicted, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
+    fed = predicted.loader_seconds <= (1 - options.warn_below) * predicted.step_seconds
     if warning or not fed:
-        notes += tuple(note for note in foretold.notes if note not in notes)
+        notes += tuple(note for note in predicted.notes if note not in notes)
     if warning:
         notes += number_text.age(topology, datetime.now(timezone.utc))
-    if foretold.fits_memory is False:
+    if predicted.fits_memory is False:
         notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
     outlook = Outlook(
         workload=workload.name,
         source=source,
-        foretold=foretold,
-        expected_error=(foretold.expected_error**2 + workload.expected_error**2) ** 0.5,
+        predicted=predicted,
+        expected_error=(predicted.expected_error**2 + workload.expected_error**2) ** 0.5,
         warning=warning,
     )
     return Look(strategy=strategy, outlook=outlook, notes=notes)
@@ -157,25 +157,25 @@ def _servers_apart(plan: LaunchPlan) -> int | None:
     return None if not servers or beside == sum(host.workers > 0 for host in plan.hosts) else servers
 
 
-def _choose(strategy: Strategy, foretold: Prediction, advice: Sequence[Advice]) -> tuple[Strategy, Prediction, str]:
+def _choose(strategy: Strategy, predicted: Prediction, advice: Sequence[Advice]) -> tuple[Strategy, Prediction, str]:
     """The fastest with the arithmetic of what the user has chosen himself, and a line that says what and why."""
-    best = best_alike(advice, foretold.strategy)
-    if best and best.prediction.efficiency >= foretold.efficiency + 0.5 * WORTH:
+    best = best_alike(advice, predicted.strategy)
+    if best and best.prediction.efficiency >= predicted.efficiency + 0.5 * WORTH:
         way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
         chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
-        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {foretold.efficiency:.0%}"
+        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {predicted.efficiency:.0%}"
         why = f"mode auto: {' '.join(options_of(chosen))}, for {gain}; the arithmetic is the same"
         return chosen, best.prediction, why
     return (
         strategy,
-        foretold,
-        f"mode auto: the default is as good as any that leaves the arithmetic as it is ({foretold.efficiency:.0%} of the ideal speed)",
+        predicted,
+        f"mode auto: the default is as good as any that leaves the arithmetic as it is ({predicted.efficiency:.0%} of the ideal speed)",
     )
 
 
 def _warning(
     plan: LaunchPlan,
-    foretold: Prediction,
+    predicted: Prediction,
     limit: Limit | None,
     advice: Sequence[Advice],
     few: Fewer | None,
@@ -188,31 +188,31 @@ def _warning(
 
     `limit` is what it would reach where wires held nothing back, for a job that no wire brings to what is wanted.
     """
-    if foretold.efficiency >= threshold:
+    if predicted.efficiency >= threshold:
         return ""
     counts = {host.workers for host in plan.hosts if host.workers}
     ranks = str(counts.pop()) if len(counts) == 1 else f"up to {max(counts)}"
-    hosts = f"{foretold.hosts} host{'' if foretold.hosts == 1 else 's'}"
-    cap = foretold.cap
-    why = foretold.losses[0].what if foretold.losses else "no link, the ranks themselves"
+    hosts = f"{predicted.hosts} host{'' if predicted.hosts == 1 else 's'}"
+    cap = predicted.cap
+    why = predicted.losses[0].what if predicted.losses else "no link, the ranks themselves"
     if cap and why == f"link {cap.link}":
         why = f"link {cap.link}, {number_text.rate(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
             why += f"; {cap.wanted_efficiency:.0%} needs {number_text.rate(cap.needed_bytes_per_second)}"
-        elif limit and limit.losses and limit.efficiency < foretold.efficiency + WORTH:
+        elif limit and limit.losses and limit.efficiency < predicted.efficiency + WORTH:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
-    said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {foretold.efficiency:.0%} ({why})"
+    said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {predicted.efficiency:.0%} ({why})"
     if few:
-        said += f". {number_text.fewer(few, foretold)}{'' if restricted else f': {number_text.include(few)}'}"
-    chosen = foretold.strategy
+        said += f". {number_text.fewer(few, predicted)}{'' if restricted else f': {number_text.include(few)}'}"
+    chosen = predicted.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
-    if same and not auto and same.prediction.efficiency >= foretold.efficiency + WORTH:
+    if same and not auto and same.prediction.efficiency >= predicted.efficiency + WORTH:
         own = () if chosen.mode == "sync" else _only_of(plan.strategy)
         said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
         said += f" without {' '.join(own)}" if own else ""
     other = mildest(advice, threshold, chosen)
-    if other and other.prediction.efficiency >= foretold.efficiency + 2 * WORTH:
+    if other and other.prediction.efficiency >= predicted.efficiency + 2 * WORTH:
         said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
     return said
 

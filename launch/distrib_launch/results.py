@@ -97,7 +97,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...]
     attempts: tuple[Attempt, ...] = ()
     """The starts before the last one."""
-    foretold: Prediction | None = None
+    predicted: Prediction | None = None
     """What the bandwidth model said before the start, where the workload was known."""
     measured: Measured | None = None
     """What the ranks measured of their steps, where their script has `distrib.init()` and took enough of them."""

@@ -273,7 +273,7 @@ def _with_outlook(
     topology: Topology | None,
     here: Here,
 ) -> LaunchPlan:
-    """The plan with what is foretold of it, and in mode auto with the strategy that is best for it."""
+    """The plan with what is predicted of it, and in mode auto with the strategy that is best for it."""
     import msgspec
 
     from distrib_launch import launch_plan as planning
@@ -384,10 +384,10 @@ def _launch(
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
     ended.tell_failure(console)
-    if result.foretold and result.measured:
-        seconds, foretold = result.measured.step_seconds, result.foretold.step_seconds
+    if result.predicted and result.measured:
+        seconds, predicted = result.measured.step_seconds, result.predicted.step_seconds
         console.say(
-            f"a step took {seconds * 1e3:,.4g} ms, {foretold * 1e3:,.4g} ms was foretold ({seconds / foretold - 1:+.0%})"
+            f"a step took {seconds * 1e3:,.4g} ms, {predicted * 1e3:,.4g} ms was predicted ({seconds / predicted - 1:+.0%})"
         )
     if options.profile:
         from distrib_launch import profile_request

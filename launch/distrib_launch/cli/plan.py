@@ -40,7 +40,7 @@ def add_options(plan: argparse.ArgumentParser) -> None:
 def add_launch_options(parser: argparse.ArgumentParser) -> None:
     """The options of `distrib-launch` about what to expect of a job."""
     about = parser.add_argument_group("what to expect of it")
-    about.add_argument("--workload", metavar="NAME|FILE", help="what is trained, to foretell how far it scales: a profile, or a "
+    about.add_argument("--workload", metavar="NAME|FILE", help="what is trained, to predict how far it scales: a profile, or a "
                        "network of the catalogue such as ResNet-50 (default: NAME.profile.json beside NAME.py; none: nothing)")  # fmt: skip
     about.add_argument("--profile", metavar="FILE", help="measure a step of the script on one rank, write it to FILE (JSON) and end "
                        "the script after 25 steps")  # fmt: skip
@@ -49,7 +49,7 @@ def add_launch_options(parser: argparse.ArgumentParser) -> None:
 
 
 def is_wanted(options: argparse.Namespace) -> bool:
-    """Whether a launch is to be foretold: most are not, and need not load the model."""
+    """Whether a launch is to be predicted: most are not, and need not load the model."""
     return options.workload is not None or options.mode == "auto" or beside(options) is not None
 
 

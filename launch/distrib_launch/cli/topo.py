@@ -49,7 +49,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     probe_verb = verbs.add_parser("probe", help="measure every link between the hosts, and say what is wrong with it")
     probe.add_options(probe_verb)
     probe_verb.set_defaults(run=probe.run)
-    plan_verb = verbs.add_parser("plan", help="foretell how far a job will scale, what caps it and what to change")
+    plan_verb = verbs.add_parser("plan", help="predict how far a job will scale, what caps it and what to change")
     plan.add_options(plan_verb)
     plan_verb.set_defaults(run=plan.run)
     return parser, {"show": show_verb, "check": check_verb, "probe": probe_verb, "plan": plan_verb}

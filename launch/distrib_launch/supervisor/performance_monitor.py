@@ -1,4 +1,4 @@
-"""While a job runs: what its ranks measured, set against what was foretold, and at most one warning of each kind."""
+"""While a job runs: what its ranks measured, set against what was predicted, and at most one warning of each kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distrib_launch.forecast_record import LinkSeen, Measured
 from distrib_launch.launch_plan import LaunchPlan
 
 SLOWER = 0.15
-"""By how much a step may take longer than foretold before something is said to be wrong."""
+"""By how much a step may take longer than predicted before something is said to be wrong."""
 
 UNKNOWN = 1.25e8
 """Bytes per second of a link of which nobody knows better, as too little went over it to measure: 1 Gb/s, the slowest that is usual."""
@@ -92,12 +92,12 @@ class Watch:
             compute_seconds=compute,
             exposed_seconds=max(0.0, step - compute),
             efficiency=median("efficiency"),
-            against_foretold=step / self._foretold_seconds - 1 if self._foretold_seconds else None,
+            prediction_error=step / self._predicted_seconds - 1 if self._predicted_seconds else None,
         )
 
     @property
-    def _foretold_seconds(self) -> float | None:
-        return self._plan.outlook.foretold.step_seconds if self._plan.outlook else None
+    def _predicted_seconds(self) -> float | None:
+        return self._plan.outlook.predicted.step_seconds if self._plan.outlook else None
 
     def _summary(self, told: Mapping[int, _Told]) -> Measured:
         """One look at all ranks: the slowest computes, and what is left of the step is the wire's."""
@@ -106,7 +106,7 @@ class Watch:
         compute = min(step, told[slowest].compute_seconds)
         outlook = self._plan.outlook
         alone = (
-            outlook.foretold.compute_seconds if outlook else statistics.median(t.compute_seconds for t in told.values())
+            outlook.predicted.compute_seconds if outlook else statistics.median(t.compute_seconds for t in told.values())
         )
         sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in told.items()})
         sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in told.items()})
@@ -121,7 +121,7 @@ class Watch:
                 LinkSeen(source=a, target=b, bytes_per_second=rate, expected_bytes_per_second=self._expect(a, b)[0])
                 for (a, b), rate in sorted(sent.items())
             ),
-            wire_seconds=self._wire_seconds(sizes, sent),
+            network_seconds=self._network_seconds(sizes, sent),
         )
 
     def _between_hosts(self, told: Mapping[int, Mapping[str, float]]) -> dict[tuple[str, str], float]:
@@ -135,7 +135,7 @@ class Watch:
                     found[source, target] = found.get((source, target), 0.0) + value
         return found
 
-    def _wire_seconds(
+    def _network_seconds(
         self, sizes: Mapping[tuple[str, str], float], rates: Mapping[tuple[str, str], float]
     ) -> float | None:
         seconds: dict[str, float] = {}
@@ -154,30 +154,30 @@ class Watch:
         # Of what is lost, the rest of which is data, or slower ranks.
         most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
-            foretold = f" ({outlook.foretold.efficiency:.0%} was foretold)" if outlook else ""
+            predicted = f" ({outlook.predicted.efficiency:.0%} was predicted)" if outlook else ""
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
-            computing = f"rank {seen.slowest_rank} computing for longer than {'was foretold' if outlook else 'most'}"
+            computing = f"rank {seen.slowest_rank} computing for longer than {'was predicted' if outlook else 'most'}"
             more = f" and {number_text.time(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
-            by_wire = seen.wire_seconds is None or seen.wire_seconds > seen.exposed_seconds / 2
+            by_wire = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
             who = "the wire holds" if by_wire else "waiting for each other holds"
             what = (
                 self._narrowest(seen)
                 if by_wire
-                else f"; the wires need {number_text.time(seen.wire_seconds or 0.0)} for them: look for ranks that are late, for processors that "
+                else f"; the wires need {number_text.time(seen.network_seconds or 0.0)} for them: look for ranks that are late, for processors that "
                 "too many ranks share, and, where gradients are small, at the wires' latency"
             )
             self._warn(
                 "wire",
-                f"{who} this job at {seen.efficiency:.0%} of its speed{foretold}: of {number_text.time(seen.step_seconds)} a step, "
+                f"{who} this job at {seen.efficiency:.0%} of its speed{predicted}: of {number_text.time(seen.step_seconds)} a step, "
                 f"{number_text.time(seen.exposed_seconds)} are waiting for gradients{more}{what}",
             )
         if outlook is None:
             return
         tolerated = max(SLOWER, outlook.expected_error)
-        if seen.step_seconds > (1 + tolerated) * outlook.foretold.step_seconds:
+        if seen.step_seconds > (1 + tolerated) * outlook.predicted.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {number_text.time(seen.step_seconds)}, {number_text.time(outlook.foretold.step_seconds)} was foretold: "
+                f"a step takes {number_text.time(seen.step_seconds)}, {number_text.time(outlook.predicted.step_seconds)} was predicted: "
                 + self._suspect(seen),
             )
 
@@ -187,18 +187,18 @@ class Watch:
             self._say(what)
 
     def _narrowest(self, seen: Measured) -> str:
-        """The link that carries least, by what was seen, else by what was foretold."""
+        """The link that carries least, by what was seen, else by what was predicted."""
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
             return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {number_text.rate(worst.bytes_per_second)}"
-        cap = self._plan.outlook.foretold.cap if self._plan.outlook else None
+        cap = self._plan.outlook.predicted.cap if self._plan.outlook else None
         return f"; link {cap.link}" if cap else ""
 
     def _suspect(self, seen: Measured) -> str:
         """What is wrong: the link that carries less than it should, or the rank that computes for longer."""
         assert self._plan.outlook
-        foretold = self._plan.outlook.foretold
+        predicted = self._plan.outlook.predicted
         below = suspects(seen.links)
         if below:
             worst = below[0]
@@ -213,16 +213,16 @@ class Watch:
             beside = f", {number_text.rate(usual)} was expected" if usual else " while the others carry more"
             return f"{where} {carries} {number_text.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
-        more = seen.step_seconds - foretold.step_seconds
-        expected = foretold.step_seconds - foretold.exposed_seconds
+        more = seen.step_seconds - predicted.step_seconds
+        expected = predicted.step_seconds - predicted.exposed_seconds
         if seen.compute_seconds - expected > more / 2:
             return (
                 f"rank {rank.rank} on {rank.host} computes and loads data for {number_text.time(seen.compute_seconds)}, "
-                f"{number_text.time(expected)} was foretold; is its processor shared, or hot, or its storage slow?"
+                f"{number_text.time(expected)} was predicted; is its processor shared, or hot, or its storage slow?"
             )
-        cap = foretold.cap
+        cap = predicted.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""
-        return f"{number_text.time(seen.exposed_seconds)} are waiting for gradients, {number_text.time(foretold.exposed_seconds)} was foretold{guess}"
+        return f"{number_text.time(seen.exposed_seconds)} are waiting for gradients, {number_text.time(predicted.exposed_seconds)} was predicted{guess}"
 
     def _expect(self, source: str, target: str) -> tuple[float | None, str]:
         """What a link should carry by the topology, and what it is."""

@@ -681,6 +681,6 @@ class Supervisor:
             ranks=tuple(state.result() for state in self.ranks),
             first_failure=failure,
             warnings=tuple(self.warnings),
-            foretold=self.plan.outlook.foretold if self.plan.outlook else None,
+            predicted=self.plan.outlook.predicted if self.plan.outlook else None,
             measured=self.watch.measured,
         )
