@@ -1,8 +1,8 @@
-"""Sizes, rates and durations as people write them, to bytes, bytes per second and seconds, and back.
+"""Sizes, rates and durations: parsed to bytes, bytes per second and seconds, and formatted.
 
-Bits and bytes are never confused: `b` is a bit and `B` a byte, so `100Gb/s` is 12.5 GB/s, and `100gb/s` is refused because
-nobody can know which was meant. `k`, `M`, `G`, `T` count in thousands, `Ki`, `Mi`, `Gi`, `Ti` in 1024s. Values are computed exactly and
-rounded once; what `format_*` writes without `digits`, `parse_*` reads as the same value again.
+`b` is a bit and `B` a byte: `100Gb/s` is 12.5 GB/s, and `100gb/s` is refused as ambiguous. `k`, `M`, `G`, `T` are powers of 1000,
+`Ki`, `Mi`, `Gi`, `Ti` powers of 1024. Values are computed exactly and rounded once. `parse_*` reads the output of `format_*`
+without `digits` as the same value.
 """
 
 from __future__ import annotations
@@ -50,52 +50,116 @@ DURATIONS: dict[str, Fraction] = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
-"""Seconds by unit of time. Two of them are the micro sign and the Greek letter, which look alike."""
+"""Seconds by unit of time. Two of them are the micro sign and the Greek letter, which are two characters."""
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `16GiB`, `80 GB`, `512B`. Raises ValueError for anything else, a fraction of a byte included."""
+    """Parse a size such as `16GiB`, `80 GB` or `512B`.
+
+    Args:
+        text: A number and a unit of bytes.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: The text is not a size, or not a whole number of bytes.
+    """
     value = _parse(text, SIZES, "a size", "such as 16GiB or 80GB")
     if value.denominator != 1:
-        raise ValueError(f"{_shown(text)} is no whole number of bytes")
+        raise ValueError(f"{_shown(text)} is not a whole number of bytes")
     return int(value)
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second of `100Gb/s`, `25GB/s`, `10 GbE`, `200Gbit`. Raises ValueError for anything else."""
+    """Parse a rate such as `100Gb/s`, `25GB/s`, `10 GbE` or `200Gbit`.
+
+    Args:
+        text: A number and a unit of bits or bytes per second.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ValueError: The text is not a rate.
+    """
     return float(_parse(text, RATES, "a rate", "such as 100Gb/s (bits) or 12.5GB/s (bytes)"))
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of `1.5us`, `20 ms`, `3s`. Raises ValueError for anything else."""
+    """Parse a duration such as `1.5us`, `20 ms` or `3s`.
+
+    Args:
+        text: A number and a unit of time.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        ValueError: The text is not a duration.
+    """
     return float(_parse(text, DURATIONS, "a time", "such as 1.5us or 20ms"))
 
 
 def parse_ratio(text: str | int | float) -> float:
-    """The ratio of `2:1`, `3:2` or `1.5`, which is at least 1. Raises ValueError for anything else."""
+    """Parse a ratio such as `2:1`, `3:2` or `1.5`.
+
+    Args:
+        text: Two numbers with a colon, or one number.
+
+    Returns:
+        The ratio, 1 or more.
+
+    Raises:
+        ValueError: The text is not a ratio, or less than 1.
+    """
     wide, colon, narrow = str(text).partition(":")
     value = _number(wide.strip(), text) / (_number(narrow.strip(), text) or 1 if colon else 1)
     if colon and not _number(narrow.strip(), text):
         raise ValueError(f"{_shown(text)} divides by zero")
     if value < 1:
-        raise ValueError(f"{_shown(text)} is less than 1:1; write what goes in against what goes out, such as 2:1")
+        raise ValueError(f"{_shown(text)} is less than 1:1; write the incoming against the outgoing rate, such as 2:1")
     return float(value)
 
 
 def format_size(size_bytes: int, *, digits: int | None = None, binary: bool | None = None) -> str:
-    """`16 GiB` or `80 GB`, whichever is shorter, or as `binary` says; rounded to `digits` for people, else exact."""
+    """Format a size, such as `16 GiB` or `80 GB`.
+
+    Args:
+        size_bytes: 0 or more.
+        digits: Significant digits. None: exact.
+        binary: True for units of 1024, False for units of 1000, None for the shorter text.
+
+    Returns:
+        A number and a unit.
+
+    Raises:
+        ValueError: The size is negative.
+    """
     if size_bytes < 0:
-        raise ValueError("a size is zero or more")
+        raise ValueError(f"size {size_bytes}, expected 0 or more")
     texts = [
         _format(Fraction(size_bytes), {f"{prefix}B": Fraction(factor) for prefix, factor in factors.items()}, digits)
-        for factors, wanted in (({"": 1, **_BINARY}, True), (_shown_prefixes(), False))
-        if binary is None or binary == wanted
+        for factors, is_binary in (({"": 1, **_BINARY}, True), (_shown_prefixes(), False))
+        if binary is None or binary == is_binary
     ]
     return min(texts, key=lambda text: (len(text.partition(" ")[0]), len(text)))
 
 
 def format_rate(bytes_per_second: float, *, digits: int | None = None, bits: bool = False) -> str:
-    """`12.5 GB/s`, or `100 Gb/s` with `bits`; rounded to `digits` significant ones for people, else exact."""
+    """Format a rate, such as `12.5 GB/s`, or `100 Gb/s` with `bits`.
+
+    Args:
+        bytes_per_second: 0 or more, finite.
+        digits: Significant digits. None: exact.
+        bits: True for bits per second, as networks are rated.
+
+    Returns:
+        A number and a unit.
+
+    Raises:
+        ValueError: The rate is negative or not finite.
+    """
     units = {
         f"{prefix}{'b' if bits else 'B'}/s": Fraction(factor, 8 if bits else 1)
         for prefix, factor in _shown_prefixes().items()
@@ -104,8 +168,91 @@ def format_rate(bytes_per_second: float, *, digits: int | None = None, bits: boo
 
 
 def format_duration(seconds: float, *, digits: int | None = None) -> str:
-    """`1.5 us`, `20 ms`, `90 s`; rounded to `digits` significant ones for people, else exact."""
+    """Format a duration, such as `1.5 us`, `20 ms` or `90 s`.
+
+    Args:
+        seconds: 0 or more, finite.
+        digits: Significant digits. None: exact.
+
+    Returns:
+        A number and a unit.
+
+    Raises:
+        ValueError: The duration is negative or not finite.
+    """
     return _format_float(seconds, {unit: DURATIONS[unit] for unit in ("ns", "us", "ms", "s")}, digits)
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration for a message, with three digits: `62.9 ms`.
+
+    Args:
+        seconds: 0 or more.
+
+    Returns:
+        A number and a unit.
+    """
+    return format_duration(seconds, digits=3)
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Format a measured rate for a message: two digits below 1 GB/s (`24 MB/s`), else three (`1.14 GB/s`).
+
+    Args:
+        bytes_per_second: 0 or more.
+
+    Returns:
+        A number and a unit.
+    """
+    return format_rate(bytes_per_second, digits=2 if bytes_per_second < 1e9 else 3)
+
+
+def bit_rate_text(bytes_per_second: float) -> str:
+    """Format the rate of a network for a message, in bits with three digits: `957 Mb/s`.
+
+    Args:
+        bytes_per_second: 0 or more.
+
+    Returns:
+        A number and a unit.
+    """
+    return format_rate(bytes_per_second, digits=3, bits=True)
+
+
+def size_text(size_bytes: int) -> str:
+    """Format a size for a message, with three digits in units of 1000: `102 MB`.
+
+    Args:
+        size_bytes: 0 or more.
+
+    Returns:
+        A number and a unit.
+    """
+    return format_size(size_bytes, digits=3, binary=False)
+
+
+def binary_size_text(size_bytes: int) -> str:
+    """Format a size of memory for a message, with three digits in units of 1024: `1.95 TiB`.
+
+    Args:
+        size_bytes: 0 or more.
+
+    Returns:
+        A number and a unit.
+    """
+    return format_size(size_bytes, digits=3, binary=True)
+
+
+def number_text(value: float) -> str:
+    """Format a number for a message: thousands with commas, below 100 three digits.
+
+    Args:
+        value: Any finite number.
+
+    Returns:
+        The number.
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _shown_prefixes() -> dict[str, int]:
@@ -138,7 +285,7 @@ def _unknown(unit: str, units: dict[str, Fraction], what: str, example: str) -> 
     if any(ord(character) > 126 for character in unit) and unit not in DURATIONS:
         return f"unknown unit {_shown(unit)}; write it in plain letters, {example}"
     if unit in ("GT/s", "MT/s"):
-        return "transfers are no bytes; write the link, such as PCIe4 x16"
+        return "transfers are not bytes; write the link, such as PCIe4 x16"
     if what == "a rate" and (unit in SIZES or re.fullmatch(r"([kKMGTP]i?)?b", unit)):
         return f"{unit} is an amount; did you mean {unit}/s?"
     if what == "a size" and re.fullmatch(r"([kKMGTP]i?)?(b|bits?)", unit):
@@ -160,13 +307,13 @@ def _unknown(unit: str, units: dict[str, Fraction], what: str, example: str) -> 
 def _number(text: str, whole: object) -> Fraction:
     match = _NUMBER.fullmatch(text)
     if not match or match[1] == "-":
-        raise ValueError(f"{_shown(whole)} is no ratio; write such as 2:1")
+        raise ValueError(f"{_shown(whole)} is not a ratio; write such as 2:1")
     return Fraction(Decimal(match[2] + (match[3] or "")))
 
 
 def _format_float(value: float, units: dict[str, Fraction], digits: int | None) -> str:
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{value} is not zero or more, and finite")
+        raise ValueError(f"{value}, expected a finite number of 0 or more")
     if digits is not None:
         return _format(Fraction(value), units, digits)
     for exact in range(1, 30):

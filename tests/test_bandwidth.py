@@ -11,12 +11,18 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth_model import bucket_bounds, collective_cost, link_curve, step_timeline, workload_catalog
+from distrib.bandwidth_model import bucketing, collective_cost, link_curve, step_timeline, workload_catalog
 from distrib.bandwidth_model.bottleneck import between, inside_of
-from distrib.bandwidth_model.bucketing import Wire
+from distrib.bandwidth_model.bucketing import AllReduceCost
 from distrib.bandwidth_model.fabric import find_fabric
-from distrib.bandwidth_model.recommendations import advise, best_alike, convergence_of, is_alike, options_of
-from distrib.bandwidth_model.scaling import predict_step, needed_bandwidth, unlimited
+from distrib.bandwidth_model.recommendations import (
+    best_equivalent,
+    convergence_effect,
+    is_equivalent,
+    launch_options,
+    recommend,
+)
+from distrib.bandwidth_model.scaling import needed_bandwidth, predict_step, unlimited
 from distrib.bandwidth_model.step_timeline import Transfer
 from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
@@ -222,17 +228,17 @@ def test_a_message_that_was_disturbed_is_read_like_its_neighbours():
 
 def test_buckets_are_those_of_ddp():
     """1 MiB first, then 25 MiB, each closed by the gradient with which it is full (torch/nn/parallel/distributed.py)."""
-    found = bucket_bounds.of_ddp(job(megabytes=100, tensors=20).gradients)
+    found = bucketing.ddp_buckets(job(megabytes=100, tensors=20).gradients)
     assert [part.size_bytes / MB for part in found] == [5, 30, 30, 30, 5]
     assert [round(part.ready_seconds, 6) for part in found] == [0.005, 0.035, 0.065, 0.095, 0.1]
-    assert len(bucket_bounds.of_ddp(job(tensors=20).gradients, 1)) == 20
+    assert len(bucketing.ddp_buckets(job(tensors=20).gradients, 1)) == 20
 
 
 def test_the_pieces_of_distrib_are_all_of_the_gradients():
     gradients = job(megabytes=50, tensors=7).gradients
-    wire = Wire(overhead_seconds=1e-3, seconds_per_byte=1e-8)
+    wire = AllReduceCost(overhead_seconds=1e-3, seconds_per_byte=1e-8)
     for strategy in (Strategy(), Strategy(bucket_bytes=3 << 20)):
-        for found in (bucket_bounds.of_distrib(gradients, strategy, known, ranks_per_host=2) for known in (wire, None)):
+        for found in (bucketing.hook_buckets(gradients, strategy, known, ranks_per_host=2) for known in (wire, None)):
             assert sum(piece.size_bytes for piece in found) == sum(gradient.size_bytes for gradient in gradients)
             assert sum(piece.elements for piece in found) == pytest.approx(sum(g.elements for g in gradients))
             ready = [piece.ready_seconds for piece in found]
@@ -299,7 +305,10 @@ def test_the_wire_that_caps_is_named_and_what_would_do():
 
 
 def test_a_fast_wire_caps_nothing():
-    assert predict_step(parse_topology(POD, "pod"), job(megabytes=20, device="V100"), hosts=8, ranks_per_host=8).cap is None
+    assert (
+        predict_step(parse_topology(POD, "pod"), job(megabytes=20, device="V100"), hosts=8, ranks_per_host=8).cap
+        is None
+    )
 
 
 def test_the_slow_link_is_the_one_that_is_named():
@@ -366,7 +375,9 @@ def test_gpus_of_two_kinds_wait_for_the_slower():
     alone = predict_step(parse_topology(text, "x"), job(megabytes=1), hosts=4, ranks_per_host=2)
     assert told.step_seconds == pytest.approx(alone.step_seconds * 154.8 / 65, rel=0.05)
     assert any("T4 takes 2.4 times as long" in note for note in told.notes)
-    balanced = predict_step(parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2)
+    balanced = predict_step(
+        parse_topology(text, "x"), job(megabytes=1), Strategy(balance=True), hosts=8, ranks_per_host=2
+    )
     assert balanced.samples_per_second > told.samples_per_second
     free, bounded = (
         predict_step(
@@ -385,7 +396,9 @@ def test_the_ranks_of_a_host_cross_the_wire_once_in_mode_async():
     wide, work = lab(), job(megabytes=100, backward=0.01)
     for servers in (None, 4):
         once, each = (
-            predict_step(wide, work, Strategy(mode="async", servers=servers, host_reduction=way), hosts=4, ranks_per_host=2)
+            predict_step(
+                wide, work, Strategy(mode="async", servers=servers, host_reduction=way), hosts=4, ranks_per_host=2
+            )
             for way in (True, False)
         )
         # Twice the bytes, but several that push fill the wire better.
@@ -424,7 +437,9 @@ def test_gradients_of_which_the_largest_travel_cross_once_for_each_host():
 
 def test_horovod_does_not_average_inside_hosts_first():
     plain, horovod = (
-        predict_step(lab("1 GbE"), job(megabytes=50, device="cpu"), Strategy(backend=backend), hosts=2, ranks_per_host=4)
+        predict_step(
+            lab("1 GbE"), job(megabytes=50, device="cpu"), Strategy(backend=backend), hosts=2, ranks_per_host=4
+        )
         for backend in ("torch", "horovod")
     )
     assert horovod.communication_seconds == pytest.approx(1.75 * plain.communication_seconds, rel=0.1)
@@ -531,7 +546,9 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
     )
     work = job(device="V100-SXM2-16GB")
     told = predict_step(parse_topology(bare, "bare"), work, hosts=1, ranks_per_host=8)
-    described = predict_step(parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8)
+    described = predict_step(
+        parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8
+    )
     assert told.step_seconds == described.step_seconds
     assert any("nobody described the `links` in a1: NVLink2 x6 is taken" in note for note in told.notes)
     pcie = POD.replace("nvlink: NVLink2 x6, nvswitch: yes, ", "").replace("V100", "V100-SXM2-16GB")
@@ -788,15 +805,15 @@ def test_a_hundred_thousand_gpus_take_no_time():
     assert efficiencies[0] > efficiencies[-1] > 0
 
 
-# Advice
+# Recommendation
 
 
 def test_advice_is_ranked_and_says_what_it_costs():
-    found = advise(lab(), job(), hosts=4, ranks_per_host=2)
+    found = recommend(lab(), job(), hosts=4, ranks_per_host=2)
     rates = [advice.prediction.samples_per_second for advice in found]
     assert all(a > 0.999 * b for a, b in itertools.pairwise(rates)), rates
     assert {advice.strategy.mode for advice in found} == {"sync", "async", "local"}
-    best = best_alike(found)
+    best = best_equivalent(found)
     assert best.exact
     plain = next(advice for advice in found if advice.strategy == Strategy() and not advice.batch)
     assert best.prediction.efficiency >= plain.prediction.efficiency
@@ -807,14 +824,14 @@ def test_advice_is_ranked_and_says_what_it_costs():
 
 def test_what_mode_async_does_to_convergence_is_what_was_seen_of_it():
     """docs/benchmarks/parameter-server.md: a sample teaches as much, unless what makes up for delay is left out."""
-    assert "about as much" in convergence_of(Strategy(mode="async"))
-    assert "worse per step" in convergence_of(Strategy(mode="async", momentum_correction=False))
+    assert "about as much" in convergence_effect(Strategy(mode="async"))
+    assert "worse per step" in convergence_effect(Strategy(mode="async", momentum_correction=False))
 
 
 @pytest.mark.parametrize(("device", "flat"), [("cpu", True), ("RTX A6000", False)])
 def test_every_strategy_is_advised_once(device, flat):
     """On CPU hosts `auto` goes by hosts, so only `flat` is another; on GPUs it is NCCL's to choose."""
-    found = advise(lab(), job(device=device), hosts=4, ranks_per_host=2)
+    found = recommend(lab(), job(device=device), hosts=4, ranks_per_host=2)
     assert (("--all-reduce", "flat") in [advice.options for advice in found]) is flat
     assert not any("hierarchical" in advice.options for advice in found)
     assert len({(advice.options, advice.batch) for advice in found}) == len(found)
@@ -837,10 +854,10 @@ def test_every_strategy_is_advised_once(device, flat):
 @pytest.mark.parametrize("device", ["cpu", "RTX A6000"])
 def test_what_was_chosen_stays_in_what_is_advised(chosen, device):
     topology, work = (measured_lab(), job(device="cpu")) if device == "cpu" else (lab(), job())
-    found = advise(topology, work, chosen, hosts=4, ranks_per_host=2)
+    found = recommend(topology, work, chosen, hosts=4, ranks_per_host=2)
     (own,) = [each for each in found if each.strategy == chosen and not each.batch]
     assert own.prediction == predict_step(topology, work, chosen, hosts=4, ranks_per_host=2)
-    assert best_alike(found, chosen).prediction.efficiency >= own.prediction.efficiency
+    assert best_equivalent(found, chosen).prediction.efficiency >= own.prediction.efficiency
     if chosen.mode == "sync":
         others = [each.strategy for each in found if each.strategy.mode == "sync"]
         assert all(each.accumulate >= chosen.accumulate and each.backend == chosen.backend for each in others)
@@ -858,10 +875,10 @@ def test_what_was_chosen_stays_in_what_is_advised(chosen, device):
 def test_what_helps_alone_is_combined():
     """Smaller buckets help where gradients get ready evenly, bf16 wherever the wire is slow: together they are the best."""
     work = job(240, 60, backward=0.5, forward=0.2, device="cpu")
-    found = {each.strategy: each.prediction for each in advise(measured_lab(), work, hosts=4) if not each.batch}
-    best = best_alike(advise(measured_lab(), work, hosts=4)).strategy
+    found = {each.strategy: each.prediction for each in recommend(measured_lab(), work, hosts=4) if not each.batch}
+    best = best_equivalent(recommend(measured_lab(), work, hosts=4)).strategy
     both = msgspec.structs.replace(best, gradients=Gradients("bf16"))
-    assert is_alike(best, Strategy()) and found[both].efficiency >= found[best].efficiency
+    assert is_equivalent(best, Strategy()) and found[both].efficiency >= found[best].efficiency
     more = msgspec.structs.replace(both, accumulate=4)
     assert found[more].efficiency > found[both].efficiency
 
@@ -869,7 +886,7 @@ def test_what_helps_alone_is_combined():
 def test_larger_batches_are_advised_where_they_fit():
     def batches(memory_bytes: int) -> dict:
         work = msgspec.structs.replace(job(), memory_bytes=memory_bytes, parameter_bytes=10**8)
-        return {each.batch: each for each in advise(lab(), work, hosts=4, ranks_per_host=2) if each.batch}
+        return {each.batch: each for each in recommend(lab(), work, hosts=4, ranks_per_host=2) if each.batch}
 
     found = batches(10**10)
     assert sorted(found) == [64, 128] and sorted(batches(2 * 10**10)) == [64]
@@ -880,10 +897,10 @@ def test_larger_batches_are_advised_where_they_fit():
 def test_options_choose_the_strategy():
     from distrib_launch.cli import launch, training_options
 
-    for advice in advise(lab(), job(), hosts=4, ranks_per_host=2):
+    for advice in recommend(lab(), job(), hosts=4, ranks_per_host=2):
         chosen = training_options.strategy_of(launch.parser().parse_args([*advice.options, "train.py"]))
         assert chosen == advice.strategy
-    assert options_of(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
+    assert launch_options(Strategy(bucket_bytes=5 << 20)) == ("--bucket", "5MiB")
 
 
 counts = st.none() | st.integers(1, 1000)
@@ -920,7 +937,7 @@ def test_every_strategy_has_options_that_choose_it(strategy):
         checked(strategy)
     except ConfigError:
         assume(False)
-    words = [*options_of(strategy), "train.py"]
+    words = [*launch_options(strategy), "train.py"]
     assert training_options.strategy_of(launch.parser().parse_args(words)) == strategy
 
 

@@ -8,12 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrib.bandwidth_model.bucket_bounds import LONGEST_SECONDS, WORTHWHILE, worth_trying
-from distrib.bandwidth_model.bucketing import FINEST, Wire, cut, evenly, finish_seconds, in_buckets
+from distrib.bandwidth_model.bucketing import (
+    MAX_ATOMS,
+    MAX_BUCKET_SECONDS,
+    MIN_GAIN_FRACTION,
+    AllReduceCost,
+    candidate_bounds,
+    ddp_bounds,
+    even_bounds,
+    finish_seconds,
+    optimal_bounds,
+)
 from distrib.training.gradients.bucket_autotuner import Contest
 
 wires = st.builds(
-    Wire,
+    AllReduceCost,
     overhead_seconds=st.floats(1e-5, 1e-1),
     seconds_per_byte=st.floats(1e-10, 1e-6),
     inside_seconds_per_byte=st.floats(0, 1e-9),
@@ -32,10 +41,10 @@ def gradients(draw, most=40):
 @settings(deadline=None, max_examples=50)
 def test_a_cut_covers_every_byte_once(stream, wire, largest):
     sizes, ready = stream
-    ends = cut(sizes, ready, wire, largest_bytes=largest)
+    ends = optimal_bounds(sizes, ready, wire, max_bytes=largest)
     assert list(ends) == sorted(set(ends))
     assert ends[0] > 0 and ends[-1] == sum(sizes)
-    assert len(ends) <= 2 * FINEST + len(sizes)
+    assert len(ends) <= 2 * MAX_ATOMS + len(sizes)
     assert all(end % 4 == 0 for end in ends)
 
 
@@ -44,7 +53,7 @@ def test_a_cut_covers_every_byte_once(stream, wire, largest):
 def test_no_cut_at_the_ends_of_gradients_is_better(stream, wire):
     sizes, ready = stream
     sizes = [size + (1 << 20) for size in sizes]  # none so small that it is put together with its neighbour
-    mine = finish_seconds(cut(sizes, ready, wire), sizes, ready, wire)
+    mine = finish_seconds(optimal_bounds(sizes, ready, wire), sizes, ready, wire)
     ends = list(itertools.accumulate(sizes))
     for count in range(len(sizes)):
         for inner in itertools.combinations(ends[:-1], count):
@@ -53,7 +62,7 @@ def test_no_cut_at_the_ends_of_gradients_is_better(stream, wire):
 
 @given(st.integers(0, 1 << 24).map(lambda n: 4 * n), st.integers(1 << 12, 1 << 22))
 def test_even_pieces_are_even(total, piece):
-    ends = evenly(total, piece, 4)
+    ends = even_bounds(total, piece, 4)
     assert (ends[-1] if ends else 0) == total
     sizes = [b - a for a, b in itertools.pairwise((0, *ends))]
     assert all(0 < size <= max(piece, 4) + 4 for size in sizes)
@@ -62,21 +71,25 @@ def test_even_pieces_are_even(total, piece):
 
 def test_a_slow_wire_starts_early_and_a_costly_piece_is_large():
     sizes, ready = [4 << 20] * 10, [0.02 * i for i in range(1, 11)]
-    eager = cut(sizes, ready, Wire(overhead_seconds=1e-4, seconds_per_byte=12e-9, inside_seconds_per_byte=1e-9))
+    eager = optimal_bounds(
+        sizes, ready, AllReduceCost(overhead_seconds=1e-4, seconds_per_byte=12e-9, inside_seconds_per_byte=1e-9)
+    )
     assert eager[0] <= 4 << 20  # gone before the second gradient is ready
-    lazy = cut(sizes, ready, Wire(overhead_seconds=1.0, seconds_per_byte=12e-9))
+    lazy = optimal_bounds(sizes, ready, AllReduceCost(overhead_seconds=1.0, seconds_per_byte=12e-9))
     assert lazy == (40 << 20,)
 
 
 def test_where_compute_takes_longest_the_last_piece_is_small():
     sizes, ready = [1 << 20] * 20, [0.05 * i for i in range(1, 21)]
-    ends = cut(sizes, ready, Wire(overhead_seconds=1e-3, seconds_per_byte=2e-9))
+    ends = optimal_bounds(sizes, ready, AllReduceCost(overhead_seconds=1e-3, seconds_per_byte=2e-9))
     assert sum(sizes) - ends[-2] <= 1 << 20
 
 
 @pytest.mark.parametrize("largest", [1 << 20, 3 << 20])
 def test_a_bound_is_kept(largest):
-    ends = cut([8 << 20] * 3, [0.0, 0.0, 0.0], Wire(overhead_seconds=1.0, seconds_per_byte=1e-9), largest_bytes=largest)
+    ends = optimal_bounds(
+        [8 << 20] * 3, [0.0, 0.0, 0.0], AllReduceCost(overhead_seconds=1.0, seconds_per_byte=1e-9), max_bytes=largest
+    )
     assert max(b - a for a, b in itertools.pairwise((0, *ends))) <= largest
 
 
@@ -88,31 +101,33 @@ def lengths(ends):
 @settings(deadline=None, max_examples=50)
 def test_what_is_tried_covers_every_byte_and_ends_with_ddps_own_buckets(stream, wire):
     sizes, ready = stream
-    tried = worth_trying(sizes, ready, wire)
+    tried = candidate_bounds(sizes, ready, wire)
     assert all(sum(lengths(ends)) == sum(sizes) and min(lengths(ends)) > 0 for ends in tried)
-    assert tried[-1] == in_buckets(sizes)
+    assert tried[-1] == ddp_bounds(sizes)
     if len(tried) == 1:  # the wire waits for the ranks
         assert sum(sizes) * wire.seconds_per_byte < finish_seconds(tried[0], sizes, ready, wire) / 2
 
 
 def test_on_a_slow_wire_the_clock_decides_between_cuts_that_a_model_finds_alike():
     sizes, ready = [5 << 18] * 80, [0.2 * i / 80 for i in range(1, 81)]
-    slow = Wire(overhead_seconds=2e-5, seconds_per_byte=45e-9)
-    best, coarse, short, plain = worth_trying(sizes, ready, slow)
+    slow = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=45e-9)
+    best, coarse, short, plain = candidate_bounds(sizes, ready, slow)
     late, soon = (finish_seconds(ends, sizes, ready, slow) for ends in (plain, best))
-    assert soon > (1 - WORTHWHILE) * late  # no reason for the model to prefer one
-    assert max(lengths(short)) <= LONGEST_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
-    fast = Wire(overhead_seconds=2e-5, seconds_per_byte=1e-10)
-    assert worth_trying(sizes, ready, fast) == [plain]
+    assert soon > (1 - MIN_GAIN_FRACTION) * late  # no reason for the model to prefer one
+    assert (
+        max(lengths(short)) <= MAX_BUCKET_SECONDS / slow.seconds_per_byte < max(lengths(coarse)) < max(lengths(plain))
+    )
+    fast = AllReduceCost(overhead_seconds=2e-5, seconds_per_byte=1e-10)
+    assert candidate_bounds(sizes, ready, fast) == [plain]
 
 
 def test_nothing_is_cut_into_nothing():
-    assert cut([], [], Wire(overhead_seconds=1.0, seconds_per_byte=1.0)) == ()
+    assert optimal_bounds([], [], AllReduceCost(overhead_seconds=1.0, seconds_per_byte=1.0)) == ()
 
 
 @given(st.lists(st.integers(1, 30 << 20), min_size=1, max_size=50))
 def test_ddps_buckets_end_where_a_gradient_does(sizes):
-    ends = in_buckets(sizes)
+    ends = ddp_bounds(sizes)
     assert ends[-1] == sum(sizes)
     assert set(ends) <= set(itertools.accumulate(sizes))
     lengths = [end - start for start, end in itertools.pairwise((0, *ends))]

@@ -15,8 +15,7 @@ import pytest
 
 from distrib.bandwidth_model.workload import Gradient, write_workload
 from distrib.bandwidth_model.workload_catalog import read_workload, workload
-from distrib.cluster.topology import parse_topology
-from distrib.utils.number_text import age
+from distrib.cluster.topology import age_notes, parse_topology
 from distrib_launch.cli import launch, topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
@@ -99,7 +98,7 @@ def test_what_was_measured_long_ago_is_told_to_be_so(when, says):
     topology = parse_topology(
         f'nodes: [{{hosts: n1}}]\nmeasured: {{when: "{when}", software: {{}}, hosts: [n1]}}\n', "t.yaml"
     )
-    told = age(topology, datetime(2026, 11, 25, tzinfo=timezone.utc))
+    told = age_notes(topology, datetime(2026, 11, 25, tzinfo=timezone.utc))
     assert bool(told) == bool(says) and all(note.startswith(says) for note in told)
 
 
@@ -283,7 +282,7 @@ def test_pictures(tmp_path):
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--ranks-per-node", "1000000"], "none has more than 4096"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "-H", "a:5000"], "a:5000: 5000 ranks on a host"),
         (["--workload", "none.json"], "cannot read none.json: No such file"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--plot", "x.bmp"], "no kind of picture"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--plot", "x.bmp"], "unsupported file type"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, words, says):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
-from distrib.cluster import link_sharing
+from distrib.cluster import shared_links
 from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.links import link_between
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
@@ -203,10 +203,10 @@ class Network:
                 }
 
             for _ in range(ATTEMPTS):
-                full = tuple(link_sharing.slowed(run("once more", load)))
+                full = tuple(shared_links.slowed_pairs(run("once more", load)))
                 used = {host for pair in full for host in pair}
                 others = tuple(host for host in range(len(self.names)) if host not in used)
-                if found := link_sharing.find_sides(full, run, others):
+                if found := shared_links.find_sides(full, run, others):
                     sides = (
                         tuple(self.names[host] for host in found.left),
                         tuple(self.names[host] for host in found.right),
@@ -269,7 +269,7 @@ def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, s
 
 def test_sides_are_not_made_up_where_the_processors_are_what_all_share():
     load = ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert link_sharing.find_sides(load, lambda key, phase: {pair: 2.0 / len(phase) / 2 for pair in phase}) is None
+    assert shared_links.find_sides(load, lambda key, phase: {pair: 2.0 / len(phase) / 2 for pair in phase}) is None
 
 
 @pytest.mark.parametrize("hosts", [2, 3])

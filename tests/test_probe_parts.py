@@ -32,8 +32,8 @@ from distrib.probe.protocol import AllReduce, Inside
 from distrib.probe.records import Ended, Facts, Started, StepDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
-from distrib.utils.cpu_load import Load
-from distrib.utils.plotting import check_name
+from distrib.utils.cpus import CpuLoad
+from distrib.utils.plotting import check_plot_path
 from distrib_launch.cli import topo
 from distrib_launch.cli.probe_progress import View
 from distrib_launch.console import Console
@@ -144,7 +144,7 @@ def test_this_host_has_facts_and_a_load():
     facts = own_facts("here", "127.0.0.1")
     assert (facts.host, facts.interface) == ("here", "lo")
     assert facts.cpus >= 1
-    assert 0.0 <= Load().busy() <= 1.0
+    assert 0.0 <= CpuLoad().busy_fraction() <= 1.0
 
 
 def test_the_ends_of_containers_are_no_facts_of_a_host(monkeypatch):
@@ -465,7 +465,7 @@ def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["-H", "a,b", "--plot", "x.gif"], "no kind of picture"),
+        (["-H", "a,b", "--plot", "x.gif"], "unsupported file type"),
         (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
         (["-H", "a,b", "--plot", "/nowhere/x.png"], "no folder /nowhere"),
         (["-H", "a,b", "--plot", "folder.png"], "this is a directory"),
@@ -492,7 +492,7 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path, monkeypatch, ca
 
 def test_pictures_of_every_kind_that_is_named():
     for name in ("a.png", "b.SVG", "c.pdf"):
-        check_name(name)
+        check_plot_path(name)
 
 
 def test_json_names_have_units():

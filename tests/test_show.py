@@ -198,7 +198,7 @@ def test_a_png_and_bad_pictures(lab):
     shown("-H", "lab.txt", "--plot", "cluster.png", cwd=lab)
     assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
     for name, what in [
-        ("cluster.bmp", "no kind of picture; name a file that ends in .svg, .png, .pdf"),
+        ("cluster.bmp", "unsupported file type; name a file that ends in .svg, .png, .pdf"),
         ("none/cluster.svg", "there is no folder none; name another file"),
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)

@@ -262,7 +262,7 @@ def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(topology_query, "ask", lambda *of: pytest.fail("asked hosts"))
     assert topo.main(["show", "--ask", "-H", "localhost", "-o", "new.yaml", "--plot", "x.jpg"]) == 2
-    assert "--plot x.jpg: no kind of picture" in capsys.readouterr().err
+    assert "--plot x.jpg: unsupported file type" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

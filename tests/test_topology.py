@@ -213,7 +213,7 @@ def test_a_bad_file_is_refused_with_line_and_path(text, what):
 
 def test_files_that_cannot_be_read(tmp_path):
     for name, data, what in [
-        ("nul", b"nodes:\n\0", "nul:2: holds NUL bytes and is no text"),
+        ("nul", b"nodes:\n\0", "nul:2: contains NUL bytes"),
         ("utf16", "nodes:".encode("utf-16"), "is in UTF-16; save it as UTF-8"),
         ("latin", b"name: caf\xe9\n", "latin:1: byte 0xe9 is not UTF-8"),
     ]:

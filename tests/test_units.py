@@ -56,7 +56,7 @@ BAD_RATES = [
     (".inf", "finite"),
     ("-Infinity GB/s", "finite"),
     ("1,000 MB/s", "without commas"),
-    ("16 GT/s", "transfers are no bytes"),
+    ("16 GT/s", "transfers are not bytes"),
     ("HDR", "write a number and a unit"),
     ("", "write a number and a unit"),
     ("1e99 GB/s", "larger than a rate can be"),
@@ -89,7 +89,7 @@ def test_sizes(text, size):
         ("80 Gbit", "did you mean GB?"),
         ("80gb", "did you mean GB?"),
         ("80GB/s", "is a rate"),
-        ("1.5B", "no whole number of bytes"),
+        ("1.5B", "not a whole number of bytes"),
         ("80", "has no unit"),
         ("-1GB", "is negative"),
         ("80 GIB", "did you mean GiB?"),
@@ -134,7 +134,7 @@ def test_formats(text, expected):
 @pytest.mark.parametrize("bad", [-1.0, math.nan, math.inf])
 def test_nothing_negative_or_infinite_is_written(bad):
     for write in (units.format_rate, units.format_duration):
-        with pytest.raises(ValueError, match="zero or more"):
+        with pytest.raises(ValueError, match="0 or more"):
             write(bad)
 
 

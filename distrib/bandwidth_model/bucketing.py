@@ -1,44 +1,87 @@
-"""Where the stream of gradients is cut: small enough to start early, large enough for the wire's latency."""
+"""Gradient bucketing: DDP's buckets, and bucket boundaries that finish the all-reduce of a step earliest.
+
+Small buckets start early, large ones pay the latency of the network less often.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import msgspec
 
-DDP_FIRST_BYTES, DDP_BYTES = 1 << 20, 25 << 20
-"""What torch's DistributedDataParallel fills its first bucket with, and each other (torch/nn/parallel/distributed.py)."""
+from distrib.bandwidth_model.workload import Gradient
+from distrib.strategy import Strategy
 
-PLAIN_BUCKETS, PLAIN_BYTES = 10, 2 << 20
-"""Into how many buckets of DDP's own gradients are divided, and how large these are at least: on busy processors more cost too much."""
+DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
+"""Defaults of DistributedDataParallel (torch/nn/parallel/distributed.py): its first bucket, and each other."""
 
-FINEST = 192
-"""Into how many atoms at most the gradients are divided before they are put together again."""
+MAX_DDP_BUCKETS, MIN_DDP_BUCKET_BYTES = 10, 2 << 20
+"""Limits where DDP averages on CPUs: more buckets cost too much on busy CPUs."""
+
+MIN_HOOK_BUCKET_BYTES, MAX_HOOK_BUCKETS = 256 << 10, 64
+"""Limits of DDP's buckets where the communication hook sets its own boundaries: small, so that the first is ready early."""
+
+DEFAULT_BUCKET_BYTES = 1 << 20
+"""Buckets of the communication hook until the ready times are known, and always inside one host."""
+
+MAX_ATOMS = 192
+"""Atoms of the dynamic program. Its time grows with the square: 10 ms here."""
+
+MAX_OVERHEAD_FRACTION = 0.005
+"""The overhead of a bucket that is large enough, as a fraction of its time on the network."""
+
+BUSY_FACTOR = 10
+"""The overhead of a bucket on busy CPUs against idle ones, at most."""
+
+MIN_GAIN_FRACTION = 0.02
+"""The least gain against DDP's buckets that is worth a trial where the network is idle for half of the step."""
+
+MAX_BUCKET_SECONDS = 0.06
+"""Time of a bucket on the network in one of the candidates. Two are in flight, and each waits for the other direction.
+
+With DDP's buckets 4 to 6 % of 200 Mb/s stayed unused (benchmarks/synchronous.py, 2 hosts of 4 ranks).
+"""
 
 
-class Wire(msgspec.Struct, frozen=True, kw_only=True):
-    """What averaging a piece of the gradients costs: an overhead, and seconds for every byte of the gradient."""
+class AllReduceCost(msgspec.Struct, frozen=True, kw_only=True):
+    """Linear cost of averaging one bucket: seconds per bucket and seconds per byte."""
 
     overhead_seconds: float
-    """What one more piece costs the wire while others are on their way."""
+    """Cost of one more bucket while others are in flight."""
     seconds_per_byte: float
     inside_seconds_per_byte: float = 0.0
-    """How long a piece is copied and summed before it is on the wire, and again after it."""
+    """Copies and sums inside the host, before and again after the network."""
 
     @property
     def large_enough_bytes(self) -> int:
-        """The size of a piece of which the overhead is 0.5 % of its time."""
-        return int(self.overhead_seconds / 0.005 / self.seconds_per_byte)
+        """The bucket size whose overhead is `MAX_OVERHEAD_FRACTION` of its time."""
+        return int(self.overhead_seconds / MAX_OVERHEAD_FRACTION / self.seconds_per_byte)
+
+
+class GradientBucket(msgspec.Struct, frozen=True, kw_only=True):
+    """Gradients that are averaged together; ready with the last of them, in seconds since backward began."""
+
+    size_bytes: float
+    elements: float
+    tensors: int
+    ready_seconds: float
 
 
 def finish_seconds(
-    ends: Sequence[int], sizes_bytes: Sequence[int], ready_seconds: Sequence[float], wire: Wire
+    ends: Sequence[int], sizes_bytes: Sequence[int], ready_seconds: Sequence[float], cost: AllReduceCost
 ) -> float:
-    """When the last piece has been averaged, if the stream is cut at `ends` and pieces go one after the other.
+    """Compute when the last bucket has been averaged, with buckets one after the other.
 
-    `sizes_bytes` are the gradients in the order in which they get ready, `ready_seconds` when they do; a piece begins
-    once its last byte is ready.
+    Args:
+        ends: Bucket boundaries, bytes from the first gradient.
+        sizes_bytes: Gradients in the order in which they get ready.
+        ready_seconds: Their ready times.
+        cost: The cost of a bucket.
+
+    Returns:
+        Seconds on the clock of `ready_seconds`.
     """
     finish, start, last, index, gradient_end = 0.0, 0, 0, -1, 0
     for end in ends:
@@ -46,31 +89,39 @@ def finish_seconds(
             index += 1
             gradient_end += sizes_bytes[index]
         ready = max(ready_seconds[: index + 1], default=0.0)
-        finish = _finish(finish, ready, end - start, wire)
+        finish = _finish(finish, ready, end - start, cost)
         last, start = end - start, end
-    return finish + last * wire.inside_seconds_per_byte
+    return finish + last * cost.inside_seconds_per_byte
 
 
-def _finish(free: float, ready: float, length: int, wire: Wire) -> float:
-    """When a piece that is ready then has crossed a wire that is free then."""
-    begin = max(free, ready + length * wire.inside_seconds_per_byte)
-    return begin + wire.overhead_seconds + length * wire.seconds_per_byte
+def _finish(free: float, ready: float, length: int, cost: AllReduceCost) -> float:
+    """Compute when a bucket has crossed a network that is free at `free`."""
+    begin = max(free, ready + length * cost.inside_seconds_per_byte)
+    return begin + cost.overhead_seconds + length * cost.seconds_per_byte
 
 
-def cut(
+def optimal_bounds(
     sizes_bytes: Sequence[int],
     ready_seconds: Sequence[float],
-    wire: Wire,
+    cost: AllReduceCost,
     *,
-    largest_bytes: int | None = None,
+    max_bytes: int | None = None,
     grain_bytes: int = 64,
 ) -> tuple[int, ...]:
-    """Where each piece ends, in bytes from the first gradient's beginning, so that the last piece ends soonest.
+    """Choose the bucket boundaries whose last bucket ends earliest.
 
-    The exact optimum by dynamic programming over `FINEST` atoms (gradients that are larger are divided, at multiples of
-    `grain_bytes`; smaller neighbours are put together), as MG-WFBP does by merging (Shi, Chu, Li 2019, arXiv:1811.11141).
-    Of two cuts that end at the same time the one with fewer pieces is taken. Ready times that go back are read as if
-    they did not. `largest_bytes` bounds a piece, so that a gradient which comes late holds up little.
+    The exact optimum by dynamic programming over `MAX_ATOMS` atoms, as MG-WFBP merges (Shi, Chu, Li 2019, arXiv:1811.11141).
+    Larger gradients are split, smaller neighbours joined. Ties go to fewer buckets.
+
+    Args:
+        sizes_bytes: Gradients in the order in which they get ready.
+        ready_seconds: Their ready times. A time below the one before counts as equal.
+        cost: The cost of a bucket.
+        max_bytes: The largest bucket, so that a late gradient delays little. None: any size.
+        grain_bytes: Boundaries inside a gradient are multiples of this.
+
+    Returns:
+        The end of each bucket, bytes from the first gradient.
     """
     atoms, ready = _atoms(sizes_bytes, ready_seconds, grain_bytes)
     if not atoms:
@@ -78,17 +129,17 @@ def cut(
     offsets = [0]
     for atom in atoms:
         offsets.append(offsets[-1] + atom)
-    bound = max(largest_bytes or offsets[-1], max(atoms))
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # finish, pieces, where the last piece begins
+    bound = max(max_bytes or offsets[-1], max(atoms))
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # finish time, buckets, start of the last bucket
     for end in range(1, len(offsets)):
         choice = (math.inf, 0, 0)
         for start in range(end - 1, -1, -1):
             length = offsets[end] - offsets[start]
             if length > bound:
                 break
-            finish = _finish(best[start][0], ready[end - 1], length, wire)
+            finish = _finish(best[start][0], ready[end - 1], length, cost)
             if end == len(atoms):
-                finish += length * wire.inside_seconds_per_byte
+                finish += length * cost.inside_seconds_per_byte
             if finish < choice[0] or (finish == choice[0] and best[start][1] + 1 < choice[1]):
                 choice = (finish, best[start][1] + 1, start)
         best.append(choice)
@@ -99,34 +150,58 @@ def cut(
     return tuple(reversed(ends))
 
 
-def plain_bytes(total_bytes: int) -> int:
-    """How large DDP's buckets are made where it averages gradients itself, with one rank on each host."""
-    return min(DDP_BYTES, max(PLAIN_BYTES, total_bytes // PLAIN_BUCKETS))
+def ddp_bucket_bytes(total_bytes: int) -> int:
+    """Compute the bucket size for DDP where it averages gradients on CPUs.
+
+    Args:
+        total_bytes: All gradients.
+
+    Returns:
+        Bytes per bucket.
+    """
+    return min(DDP_BUCKET_BYTES, max(MIN_DDP_BUCKET_BYTES, total_bytes // MAX_DDP_BUCKETS))
 
 
-def in_buckets(sizes_bytes: Sequence[int], bucket_bytes: int | None = None) -> tuple[int, ...]:
-    """Where torch's DDP ends its buckets, of its own sizes or of `bucket_bytes`: with the gradient with which one is full."""
-    ends, begun, end, limit = [], 0, 0, bucket_bytes or DDP_FIRST_BYTES
+def ddp_bounds(sizes_bytes: Sequence[int], bucket_bytes: int | None = None) -> tuple[int, ...]:
+    """Compute the boundaries of torch DDP's buckets: each ends with the gradient that fills it.
+
+    Args:
+        sizes_bytes: Gradients in the order in which they get ready.
+        bucket_bytes: The size of a bucket. None: DDP's defaults.
+
+    Returns:
+        The end of each bucket, bytes from the first gradient.
+    """
+    ends, begun, end, limit = [], 0, 0, bucket_bytes or DDP_FIRST_BUCKET_BYTES
     for size in sizes_bytes:
         end += size
         if end - begun >= limit:
             ends.append(end)
-            begun, limit = end, bucket_bytes or DDP_BYTES
+            begun, limit = end, bucket_bytes or DDP_BUCKET_BYTES
     return tuple(ends) if begun == end else (*ends, end)
 
 
-def evenly(total_bytes: int, piece_bytes: int, grain_bytes: int = 64) -> tuple[int, ...]:
-    """The ends of pieces of `piece_bytes` at most (and `grain_bytes` at least), as equal as they can be."""
+def even_bounds(total_bytes: int, bucket_bytes: int, grain_bytes: int = 64) -> tuple[int, ...]:
+    """Divide bytes into buckets of nearly equal size.
+
+    Args:
+        total_bytes: Bytes to divide.
+        bucket_bytes: The largest bucket.
+        grain_bytes: Boundaries are multiples of this; the smallest bucket.
+
+    Returns:
+        The end of each bucket.
+    """
     if total_bytes <= 0:
         return ()
-    count = max(1, math.ceil(total_bytes / max(piece_bytes, grain_bytes)))
+    count = max(1, math.ceil(total_bytes / max(bucket_bytes, grain_bytes)))
     ends = {min(total_bytes, round(total_bytes * i / count / grain_bytes) * grain_bytes) for i in range(1, count)}
     return (*sorted(ends - {0, total_bytes}), total_bytes)
 
 
 def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[list[int], list[float]]:
-    """The gradients in parts of similar size, and when each is ready."""
-    target = max(grain, math.ceil(sum(sizes) / FINEST))
+    """Divide the gradients into atoms of similar size, with their ready times."""
+    target = max(grain, math.ceil(sum(sizes) / MAX_ATOMS))
     parts: list[int] = []
     times: list[float] = []
     gathered, latest, before = 0, 0.0, 0.0
@@ -137,7 +212,7 @@ def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[li
             times.append(before)
             gathered = 0
         if size > 2 * target:
-            ends = evenly(size, 2 * target, grain)
+            ends = even_bounds(size, 2 * target, grain)
             parts += [end - start for start, end in zip((0, *ends), ends, strict=False)]
             times += [latest] * len(ends)
         else:
@@ -147,3 +222,140 @@ def _atoms(sizes: Sequence[int], ready: Sequence[float], grain: int) -> tuple[li
         parts.append(gathered)
         times.append(latest)
     return parts, times
+
+
+def ddp_buckets(gradients: Sequence[Gradient], bucket_bytes: int | None = None) -> tuple[GradientBucket, ...]:
+    """Collect gradients into the buckets of torch DDP.
+
+    Args:
+        gradients: In the order in which they get ready.
+        bucket_bytes: The size of a bucket. None: DDP's defaults.
+
+    Returns:
+        The buckets in order.
+    """
+    ends = set(ddp_bounds([gradient.size_bytes for gradient in gradients], bucket_bytes))
+    found: list[GradientBucket] = []
+    members: list[Gradient] = []
+    filled = 0
+    for gradient in gradients:
+        members.append(gradient)
+        filled += gradient.size_bytes
+        if filled in ends:
+            found.append(
+                GradientBucket(
+                    size_bytes=sum(member.size_bytes for member in members),
+                    elements=sum(member.elements for member in members),
+                    tensors=len(members),
+                    ready_seconds=max(member.ready_seconds for member in members),
+                )
+            )
+            members = []
+    return tuple(found)
+
+
+def is_averaged_by_ddp(total_bytes: float, strategy: Strategy, *, one_rank_per_host: bool) -> bool:
+    """Test if DDP averages these gradients on CPU hosts, without distrib's communication hook.
+
+    Args:
+        total_bytes: All gradients.
+        strategy: The strategy of the job.
+        one_rank_per_host: True if each rank has a host of its own.
+
+    Returns:
+        True if DDP averages alone.
+    """
+    if not strategy.gradients.exact or strategy.all_reduce != "auto" or strategy.bucket_bytes:
+        return False
+    return one_rank_per_host or total_bytes <= MIN_HOOK_BUCKET_BYTES
+
+
+def candidate_bounds(
+    sizes_bytes: Sequence[int], ready_seconds: Sequence[float], cost: AllReduceCost
+) -> list[tuple[int, ...]]:
+    """List the bucket boundaries that are worth a trial in real steps.
+
+    Args:
+        sizes_bytes: Gradients in the order in which they get ready.
+        ready_seconds: Their ready times.
+        cost: The measured cost of a bucket on idle CPUs.
+
+    Returns:
+        Boundaries: optimal by the model, with few buckets, with short buckets, and DDP's. Only DDP's where the network is idle
+        for half of the step and the optimum gains less than `MIN_GAIN_FRACTION`.
+    """
+    large_enough = max(DEFAULT_BUCKET_BYTES, cost.large_enough_bytes)
+    best = optimal_bounds(sizes_bytes, ready_seconds, cost, max_bytes=large_enough)
+    plain = ddp_bounds(sizes_bytes)
+    through = finish_seconds(plain, sizes_bytes, ready_seconds, cost)
+    idle = sum(sizes_bytes) * cost.seconds_per_byte < through / 2
+    if idle and finish_seconds(best, sizes_bytes, ready_seconds, cost) > (1 - MIN_GAIN_FRACTION) * through:
+        return [plain]
+    busy = msgspec.structs.replace(cost, overhead_seconds=BUSY_FACTOR * cost.overhead_seconds)
+    # Bounded, so that the copies out of shared memory do not all come at the end.
+    largest = max(ddp_bucket_bytes(sum(sizes_bytes)), large_enough)
+    coarse = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=largest)
+    longest = max(DEFAULT_BUCKET_BYTES, int(MAX_BUCKET_SECONDS / cost.seconds_per_byte))
+    short = optimal_bounds(sizes_bytes, ready_seconds, busy, max_bytes=min(largest, longest))
+    return [best, coarse, short, plain]
+
+
+def hook_buckets(
+    gradients: Sequence[Gradient], strategy: Strategy, cost: AllReduceCost | None, *, ranks_per_host: int
+) -> tuple[GradientBucket, ...]:
+    """Predict the buckets of distrib's communication hook.
+
+    Args:
+        gradients: In the order in which they get ready.
+        strategy: The strategy of the job.
+        cost: The cost of a bucket. None: inside one host, where buckets are even.
+        ranks_per_host: The most ranks of a host.
+
+    Returns:
+        The buckets in order.
+    """
+    total = sum(gradient.size_bytes for gradient in gradients)
+    if strategy.gradients.format == "powersgd":
+        return ddp_buckets(gradients, strategy.bucket_bytes)
+    if is_averaged_by_ddp(total, strategy, one_rank_per_host=ranks_per_host == 1):
+        return ddp_buckets(gradients, ddp_bucket_bytes(total))
+    fine = max(MIN_HOOK_BUCKET_BYTES, total // MAX_HOOK_BUCKETS)
+    parts = ddp_buckets(gradients, strategy.bucket_bytes or fine)
+    if strategy.bucket_bytes or cost is None:
+        even = strategy.bucket_bytes or DEFAULT_BUCKET_BYTES
+        return tuple(bucket for part in parts for bucket in _split(part, even_bounds(int(part.size_bytes), even)))
+    ends = optimal_bounds(
+        [int(part.size_bytes) for part in parts],
+        [part.ready_seconds for part in parts],
+        cost,
+        max_bytes=max(DEFAULT_BUCKET_BYTES, cost.large_enough_bytes),
+    )
+    return tuple(_join(parts, ends))
+
+
+def _split(part: GradientBucket, ends: Sequence[int]) -> list[GradientBucket]:
+    return [
+        msgspec.structs.replace(part, size_bytes=end - start, elements=part.elements * (end - start) / part.size_bytes)
+        for start, end in itertools.pairwise((0, *ends))
+    ]
+
+
+def _join(parts: Sequence[GradientBucket], ends: Sequence[int]) -> list[GradientBucket]:
+    """Join buckets at new boundaries; each is ready with its last byte."""
+    density = sum(part.elements for part in parts) / sum(part.size_bytes for part in parts)
+    found, place, begun = [], 0, 0
+    reached = parts[0].size_bytes
+    for end in ends:
+        tensors = parts[place].tensors
+        while reached < end:
+            place += 1
+            reached += parts[place].size_bytes
+            tensors += parts[place].tensors
+        size = end - begun
+        found.append(
+            GradientBucket(
+                size_bytes=size, elements=size * density, tensors=tensors, ready_seconds=parts[place].ready_seconds
+            )
+        )
+        begun = end
+    return found

@@ -1,21 +1,24 @@
-"""What a collective costs: how long it takes with nothing else on the wires.
+"""Cost of collectives on an idle network: all-reduce as NCCL and Gloo do it, parameter servers, gradient compression.
 
-Base formulas, for n ranks and S bytes: a ring passes 2(n-1) messages of S/n from neighbour to neighbour; a double tree sends
-S up and S down in 2 log2(n) hops, inside each host along a chain of its GPUs; hierarchical is a reduce-scatter in the host, an all-reduce between hosts of each
-local rank's part, and an all-gather in the host (bandwidths as nccl-tests doc/PERFORMANCE.md counts them).
+Formulas for n ranks and S bytes. Ring: 2(n-1) messages of S/n. Double tree: S up and S down in 2 log2(n) hops, inside each host along
+a chain of its GPUs. Hierarchical: reduce-scatter in the host, all-reduce between hosts, all-gather in the host. Bandwidths are
+counted as in nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Literal
 
 import msgspec
 
 from distrib.bandwidth_model import link_curve
+from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.cluster.measurements import Collective
+from distrib.strategy import Gradients
 
 # NVIDIA/nccl@5067397 src/graph/tuning.cc: microseconds, for LL, LL128 and Simple.
 _BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
@@ -24,36 +27,111 @@ _TREE_HOP = {"nvlink": (0.6, 1.25, 4.0), "pcie": (1.0, 1.9, 4.0), "net": (5.0, 8
 _RING_PART = (0.5, 0.92, 1.0)
 _TREE_PART = (1 / 3.8, 0.92, 0.92)
 _MANY_NODES_SIMPLE = 1.4
-"""By how much Simple's ring latency is longer over several nodes."""
+"""Factor of Simple's ring latency over several nodes."""
 
 GLOO_HOP_SECONDS = 60e-6
-"""What a message costs Gloo beside the wire's latency, where no all-reduce was measured."""
-
+"""Gloo's cost of a message beyond the latency of the link, where no all-reduce was measured."""
 
 MEMORY_BYTES_PER_SECOND = 5e9
-"""Copies in a CPU host's memory where nobody measured them."""
+"""Copies in the memory of a CPU host, where not measured."""
+
+TOPK_BYTES = 8
+"""Bytes of a value that top-k sends: the value and its index."""
+
+
+class Payload(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that one rank sends for a bucket, and the cost of packing them.
+
+    `passes`: how often packing and unpacking read or write the bucket's own bytes.
+    """
+
+    size_bytes: float
+    collective: Literal["all_reduce", "all_gather"] = "all_reduce"
+    passes: float = 0.0
+
+
+def payload_of(bucket: GradientBucket, gradients: Gradients) -> Payload:
+    """Compute the payload of a bucket after compression.
+
+    Args:
+        bucket: The bucket.
+        gradients: The format on the network.
+
+    Returns:
+        The payload of one rank.
+    """
+    if gradients.format in ("fp16", "bf16"):
+        # 2 bytes an element, whatever it had; written once, read back once.
+        return Payload(size_bytes=min(bucket.size_bytes, 2.0 * bucket.elements), passes=3.0)
+    if gradients.format == "int8":
+        return Payload(size_bytes=min(bucket.size_bytes, 1.0 * bucket.elements), passes=4.0)
+    if gradients.format == "powersgd":
+        # A matrix of a x b becomes rank x (a + b), at least 2 rank sqrt(ab) (Vogels et al., arXiv:1905.13727); shapes
+        # are not known here, so each tensor counts as square.
+        rank = gradients.rank or 1
+        each = bucket.elements / bucket.tensors
+        packed = bucket.tensors * min(each, 2 * rank * math.sqrt(each)) * 4
+        return Payload(size_bytes=min(bucket.size_bytes, packed), passes=4.0 + 2 * rank)
+    if gradients.format == "topk":
+        kept = (gradients.fraction or 0.01) * bucket.elements * TOPK_BYTES
+        return Payload(size_bytes=kept, collective="all_gather", passes=8.0)
+    return Payload(size_bytes=bucket.size_bytes)
 
 
 def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:
-    """2(n-1) messages of S/n, each the slowest hop's."""
+    """Compute the time of a ring all-reduce: 2(n-1) messages of S/n.
+
+    Args:
+        ranks: n.
+        size_bytes: S.
+        hop: The slowest link of the ring.
+
+    Returns:
+        Seconds.
+    """
     return 2 * (ranks - 1) * hop.seconds(size_bytes / ranks) if ranks > 1 else 0.0
 
 
 def parameter_server(workers: int, servers: int, size_bytes: float, link: Curve) -> float:
-    """Push, or pull, of M bytes by n workers with k dedicated servers: max(M/B, nM/(kB)).
+    """Compute the time of a push or a pull with dedicated servers: max(M/B, nM/(kB)), as in BytePS (OSDI '20, section 3).
 
-    As BytePS counts it (OSDI '20, section 3), with a latency.
+    Args:
+        workers: n.
+        servers: k.
+        size_bytes: M.
+        link: The link of a host, with bandwidth B.
+
+    Returns:
+        Seconds.
     """
     return link.seconds(0) + max(1.0, workers / servers) * (link.seconds(size_bytes) - link.seconds(0))
 
 
 def shared_parameter_server(hosts: int, size_bytes: float, link: Curve) -> float:
-    """Push and pull of M bytes by n hosts of which each serves 1/n: 2(n-1)M/(nB), as much as a ring."""
+    """Compute the time of push and pull where each of n hosts serves 1/n: 2(n-1)M/(nB), as much as a ring.
+
+    Args:
+        hosts: n.
+        size_bytes: M.
+        link: The link of a host, with bandwidth B.
+
+    Returns:
+        Seconds.
+    """
     return 2 * (link.seconds(0) + (hosts - 1) / hosts * (link.seconds(size_bytes) - link.seconds(0)))
 
 
 def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False) -> float:
-    """An all-reduce over all ranks of a job, as NCCL does it on GPUs and Gloo on CPUs."""
+    """Compute the time of an all-reduce over all ranks of a job: NCCL on GPUs, Gloo on CPUs.
+
+    Args:
+        fabric: The links of the job.
+        size_bytes: Bytes of each rank's buffer.
+        hierarchical: True to reduce inside each host first.
+
+    Returns:
+        Seconds.
+    """
     if fabric.ranks == 1 or size_bytes <= 0:
         return 0.0
     if fabric.gpus:
@@ -73,7 +151,7 @@ def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
 
 
 def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
-    """Each rank of a host sums its share in shared memory, and all-reduces it with its fellows on the other hosts."""
+    """Sum in shared memory inside each host; each rank all-reduces its share with its peers on other hosts."""
     inside = 0.0
     if fabric.ranks_per_host > 1:
         inside = (
@@ -98,9 +176,10 @@ def _by_count(collectives: tuple[Collective, ...]) -> tuple[tuple[int, Curve], .
 
 
 def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_bytes: float) -> float:
-    """A ring of n ranks from one of m that was measured: 2(n-1) messages of S/n, where 2(m-1) such take what mS/n took.
+    """Scale measured all-reduces to another number of ranks.
 
-    Between two counts that were measured, by the logarithm of the count.
+    A ring of n ranks sends 2(n-1) messages of S/n; over m measured ranks 2(m-1) such messages took the time of mS/n. Between two
+    measured counts: interpolated by the logarithm of the count.
     """
     below = [item for item in measured if item[0] <= ranks][-1:] or [measured[0]]
     above = [item for item in measured if item[0] >= ranks][:1] or [measured[-1]]
@@ -114,7 +193,7 @@ def _from_measured(measured: tuple[tuple[int, Curve], ...], ranks: int, size_byt
 
 
 def _nccl(fabric: Fabric, size_bytes: float) -> float:
-    """As the tuner's model has it, made longer or shorter by as much as what was measured over most nearly as many ranks."""
+    """Scale NCCL's tuner model by the measurement over the most similar number of ranks."""
     seconds = _nccl_tuned(fabric, size_bytes)
     nearest = min(fabric.collectives, key=lambda one: abs(math.log(one.ranks / fabric.ranks)), default=None)
     seen = dict(_by_count(fabric.collectives)).get(nearest.ranks) if nearest else None
@@ -129,41 +208,41 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
 
 
 def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
-    """The fastest of NCCL's algorithms and protocols by its own tuner's model (src/graph/tuning.cc)."""
+    """Compute the fastest of NCCL's algorithms and protocols by its tuner's model (src/graph/tuning.cc)."""
     inside = fabric.inside
-    way = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
+    bus = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
     rates = [link.bytes_per_second for link in (fabric.wire, inside) if link]
     bandwidth = min(rates)
     n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
-    # The tuner's latencies are those of InfiniBand; TCP's are longer.
-    slower = max(0.0, fabric.wire.curve.latency_seconds - 2.7e-6) if fabric.wire else 0.0
+    # The tuner assumes InfiniBand; TCP has a higher latency.
+    extra_latency = max(0.0, fabric.wire.curve.latency_seconds - 2.7e-6) if fabric.wire else 0.0
     # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
     loads = ((fabric.wire, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
     tree = max(load / link.bytes_per_second for link, load in loads if link)
     best = math.inf
     for number, protocol in enumerate(("LL", "LL128", "Simple")):
-        if protocol == "LL128" and inside and way == "pcie":
-            continue  # only where 128 bytes are stored at once, which is over NVLink
+        if protocol == "LL128" and inside and bus == "pcie":
+            continue  # LL128 needs 128-byte stores, which NVLink has
         between = 2 * (hosts - 1)
-        latency = _BASE["ring"][number] + (2 * (n - 1) - between) * _RING_HOP[way][number]
+        latency = _BASE["ring"][number] + (2 * (n - 1) - between) * _RING_HOP[bus][number]
         latency += between * _RING_HOP["net"][number]
         if protocol == "Simple" and hosts > 1:
             latency *= _MANY_NODES_SIMPLE
         carried = 2 * (n - 1) / n * size_bytes / (bandwidth * _RING_PART[number])
-        best = min(best, latency * 1e-6 + between * slower + carried)
+        best = min(best, latency * 1e-6 + between * extra_latency + carried)
         if hosts > 1:
             hops = math.log2(hosts)
             latency = _BASE["tree"][number] + 2 * (
-                (each - 1) * _TREE_HOP[way][number] + hops * _TREE_HOP["net"][number]
+                (each - 1) * _TREE_HOP[bus][number] + hops * _TREE_HOP["net"][number]
             )
             carried = tree * size_bytes / _TREE_PART[number]
-            best = min(best, latency * 1e-6 + 2 * hops * slower + carried)
+            best = min(best, latency * 1e-6 + 2 * hops * extra_latency + carried)
     return best
 
 
 def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
-    """Three collectives one after another: the two in the host are together one all-reduce there."""
+    """Add three collectives in sequence: the two inside the host together cost one all-reduce there."""
     host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, wire=None)
     others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, inside=None)
-    # All local ranks' parts cross the host's wires at once, so together they take as long as the whole would.
+    # The shares of all local ranks use the host's NICs at the same time and take as long as the whole.
     return _nccl_tuned(host, size_bytes) + _nccl_tuned(others, size_bytes)

@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, TypedDict
 import msgspec
 
 from distrib.bandwidth_model import hypothetical, workload_catalog
-from distrib.bandwidth_model.fewer_hosts import Fewer, fewer_hosts
 from distrib.bandwidth_model.hypothetical import Network
 from distrib.bandwidth_model.prediction import Limit, Prediction
-from distrib.bandwidth_model.recommendations import Advice, advise
-from distrib.bandwidth_model.scaling import predict_step, needed_bandwidth, unlimited
+from distrib.bandwidth_model.recommendations import HostSubset, Recommendation, find_faster_subset, recommend
+from distrib.bandwidth_model.scaling import needed_bandwidth, predict_step, unlimited
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
-from distrib.cluster.topology import Topology
+from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
-from distrib.utils import number_text
 from distrib_launch.host_selection import Choice, Wishes, choose, wishes_of
 
 if TYPE_CHECKING:
@@ -103,9 +101,9 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     needed_bytes_per_second: float | None
     limit: Limit | None
     """What the largest job would reach with any network, where that is less than what is wanted."""
-    fewer: Fewer | None
+    fewer: HostSubset | None
     """Some of the hosts, where they would train faster than all of the largest job."""
-    advice: tuple[Advice, ...]
+    advice: tuple[Recommendation, ...]
     compared: tuple[Compared, ...]
     expected_error: float
     """Of a step's time: of the links and of the workload together."""
@@ -235,14 +233,14 @@ def answer(question: Question) -> Answer:
         wanted_efficiency=question.efficiency,
         needed_bytes_per_second=needed,
         limit=None if needed or question.largest == 1 else unlimited(question.topology, workload, **largest),
-        fewer=fewer_hosts(
+        fewer=find_faster_subset(
             question.topology, workload, hosts=largest["hosts"], ranks_per_host=largest["ranks_per_host"],
-            than=max(base, key=lambda each: each.hosts),
+            baseline=max(base, key=lambda each: each.hosts),
         ),
-        advice=() if last.ranks == 1 else advise(question.topology, workload, **largest),
+        advice=() if last.ranks == 1 else recommend(question.topology, workload, **largest),
         compared=tuple(_compared(network, predicted(topology), question.largest) for network, topology in question.networks),
         expected_error=(last.expected_error**2 + workload.expected_error**2) ** 0.5,
-        notes=(*last.notes, *number_text.age(question.topology, datetime.now(timezone.utc))),
+        notes=(*last.notes, *age_notes(question.topology, datetime.now(timezone.utc))),
     )  # fmt: skip
 
 

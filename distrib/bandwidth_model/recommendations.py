@@ -1,7 +1,8 @@
-"""What to do about the wire: every strategy that the library has, costed on the same timeline and ranked."""
+"""Recommendations: every strategy costed on the same step timeline and ranked, and subsets of hosts that would train faster."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,35 +11,46 @@ import msgspec
 from distrib import units
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.scaling import find_job, predict_on_fabric
+from distrib.bandwidth_model.scaling import find_job, predict_on_fabric, predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import scaled
+from distrib.cluster.node import name_hosts, shown_hosts
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, checked
 
-BUCKETS_MIB, ACCUMULATED, INNER = (1, 5, 100), (4, 16), (10, 100)
-"""What is tried of bucket sizes, batches of a step, and steps of a round."""
+TRIED_BUCKETS_MIB, TRIED_ACCUMULATION, TRIED_INNER_STEPS = (1, 5, 100), (4, 16), (10, 100)
+"""Candidate bucket sizes, batches per optimizer step and steps per local SGD round."""
 
-SAME = "the same as synchronous SGD: the sums are those of the gradients themselves"
+MIN_SUBSET_SPEEDUP = 1.1
+"""The least gain in samples per second of a subset of hosts: twice the expected error of measured links."""
+
+SAME_AS_SYNC = "the same as synchronous SGD: the sums are those of the gradients themselves"
 
 
-class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """A strategy and what it would bring."""
+class Recommendation(msgspec.Struct, frozen=True, kw_only=True):
+    """A strategy with its predicted performance and its effect on convergence."""
 
     strategy: Strategy
     prediction: Prediction
     exact: bool
-    """Whether the arithmetic of synchronous SGD is left intact."""
+    """True if numerically equivalent to synchronous SGD."""
     convergence: str
-    """What it does to convergence, in a sentence."""
+    """The effect on convergence, in a sentence."""
     options: tuple[str, ...]
-    """Those of `distrib-launch` that choose it."""
+    """The options of `distrib-launch` that select the strategy."""
     batch: int | None = None
-    """The samples of a rank where they are more than the workload's: the script decides on them, no option does."""
+    """Samples per rank where larger than the workload's. The script sets them, no option does."""
 
 
-def advise(
+class HostSubset(msgspec.Struct, frozen=True, kw_only=True):
+    """Some hosts of a job, in its order, and the prediction for them alone."""
+
+    hosts: tuple[str, ...]
+    prediction: Prediction
+
+
+def recommend(
     topology: Topology | None,
     workload: Workload,
     strategy: Strategy = Strategy(),  # noqa: B008  # frozen
@@ -46,80 +58,195 @@ def advise(
     hosts: Sequence[str] | int,
     nodes: int | None = None,
     ranks_per_host: int | Sequence[int] = 1,
-) -> tuple[Advice, ...]:
-    """Every strategy that makes sense for these ranks where `strategy` is what was chosen, most samples a second first.
+) -> tuple[Recommendation, ...]:
+    """Cost every strategy that makes sense for a job.
 
-    What was chosen stays as it is but for what an advice is about. The other arguments and the errors are those of `predict_step`.
+    Args:
+        topology: The cluster. None: one host that is not described.
+        workload: One rank's step.
+        strategy: The chosen strategy. Each recommendation changes only what it is about.
+        hosts: Host names, or a number of the topology's hosts.
+        nodes: The number of hosts, where more than the names.
+        ranks_per_host: One number, or one for each host.
+
+    Returns:
+        Recommendations, most samples per second first, the chosen strategy among them.
+
+    Raises:
+        ConfigError: The workload is invalid, or a link is unknown.
     """
     fabric, workload = find_job(topology, workload, hosts, ranks_per_host, nodes)
-    predictions = {each: predict_on_fabric(fabric, workload, each) for each in [strategy, *_as_exact(fabric, strategy)]}
+    predictions = {
+        each: predict_on_fabric(fabric, workload, each) for each in [strategy, *_equivalent(fabric, strategy)]
+    }
     fastest = max(predictions, key=lambda each: round(predictions[each].efficiency, 3))  # the first of equals
-    for each in _changing(fabric, workload, strategy, fastest):
+    for each in _approximate(fabric, workload, strategy, fastest):
         if each not in predictions:
             predictions[each] = predict_on_fabric(fabric, workload, each)
-    shown = (each for each in predictions if each == fastest or not _is_pair(each, strategy))
+    shown = (each for each in predictions if each == fastest or not _changes_algorithm_and_buckets(each, strategy))
     found = [
-        Advice(
+        Recommendation(
             strategy=each,
             prediction=predictions[each],
             exact=each.exact,
-            convergence=convergence_of(each),
-            options=options_of(each),
+            convergence=convergence_effect(each),
+            options=launch_options(each),
         )
         for each in shown
     ]
     found += _larger_batches(fabric, workload, strategy)
-    # Where two are as fast, what changes less comes first.
-    most = max(advice.prediction.samples_per_second for advice in found)
-    return tuple(
-        sorted(found, key=lambda advice: (-round(advice.prediction.samples_per_second / most, 3), not advice.exact))
-    )
+    # Of two that are equally fast, the one that changes less comes first.
+    most = max(one.prediction.samples_per_second for one in found)
+    return tuple(sorted(found, key=lambda one: (-round(one.prediction.samples_per_second / most, 3), not one.exact)))
 
 
-def best_alike(advices: Iterable[Advice], strategy: Strategy = Strategy()) -> Advice | None:  # noqa: B008  # frozen
-    """The fastest with the arithmetic of `strategy`: what `--mode auto` chooses."""
-    return next((each for each in advices if not each.batch and is_alike(each.strategy, strategy)), None)
+def best_equivalent(
+    recommendations: Iterable[Recommendation],
+    strategy: Strategy = Strategy(),  # noqa: B008  # frozen
+) -> Recommendation | None:
+    """Select the fastest strategy that is numerically equivalent: the choice of `--mode auto`.
+
+    Args:
+        recommendations: Fastest first.
+        strategy: The strategy to compare with.
+
+    Returns:
+        The recommendation, or None.
+    """
+    return next((each for each in recommendations if not each.batch and is_equivalent(each.strategy, strategy)), None)
 
 
-def is_alike(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies compute the same: they differ in how gradients travel, if at all."""
+def is_equivalent(one: Strategy, other: Strategy) -> bool:
+    """Test if two strategies compute the same: at most the all-reduce algorithm and the buckets differ.
+
+    Args:
+        one: A strategy.
+        other: A strategy.
+
+    Returns:
+        True if they are numerically equivalent.
+    """
     plain, plain_other = (msgspec.structs.replace(each, all_reduce="auto", bucket_bytes=None) for each in (one, other))
     return plain == plain_other
 
 
-def _as_exact(fabric: Fabric, strategy: Strategy) -> list[Strategy]:
-    """The same arithmetic over other ways, where nobody has chosen one."""
+def find_faster_subset(
+    topology: Topology,
+    workload: Workload,
+    strategy: Strategy = Strategy(),  # noqa: B008  # frozen
+    *,
+    hosts: Sequence[str],
+    ranks_per_host: int | Sequence[int] = 1,
+    baseline: Prediction,
+) -> HostSubset | None:
+    """Find hosts that would train faster alone, as where a link is slow or one kind of host is.
+
+    Candidates are the first 1, 2, 4, ... hosts, and one or all hosts of each kind.
+
+    Args:
+        topology: The cluster.
+        workload: One rank's step.
+        strategy: The strategy of the job.
+        hosts: All hosts of the job.
+        ranks_per_host: One number, or one for each host.
+        baseline: The prediction for all hosts.
+
+    Returns:
+        The best subset, None if none exceeds the baseline by `MIN_SUBSET_SPEEDUP`.
+    """
+    each = [ranks_per_host] * len(hosts) if isinstance(ranks_per_host, int) else list(ranks_per_host)
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for place, host in enumerate(hosts):
+        kinds.setdefault((id(topology.group_of(host)), each[place]), []).append(place)
+    candidates = {tuple(range(1 << power)) for power in range(len(hosts).bit_length())}
+    candidates |= {tuple(places) for members in kinds.values() for places in (members[:1], members)}
+    found = []
+    for places in sorted(candidates, key=lambda places: (len(places), places)):
+        if len(places) >= baseline.hosts:
+            continue
+        names, ranks = tuple(hosts[place] for place in places), [each[place] for place in places]
+        try:
+            prediction = predict_step(topology, workload, strategy, hosts=names, ranks_per_host=ranks)
+        except ConfigError:  # a link is unknown that the whole job does not use
+            continue
+        found.append(HostSubset(hosts=names, prediction=prediction))
+    best = max(found, key=lambda one: one.prediction.samples_per_second, default=None)
+    is_faster = best and best.prediction.samples_per_second > MIN_SUBSET_SPEEDUP * baseline.samples_per_second
+    return best if is_faster else None
+
+
+def faster_subset_text(subset: HostSubset, baseline: Prediction) -> str:
+    """Describe a faster subset: `n1 alone would be faster, 370 samples/s instead of 125`.
+
+    Args:
+        subset: The subset.
+        baseline: The prediction for all hosts.
+
+    Returns:
+        A clause for a message.
+    """
+    names = name_hosts(subset.hosts)
+    who = f"{names} alone" if len(subset.hosts) == 1 else f"{len(subset.hosts)} of the hosts ({names})"
+    faster, slower = subset.prediction.samples_per_second, baseline.samples_per_second
+    return f"{who} would be faster, {units.number_text(faster)} samples/s instead of {units.number_text(slower)}"
+
+
+def include_option(subset: HostSubset) -> str:
+    """Return the option that selects a subset of hosts: `--include n[1-2]`.
+
+    Args:
+        subset: The subset.
+
+    Returns:
+        An option of `distrib-launch`.
+    """
+    folded = shown_hosts(subset.hosts)
+    is_one_range = "," not in re.sub(r"\[[^\]]*\]", "", folded) and ":" not in folded
+    separate = "@".join(f"[{name}]" if ":" in name else name for name in subset.hosts)
+    return f"--include {folded if is_one_range else separate}"
+
+
+def _equivalent(fabric: Fabric, strategy: Strategy) -> list[Strategy]:
+    """Vary the all-reduce algorithm and the buckets where the user chose none."""
     if fabric.ranks == 1 or strategy.mode != "sync" or strategy.backend != "torch":
         return []
-    # On GPUs it is NCCL's to choose; on CPUs ranks go by hosts where nobody says anything.
-    ways: tuple[AllReduce, ...] = (strategy.all_reduce,)
+    # NCCL chooses on GPUs. On CPUs, "auto" is hierarchical.
+    algorithms: tuple[AllReduce, ...] = (strategy.all_reduce,)
     if strategy.all_reduce == "auto" and not fabric.gpus:
-        ways = ("auto", "flat")
-    sizes = (None, *(size << 20 for size in BUCKETS_MIB)) if strategy.bucket_bytes is None else (strategy.bucket_bytes,)
-    return [msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=size) for way in ways for size in sizes]
+        algorithms = ("auto", "flat")
+    sizes = (
+        (None, *(size << 20 for size in TRIED_BUCKETS_MIB))
+        if strategy.bucket_bytes is None
+        else (strategy.bucket_bytes,)
+    )
+    return [
+        msgspec.structs.replace(strategy, all_reduce=algorithm, bucket_bytes=size)
+        for algorithm in algorithms
+        for size in sizes
+    ]
 
 
-def _is_pair(candidate: Strategy, strategy: Strategy) -> bool:
-    """Whether it differs by the way and the buckets alone, and by both: worth a line only where that is the fastest."""
-    way, buckets = candidate.all_reduce != strategy.all_reduce, candidate.bucket_bytes != strategy.bucket_bytes
-    return way and buckets and is_alike(candidate, strategy)
+def _changes_algorithm_and_buckets(candidate: Strategy, strategy: Strategy) -> bool:
+    """Test for a change of both algorithm and buckets, shown only if it is the fastest."""
+    changes_algorithm = candidate.all_reduce != strategy.all_reduce
+    return changes_algorithm and candidate.bucket_bytes != strategy.bucket_bytes and is_equivalent(candidate, strategy)
 
 
-def _changing(fabric: Fabric, workload: Workload, strategy: Strategy, fastest: Strategy) -> list[Strategy]:
-    """What changes the arithmetic, some of it together with `fastest`, which does not."""
+def _approximate(fabric: Fabric, workload: Workload, strategy: Strategy, fastest: Strategy) -> list[Strategy]:
+    """List strategies that are not equivalent, some combined with `fastest`, the best equivalent one."""
     if fabric.ranks == 1:
         return []
     half = Gradients("fp16" if workload.device != "cpu" else "bf16")
-    found = _shorter(strategy, fastest, half) if strategy.mode == "sync" else [Strategy()]
+    found = _smaller_messages(strategy, fastest, half) if strategy.mode == "sync" else [Strategy()]
     if strategy.backend == "torch":
-        found += _seldom(strategy) + _servers(strategy, fabric.hosts)
+        found += _local_sgd(strategy) + _parameter_servers(strategy, fabric.hosts)
         if strategy.mode != "sync":
             found.append(msgspec.structs.replace(strategy, gradients=half))
-    return [each for each in found if _goes_together(each)]
+    return [each for each in found if _is_valid(each)]
 
 
-def _shorter(strategy: Strategy, fastest: Strategy, half: Gradients) -> list[Strategy]:
-    """Fewer bytes in each step, and fewer steps in which they travel."""
+def _smaller_messages(strategy: Strategy, fastest: Strategy, half: Gradients) -> list[Strategy]:
+    """List strategies with fewer bytes per message or fewer messages."""
     formats = [half, Gradients("int8"), Gradients("powersgd", rank=4), Gradients("topk", fraction=0.01)]
     own = strategy.gradients.format
     if own in ("fp16", "bf16"):
@@ -128,20 +255,20 @@ def _shorter(strategy: Strategy, fastest: Strategy, half: Gradients) -> list[Str
         formats = formats[[each.format for each in formats].index(own) + 1 :]
     found = [msgspec.structs.replace(strategy, gradients=each) for each in formats]
     shortest = msgspec.structs.replace(fastest, gradients=half) if strategy.gradients.exact else fastest
-    more = [count for count in ACCUMULATED if count > strategy.accumulate]
+    more = [count for count in TRIED_ACCUMULATION if count > strategy.accumulate]
     found += [msgspec.structs.replace(strategy, accumulate=count) for count in more]
     return [*found, shortest, *(msgspec.structs.replace(shortest, accumulate=count) for count in more[:1])]
 
 
-def _seldom(strategy: Strategy) -> list[Strategy]:
-    """Steps alone, and now and then a mean of parameters."""
+def _local_sgd(strategy: Strategy) -> list[Strategy]:
+    """List local SGD with longer rounds."""
     local = strategy if strategy.mode == "local" else _in_mode(strategy, "local", inner_steps=1)
     fewest = local.inner_steps or INNER_STEPS
-    return [msgspec.structs.replace(local, inner_steps=count) for count in INNER if count > fewest]
+    return [msgspec.structs.replace(local, inner_steps=count) for count in TRIED_INNER_STEPS if count > fewest]
 
 
-def _servers(strategy: Strategy, hosts: int) -> list[Strategy]:
-    """A share of the parameters on every host, or servers apart."""
+def _parameter_servers(strategy: Strategy, hosts: int) -> list[Strategy]:
+    """List asynchronous training with shared and dedicated parameter servers."""
     plain = strategy if strategy.mode == "async" else _in_mode(strategy, "async")
     if plain.servers:
         return []
@@ -149,14 +276,14 @@ def _servers(strategy: Strategy, hosts: int) -> list[Strategy]:
 
 
 def _in_mode(strategy: Strategy, mode: Mode, **more: Any) -> Strategy:
-    """Another mode, with what was chosen beside the mode and means something there."""
+    """Change the mode and keep the settings that are valid in it."""
     half = strategy.gradients.format in ("fp16", "bf16")
     return Strategy(
         mode=mode, gradients=strategy.gradients if half else Gradients(), accumulate=strategy.accumulate, **more
     )
 
 
-def _goes_together(strategy: Strategy) -> bool:
+def _is_valid(strategy: Strategy) -> bool:
     try:
         checked(strategy)
     except ConfigError:
@@ -164,65 +291,81 @@ def _goes_together(strategy: Strategy) -> bool:
     return True
 
 
-def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> list[Advice]:
-    """More samples for each rank, where its device holds them."""
+def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> list[Recommendation]:
+    """Double and quadruple the batch of a rank where its device memory allows."""
     found = []
     for times in (2, 4) if fabric.ranks > 1 else ():
         larger = scaled(workload, batch=times * workload.batch)
         prediction = predict_on_fabric(fabric, larger, strategy)
         if prediction.fits_memory is not False:
             found.append(
-                Advice(
-                    strategy=strategy, prediction=prediction, exact=False, convergence=_larger(times), options=options_of(strategy),
+                Recommendation(
+                    strategy=strategy, prediction=prediction, exact=False, convergence=_larger_batch_effect(times), options=launch_options(strategy),
                     batch=larger.batch,
                 )
             )  # fmt: skip
     return found
 
 
-def _larger(times: int) -> str:
+def _larger_batch_effect(times: int) -> str:
     return (
         f"a global batch {times} times as large: fewer updates per epoch; scale the learning rate, and beyond some batch "
         "accuracy falls"
     )
 
 
-def convergence_of(strategy: Strategy) -> str:
-    """What a strategy does to convergence, said plainly."""
-    said = []
+def convergence_effect(strategy: Strategy) -> str:
+    """Describe the effect of a strategy on convergence.
+
+    Args:
+        strategy: The strategy.
+
+    Returns:
+        A sentence.
+    """
+    effects = []
     if strategy.mode == "async":
         bound = f"at most {strategy.staleness} steps" if strategy.staleness is not None else "without bound"
-        # What docs/parameter_server.md saw, with and without what makes up for the delay.
-        made_up_for = strategy.stale_rate and strategy.momentum_correction
-        effect = "a sample teaches about as much, check yours" if made_up_for else "worse per step, check yours"
-        said.append(f"gradients are applied to parameters that others have changed meanwhile ({bound}): {effect}")
+        # Measured with and without these corrections: docs/benchmarks/parameter-server.md.
+        is_corrected = strategy.stale_rate and strategy.momentum_correction
+        effect = "a sample teaches about as much, check yours" if is_corrected else "worse per step, check yours"
+        effects.append(
+            f"gradients are applied to parameters that other workers have changed meanwhile ({bound}): {effect}"
+        )
     if strategy.mode == "local":
-        said.append(
-            f"ranks drift apart for {strategy.inner_steps or INNER_STEPS} steps and are averaged: more samples for the same loss, "
+        effects.append(
+            f"ranks diverge for {strategy.inner_steps or INNER_STEPS} steps and are averaged: more samples for the same loss, "
             "more so with more ranks; tune H"
         )
     if strategy.accumulate > 1:
-        said.append(_larger(strategy.accumulate))
+        effects.append(_larger_batch_effect(strategy.accumulate))
     gradients = strategy.gradients
     if gradients.format in ("fp16", "bf16"):
-        said.append(f"gradients are rounded to {gradients}: rarely visible")
+        effects.append(f"gradients are rounded to {gradients}: rarely visible")
     elif gradients.format == "int8":
-        said.append("gradients are rounded to 8 bits, what is lost is added to the next: often no loss, check yours")
+        effects.append("gradients are rounded to 8 bits, what is lost is added to the next: often no loss, check yours")
     elif gradients.format in ("powersgd", "topk"):
-        said.append(
+        effects.append(
             f"only a sketch of the gradients travels ({gradients}), the rest is added to the next: slower at first, check yours"
         )
-    return "; ".join(said) or SAME
+    return "; ".join(effects) or SAME_AS_SYNC
 
 
-def options_of(strategy: Strategy) -> tuple[str, ...]:
-    """The options of `distrib-launch` that choose this strategy."""
-    plain = _options(Strategy())
-    return tuple(word for option, words in _options(strategy).items() if words != plain[option] for word in words)
+def launch_options(strategy: Strategy) -> tuple[str, ...]:
+    """Return the options of `distrib-launch` that select a strategy.
+
+    Args:
+        strategy: The strategy.
+
+    Returns:
+        Words of a command line, empty for the default strategy.
+    """
+    plain = _all_options(Strategy())
+    return tuple(word for option, words in _all_options(strategy).items() if words != plain[option] for word in words)
 
 
-def _options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
-    """Every option with its words, those for what is the default anyway, too."""
+def _all_options(strategy: Strategy) -> dict[str, tuple[str, ...]]:
+    """Map every option to its words, defaults included."""
     bucket, outer = strategy.bucket_bytes, strategy.outer
     valued = {
         "mode": strategy.mode,

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth_model import bucket_bounds, bucketing, collective_cost
+from distrib.bandwidth_model import bucketing, collective_cost
 from distrib.bandwidth_model import step_timeline as steps
 from distrib.bandwidth_model.bottleneck import Wire
-from distrib.bandwidth_model.bucket_bounds import Piece
+from distrib.bandwidth_model.bucketing import GradientBucket
+from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
-from distrib.bandwidth_model.payload import payload_of
 from distrib.bandwidth_model.prediction import Cap, Limit, Loss, Prediction
 from distrib.bandwidth_model.server_throughput import asynchronous, pushed_by
 from distrib.bandwidth_model.step_timeline import Step, Transfer
@@ -187,7 +187,7 @@ def _efficiency(fabric: Fabric, workload: Workload, strategy: Strategy, step: St
 
 
 def _step(
-    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool = False
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[GradientBucket, ...], *, spans: bool = False
 ) -> Step:
     step = _fed_step(fabric, workload, strategy, parts, spans=spans)
     if workload.loading_processor_seconds and workload.loader_seconds:
@@ -211,7 +211,9 @@ def _loading_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> 
     return fabric.ranks_per_processor * wanted
 
 
-def _fed_step(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], *, spans: bool) -> Step:
+def _fed_step(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[GradientBucket, ...], *, spans: bool
+) -> Step:
     """A step for which data is there as soon as it is on one rank alone."""
     slowest = _slowest(fabric, workload, strategy)
     if strategy.mode == "async":
@@ -240,12 +242,16 @@ def _overlap_slowdown(fabric: Fabric, workload: Workload) -> float:
 
 def _hook_seconds(fabric: Fabric, workload: Workload, strategy: Strategy) -> float:
     own = fabric.gpus or strategy.backend == "horovod"
-    if own or bucket_bounds.left_to_ddp(workload.gradient_bytes, strategy, alone=fabric.ranks_per_host == 1):
+    if own or bucketing.is_averaged_by_ddp(
+        workload.gradient_bytes, strategy, one_rank_per_host=fabric.ranks_per_host == 1
+    ):
         return 0.0
     return HOOK_SECONDS * fabric.crowding
 
 
-def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...]) -> list[Transfer]:
+def _transfers(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[GradientBucket, ...]
+) -> list[Transfer]:
     """What averaging each piece of the gradients costs, in the order in which they travel."""
     copying = _copying(fabric)
     packing, unpacking = GPU_PASSES if fabric.gpus else CPU_PASSES
@@ -264,19 +270,23 @@ def _transfers(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tu
     ]
 
 
-def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[Piece, ...]:
+def _pieces(fabric: Fabric, workload: Workload, strategy: Strategy) -> tuple[GradientBucket, ...]:
     """What is averaged in a step, in the order in which it travels."""
     if fabric.ranks == 1 or strategy.mode != "sync":
         return ()
     if fabric.gpus or strategy.backend == "horovod":
-        return bucket_bounds.of_ddp(workload.gradients, strategy.bucket_bytes)
+        return bucketing.ddp_buckets(workload.gradients, strategy.bucket_bytes)
     if fabric.wire is None:
-        return bucket_bounds.of_distrib(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
+        return bucketing.hook_buckets(workload.gradients, strategy, None, ranks_per_host=fabric.ranks_per_host)
     # What distrib.training.gradients measures before it cuts: next to nothing, and 2 MiB.
-    trials = (Piece(size_bytes=size, elements=size / 4, tensors=1, ready_seconds=0.0) for size in (64, TRIAL_BYTES))
+    trials = (
+        GradientBucket(size_bytes=size, elements=size / 4, tensors=1, ready_seconds=0.0) for size in (64, TRIAL_BYTES)
+    )
     small, large = (_network_seconds(fabric, strategy, trial) for trial in trials)
-    wire = bucketing.Wire(overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES)
-    return bucket_bounds.of_distrib(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
+    wire = bucketing.AllReduceCost(
+        overhead_seconds=small, seconds_per_byte=max(large - small, 0.1 * large) / TRIAL_BYTES
+    )
+    return bucketing.hook_buckets(workload.gradients, strategy, wire, ranks_per_host=fabric.ranks_per_host)
 
 
 def _is_grouped(fabric: Fabric, strategy: Strategy) -> bool:
@@ -291,7 +301,7 @@ def _copying(fabric: Fabric) -> float:
     return fabric.memory_bytes_per_second or collective_cost.MEMORY_BYTES_PER_SECOND
 
 
-def _network_seconds(fabric: Fabric, strategy: Strategy, piece: Piece) -> float:
+def _network_seconds(fabric: Fabric, strategy: Strategy, piece: GradientBucket) -> float:
     payload = payload_of(piece, strategy.gradients)
     grouped = _is_grouped(fabric, strategy)
     size = payload.size_bytes
@@ -407,7 +417,9 @@ def _link(fabric: Fabric) -> Wire | None:
     return min(links, key=lambda link: link.bytes_per_second, default=None)
 
 
-def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], step: Step) -> Cap | None:
+def _cap(
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[GradientBucket, ...], step: Step
+) -> Cap | None:
     link = _link(fabric)
     if link is None or step.exposed_seconds <= NEGLIGIBLE * step.seconds:
         return None
@@ -426,7 +438,7 @@ def _cap(fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Pi
 
 
 def _needed(
-    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[Piece, ...], wanted: float
+    fabric: Fabric, workload: Workload, strategy: Strategy, parts: tuple[GradientBucket, ...], wanted: float
 ) -> float | None:
     """By bisection, with the gradients cut as they are for the wires that there are."""
     if not 0 < wanted <= 1:

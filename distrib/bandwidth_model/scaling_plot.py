@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distrib import units
 from distrib.bandwidth_model.planner import Answer, Question
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
-from distrib.utils import number_text, plotting
-from distrib_launch.topology_view.colors import GREY, GROUPS, INK, LINE, PAPER
+from distrib.utils import plotting
+from distrib.utils.plotting import GREY, GROUPS, INK, LINE, PAPER
 
 PHASES = {
     "loader": "#b45309",
@@ -34,7 +35,7 @@ def draw(path: str, question: Question, answer: Answer) -> None:
         figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
     else:
         figure = scaling(answer)
-    plotting.save(figure, path)
+    plotting.save_figure(figure, path)
 
 
 def scaling(answer: Answer) -> Any:
@@ -43,7 +44,7 @@ def scaling(answer: Answer) -> Any:
     from matplotlib.ticker import LogLocator
 
     work = answer.workload
-    with plotting.style():
+    with plotting.plot_style():
         figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
         ranks = [prediction.ranks for prediction in answer.predictions]
@@ -62,7 +63,7 @@ def scaling(answer: Answer) -> Any:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: number_text.number(value))
+        axes.yaxis.set_major_formatter(lambda value, _: units.number_text(value))
         axes.set_xticks(ranks, [f"{count:,}" for count in ranks])
         axes.minorticks_off()
         axes.set_xlabel("ranks")
@@ -82,7 +83,7 @@ def timeline(prediction: Prediction, title: str) -> Any:
     """What compute and wire do in a step, side by side."""
     from matplotlib.figure import Figure
 
-    with plotting.style():
+    with plotting.plot_style():
         figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
         rows = {"compute": 1, "wire": 0}
@@ -99,7 +100,7 @@ def timeline(prediction: Prediction, title: str) -> Any:
         axes.set_yticks([0, 1], ["wire", "compute"])
         axes.set_xlim(0, prediction.step_seconds * 1e3)
         axes.set_xlabel("milliseconds")
-        what = f"{number_text.time(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
+        what = f"{units.duration_text(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"
         axes.set_title(f"{title}: {what}", loc="left", color=INK, size=11)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from distrib.bandwidth_model import bucket_bounds, collective_cost, step_timeline
+from distrib.bandwidth_model import bucketing, collective_cost, step_timeline
 from distrib.bandwidth_model.bottleneck import Wire
+from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric
-from distrib.bandwidth_model.payload import payload_of
 from distrib.bandwidth_model.step_timeline import Step
 from distrib.bandwidth_model.workload import Workload
 from distrib.strategy import Strategy
@@ -70,7 +70,9 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     wire = _way_to_servers(fabric)
     if wire is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
-    pushed = sum(payload_of(piece, strategy.gradients).size_bytes for piece in bucket_bounds.of_ddp(workload.gradients))
+    pushed = sum(
+        payload_of(piece, strategy.gradients).size_bytes for piece in bucketing.ddp_buckets(workload.gradients)
+    )
     pushing = fabric.ranks_per_host / pushed_by(fabric, strategy)
     goodput = max(LEAST_GOODPUT, 1 - GOODPUT_LOST * (fabric.hosts - 1) / pushing)
     busy = _busy_seconds(fabric, strategy, pushed) / goodput

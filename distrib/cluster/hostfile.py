@@ -30,7 +30,7 @@ from distrib.cluster.host_expression import (
 )
 from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
 from distrib.cluster.slurm import slurm_hosts
-from distrib.utils.textfile import Unreadable, read_text
+from distrib.utils.files import UnreadableFileError, read_text
 
 __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_hostfile", "read_hostfile", "slurm_hosts"]
 
@@ -103,7 +103,7 @@ def read_hostfile(path: str | os.PathLike[str]) -> HostList:
     source = os.fspath(path)
     try:
         text = read_text(path, "hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS", MAX_BYTES)
-    except Unreadable as problem:
+    except UnreadableFileError as problem:
         raise Place(source, problem.line).error(problem.what, problem.hint) from None
     if re.search(r"^nodes:\s*(#.*)?$", text, re.MULTILINE):
         raise Place(source).error(

@@ -144,7 +144,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     elif not (
         os.access(target if files.exists(target) else target.parent, os.W_OK) and os.access(target.parent, os.W_OK)
     ):
-        why = files.why_refused(target.parent)
+        why = files.refusal_reason(target.parent)
     if why:
         raise TopologyError(why, source=source, hint="name another file with -o")
 

@@ -1,23 +1,100 @@
-"""Which hosts stand together behind a link that they share, by which pairs slow each other down; and what they get without the others. Pure."""
+"""Shared links: find the hosts behind a link that is too narrow for all of them at once.
+
+Pairs that are slower together than alone share a link. The side of each host is found by moving one end of a stream: while other
+pairs keep the link full, only streams across it are slowed.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
 
 from distrib.cluster.measurements import PairLink
 
-SLOWED = 0.85
-"""A pair that reaches less of its own rate when others send too is slowed by them."""
+Pair = tuple[int, int]
+"""Source and target, by index."""
+Round = tuple[Pair, ...]
+"""Disjoint pairs that are measured at once."""
+Rates = Mapping[Pair, float]
+Run = Callable[[str, Round], Rates]
+"""Measures a round and returns the fraction of its own rate that each pair reached."""
 
-STRAY = 0.4
-"""So large a part of the pairs between two groups may be slowed by something else, and they are one group."""
+SLOWED = 0.85
+"""A pair below this fraction of its own rate while others send is slowed by them. Repeated measurements differ by less than 10 %."""
+
+MAX_SLOWED_FRACTION = 0.4
+"""Fraction of the pairs between two groups that may be slowed by something else while the groups are joined."""
+
+
+class SharedLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A link that all streams from `left` to `right` share; hosts by index."""
+
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+
+
+def slowed_pairs(rates: Rates) -> list[Pair]:
+    """Select the pairs of a round that slow each other down.
+
+    Args:
+        rates: The fraction of its own rate that each pair reached.
+
+    Returns:
+        The pairs, slowest first; none if only one is slow, which proves nothing.
+    """
+    found = sorted((pair for pair, part in rates.items() if part < SLOWED), key=lambda pair: rates[pair])
+    return found if len(found) > 1 else []
+
+
+def find_sides(load: Round, run: Run, others: tuple[int, ...] = ()) -> SharedLink | None:
+    """Sort hosts to the two sides of a shared link.
+
+    Each host is tried as the source of a stream to the first pair's target while the other pairs keep the link full.
+
+    Args:
+        load: Pairs that slow each other down.
+        run: Measures a round. Its first argument names the purpose.
+        others: More hosts to sort.
+
+    Returns:
+        The link, None if the measurements contradict a single shared link.
+    """
+    if len(load) < 2:
+        return None
+    first, target = load[0]
+    near, far = [first], [target]
+    for number, pair in enumerate(load[1:], 1):
+        rest = tuple(other for place, other in enumerate(load) if place not in (0, number))
+        is_across = {}
+        for host, other in (pair, pair[::-1]):
+            full = rest or ((first, other),)  # of two pairs, none remains to keep the link full
+            is_across[host] = run("sides", (*full, (host, target)))[host, target] < SLOWED
+        if sum(is_across.values()) != 1:
+            return None
+        for host, across in is_across.items():
+            (near if across else far).append(host)
+    for host in others:
+        across = run("sides", (*load[1:], (host, target)))[host, target] < SLOWED
+        (near if across else far).append(host)
+    near, far = sorted(near), sorted(far)
+    count = min(len(near), len(far))
+    phase = tuple(zip(near[:count], far[:count], strict=True))
+    parts = run("crossing", phase)
+    # Together they must be slowed as each of them was.
+    return SharedLink(left=tuple(near), right=tuple(far)) if sum(parts.values()) < SLOWED * count else None
 
 
 def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[tuple[str, ...]]:
-    """Sort hosts into groups inside which hardly any pair was slowed by others, those first that are slowed with the same hosts.
+    """Group hosts so that hardly any pair inside a group was slowed by others.
 
-    `slowed`: of all pairs, each measured beside others.
+    Args:
+        hosts: Host names.
+        slowed: The slowed pairs among all pairs, each measured beside others.
+
+    Returns:
+        The groups, hosts in the given order.
     """
     near = {host: {other for pair in slowed if host in pair for other in pair} - {host} for host in hosts}
     group = {host: number for number, host in enumerate(hosts)}
@@ -25,17 +102,17 @@ def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[
     between: dict[int, dict[int, int]] = {
         number: {group[other]: 1 for other in near[host] if other in group} for number, host in enumerate(hosts)
     }
-    """How many slowed pairs there are from a group to another."""
+    """Slowed pairs from one group to another."""
 
-    def alike(pair: tuple[str, str]) -> float:
+    def similarity(pair: tuple[str, str]) -> float:
         one, other = (near[host] for host in pair)
         both = len(one & other)
         return both / max(1, len(one) + len(other) - both)
 
-    for a, b in sorted(itertools.combinations(hosts, 2), key=alike, reverse=True):
+    for a, b in sorted(itertools.combinations(hosts, 2), key=similarity, reverse=True):
         one, other = group[a], group[b]
-        # Something else may have slowed one of many.
-        if one == other or between[one].get(other, 0) > STRAY * len(members[one]) * len(members[other]):
+        # A few pairs may be slowed by something else.
+        if one == other or between[one].get(other, 0) > MAX_SLOWED_FRACTION * len(members[one]) * len(members[other]):
             continue
         for host in members[other]:
             group[host] = one
@@ -48,10 +125,15 @@ def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[
 
 
 def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
-    """What pairs may reach alone that others slowed down and that never were alone, by source, target and way.
+    """Estimate the rates of pairs that were only measured together and slowed by each other.
 
-    That is what both hosts reach, but no more than any pair reached alone that leaves the group of either. Nothing is said
-    where no such pair was measured. `pairs`: all that was measured one way, alone and `together`.
+    The estimate is the minimum of what both hosts reached, and of the best single pair that leaves either group.
+
+    Args:
+        pairs: Measurements in one direction, `alone` and `together`.
+
+    Returns:
+        Bytes per second by source, target and transport; pairs without an estimate are missing.
     """
     found: dict[tuple[str, str, str], float] = {}
     every = list(pairs)

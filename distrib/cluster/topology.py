@@ -17,7 +17,9 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
 
 import msgspec
 
@@ -47,6 +49,10 @@ MOST_BYTES_PER_SECOND = 1e15
 MOST_PROCESSORS = 1 << 16
 SHORTEST_SECONDS, LONGEST_SECONDS = 1e-12, 1e5
 """What cannot have been measured is a slip of a unit or of a finger."""
+
+
+MAX_MEASUREMENT_AGE_DAYS = 180
+"""Older measurements get a note."""
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -273,6 +279,30 @@ def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
                 f"{where}: {path}: {name_hosts(only)} {'is' if len(only) == 1 else 'are'} not in {hosts.source}"
             )
     return tuple(notes)
+
+
+def age_notes(topology: Topology | None, now: datetime) -> tuple[str, ...]:
+    """Warn of old measurements: cables and shared links change.
+
+    Args:
+        topology: A topology, with or without measurements.
+        now: The current time, with a time zone.
+
+    Returns:
+        A note if the links were measured more than `MAX_MEASUREMENT_AGE_DAYS` ago, else nothing.
+    """
+    if topology is None or topology.measured is None:
+        return ()
+    text = topology.measured.when
+    try:
+        when = datetime.fromisoformat(re.sub(r"Z$", "+00:00", text))
+    except ValueError:
+        return (f"{topology.source}: `measured.when` is {text!r}, expected an ISO 8601 date",)
+    days = (now - (when if when.tzinfo else when.replace(tzinfo=timezone.utc))).days
+    if days <= MAX_MEASUREMENT_AGE_DAYS:
+        return ()
+    repeat = f"distrib-topo probe -o {topology.source}"
+    return (f"the links were measured {days} days ago, {when:%Y-%m-%d}; {repeat} measures them again",)
 
 
 def _line(source: str, path: str) -> int:

@@ -17,7 +17,8 @@ import msgspec
 import yaml
 
 from distrib.errors import TopologyError
-from distrib.utils import textfile
+from distrib.utils.files import UnreadableFileError
+from distrib.utils.files import read_text as read_text_file
 
 MAX_BYTES = 64 * 2**20
 MAX_REPEATED = 100_000
@@ -79,8 +80,8 @@ def read_text(path: str | Path) -> str:
     """The text of a file, its line ends as they are. Raises TopologyError where there is none."""
     source = str(path)
     try:
-        return textfile.read_text(path, "topology file", "see hostfiles/ for examples", MAX_BYTES)
-    except textfile.Unreadable as problem:
+        return read_text_file(path, "topology file", "see hostfiles/ for examples", MAX_BYTES)
+    except UnreadableFileError as problem:
         raise TopologyError(problem.what, source=source, line=problem.line, hint=problem.hint) from None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from distrib.cluster import link_sharing
+from distrib.cluster import shared_links
 from distrib.cluster.node import name_hosts
 from distrib.probe import resume, schedule
 from distrib.probe.bench.polling import ProbeTimeout, wait
@@ -467,11 +467,11 @@ class Leader:
         try:
             found, slowed = None, False
             for _ in range(ATTEMPTS):
-                load = link_sharing.slowed(run("once more", worst))
+                load = shared_links.slowed_pairs(run("once more", worst))
                 slowed |= bool(load)
                 paired = {host for pair in load for host in pair}
                 others = tuple(n for n in self.ranks if n not in paired and not self._is_sick(n))
-                if found := link_sharing.find_sides(tuple(load), run, others):
+                if found := shared_links.find_sides(tuple(load), run, others):
                     break
             if not slowed:
                 return ()

@@ -12,7 +12,7 @@ from typing import Any
 
 from distrib.cluster.inventory import Question, RdmaPort, fastest_ports, own_inventory, total_rate
 from distrib.probe.records import Facts, Gpu, Interface
-from distrib.utils.cpus import read_quota, usable_cores
+from distrib.utils.cpus import cpu_quota, usable_cores
 from distrib.utils.netif import interface_of
 
 
@@ -31,7 +31,7 @@ def own_facts(host: str, address: str) -> Facts:
         cpus=inventory.usable_cpus,
         machine=inventory.network_identity.partition(":")[0],
         processors=tuple(core[0] for core in usable_cores()),
-        quota=read_quota(),
+        quota=cpu_quota(),
         interfaces=tuple(
             Interface(
                 name=each.name,

@@ -17,7 +17,7 @@ LABELS_UP_TO = 40
 def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
     """Draw `measured` into a file whose ending tells its kind. Raises ConfigError where that cannot be written."""
     name = os.fspath(path)
-    plotting.check_name(name)
+    plotting.check_plot_path(name)
     from matplotlib.figure import Figure
 
     curves = [pair for pair in measured.pairs if pair.way == "mpi" and pair.curve]
@@ -30,7 +30,7 @@ def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
     if measured.collectives:
         _collectives(axes[-1], measured)
     figure.suptitle(f"{len(measured.hosts)} hosts, probed {measured.when}", fontsize=11)
-    plotting.save(figure, name)
+    plotting.save_figure(figure, name)
 
 
 def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:

@@ -16,7 +16,7 @@ from distrib.probe.bench.polling import ProbeTimeout
 from distrib.probe.host_facts import gpu_links
 from distrib.probe.protocol import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
 from distrib.probe.stages import COLLECTIVE_START_SECONDS
-from distrib.utils.cpu_load import Load
+from distrib.utils.cpus import CpuLoad
 
 BEGIN_SECONDS = 0.015
 """After an order, when streams beside others begin: all have heard it, are connected, and have pinged a network that is still."""
@@ -39,14 +39,14 @@ class Worker:
     def perform(self, task: Task) -> Reply:
         """Do this rank's part of a task. What goes wrong is in the answer."""
         assert not isinstance(task, Leave)
-        load = Load()
+        load = CpuLoad()
         begun = time.monotonic()
         deadline = begun + task.patience_seconds
         try:
             reply = self._do(task, deadline)
         except Exception as error:  # torch's are of many kinds; each costs one measurement and not the probe
             reply = Reply(number=task.number, rank=self.rank, failed=first_line(error))
-        busy = max(reply.busy, load.busy())
+        busy = max(reply.busy, load.busy_fraction())
         return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=busy)
 
     def _do(self, task: Task, deadline: float) -> Reply:

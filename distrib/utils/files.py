@@ -1,44 +1,137 @@
-"""What there is at a path that people name, asked as they mean it: where one may not look, or a name is too long for any file, there is nothing.
+"""Files and folders that users name: existence tests that do not raise, text with clear errors, absolute paths.
 
-pathlib's own questions raise there, on most versions of Python.
+pathlib's own tests raise PermissionError or OSError in most versions of Python where a folder may not be searched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from distrib.errors import ConfigError
 
+_PIPE_CONTENTS: dict[tuple[int, int], bytes] = {}
+"""Contents of pipes that were read, as of `-H <(...)`. A pipe delivers them once, and a restarted job reads its hostfile again."""
+
+
+class UnreadableFileError(Exception):
+    """A file that is not valid text: `what` is wrong, in `line` (from 1, 0 if unknown), and a `hint`."""
+
+    def __init__(self, what: str, hint: str, line: int = 0) -> None:
+        super().__init__(what)
+        self.what, self.hint, self.line = what, hint, line
+
+
+def read_text(path: str | os.PathLike[str], kind: str, hint: str, max_bytes: int) -> str:
+    """Read a UTF-8 text file without changing its line ends.
+
+    Args:
+        path: A file or a named pipe.
+        kind: The expected kind of file, for messages, such as `hostfile`.
+        hint: The advice if the file does not exist.
+        max_bytes: The largest accepted size.
+
+    Returns:
+        The text.
+
+    Raises:
+        UnreadableFileError: The file is missing, too large, or not UTF-8 text.
+    """
+    try:
+        status = Path(path).stat()
+        inode = status.st_dev, status.st_ino
+        if inode in _PIPE_CONTENTS:  # opening a pipe would block until somebody writes
+            data = _PIPE_CONTENTS[inode]
+        else:
+            with Path(path).open("rb") as file:
+                data = file.read(max_bytes + 1)  # bounded: the path may be /dev/zero
+            if stat.S_ISFIFO(status.st_mode):
+                _PIPE_CONTENTS[inode] = data
+    except FileNotFoundError:
+        raise UnreadableFileError(f"no such {kind}", hint) from None
+    except IsADirectoryError:
+        raise UnreadableFileError("this is a directory", f"name a {kind} in it") from None
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise UnreadableFileError(f"cannot read it: {why}", "check its mode and owner with ls -l") from None
+    if len(data) > max_bytes:
+        raise UnreadableFileError(f"larger than {max_bytes >> 20} MiB", f"name a {kind}")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UnreadableFileError("is in UTF-16", "save it as UTF-8")
+    nul = data.find(b"\0")
+    if nul >= 0:
+        raise UnreadableFileError("contains NUL bytes", f"name a {kind}", data.count(b"\n", 0, nul) + 1)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what, line = f"byte 0x{data[error.start]:02x} is not UTF-8", data.count(b"\n", 0, error.start) + 1
+        raise UnreadableFileError(what, f"name a {kind}, and save it as UTF-8", line) from None
+
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether there is anything that can be seen."""
+    """Test for a visible file or folder.
+
+    Args:
+        path: Any text, also one that is too long for a path.
+
+    Returns:
+        True if the path exists and its folder may be searched.
+    """
     return os.path.exists(path)
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a file, be it one that may not be read."""
+    """Test for a regular file.
+
+    Args:
+        path: Any text.
+
+    Returns:
+        True for a file, also for one that may not be read.
+    """
     return os.path.isfile(path)
 
 
 def is_dir(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a folder."""
+    """Test for a folder.
+
+    Args:
+        path: Any text.
+
+    Returns:
+        True for a folder.
+    """
     return os.path.isdir(path)
 
 
-def why_not_written(path: str | os.PathLike[str]) -> str:
-    """Why no file can be written there; empty where it can."""
+def write_problem(path: str | os.PathLike[str]) -> str:
+    """Find the reason why a file cannot be written.
+
+    Args:
+        path: The file, new or existing.
+
+    Returns:
+        The reason, or an empty string if it can be written.
+    """
     folder = Path(path).parent
     if is_dir(path):
         return "this is a directory"
     if not is_dir(folder):
         return f"there is no folder {folder}"
-    return "" if os.access(path if exists(path) else folder, os.W_OK) else why_refused(folder)
+    return "" if os.access(path if exists(path) else folder, os.W_OK) else refusal_reason(folder)
 
 
-def why_refused(folder: str | os.PathLike[str]) -> str:
-    """Why nothing may be written in a folder: os.access does not tell."""
+def refusal_reason(folder: str | os.PathLike[str]) -> str:
+    """Distinguish a read-only file system from missing permission: os.access does not.
+
+    Args:
+        folder: A folder in which writing was refused.
+
+    Returns:
+        The reason, for a message.
+    """
     with contextlib.suppress(OSError):
         if os.statvfs(folder).f_flag & os.ST_RDONLY:
             return "cannot write it: the file system is read-only"
@@ -46,21 +139,34 @@ def why_refused(folder: str | os.PathLike[str]) -> str:
 
 
 def working_directory() -> Path:
-    """Where commands run, and what relative paths begin at, as the shell calls it. Raises ConfigError where somebody has removed it.
+    """Return the working directory, by the name that the shell uses (`$PWD`) if it is the same folder.
 
-    Where a link leads to it (/home to /export/home on the file server), other hosts may know it by that name alone.
+    Other hosts may know the folder by that name only, as where a link leads from /home to a file server.
+
+    Raises:
+        ConfigError: The directory was removed.
     """
     try:
         here = Path.cwd()
     except FileNotFoundError:
-        raise ConfigError("the working directory is gone", hint="cd to one that is there") from None
-    called = os.environ.get("PWD", "")
+        raise ConfigError("the working directory does not exist any more", hint="cd to an existing one") from None
+    shell_path = os.environ.get("PWD", "")
     with contextlib.suppress(OSError, ValueError):
-        if os.path.isabs(called) and os.path.samefile(called, here):
-            return Path(called)
+        if os.path.isabs(shell_path) and os.path.samefile(shell_path, here):
+            return Path(shell_path)
     return here
 
 
-def absolute(path: str | os.PathLike[str]) -> Path:
-    """The whole path of what was named from the working directory."""
+def absolute_path(path: str | os.PathLike[str]) -> Path:
+    """Resolve a path against the working directory.
+
+    Args:
+        path: A relative or absolute path.
+
+    Returns:
+        The absolute path. Links in it are kept.
+
+    Raises:
+        ConfigError: The working directory was removed.
+    """
     return working_directory() / path

@@ -1,4 +1,4 @@
-"""The files of `--plot`: which they may be, and how a figure is written into one."""
+"""Style and output of all plots: colours, boxes, allowed file types, reproducible files."""
 
 from __future__ import annotations
 
@@ -8,33 +8,107 @@ from typing import Any
 from distrib.errors import ConfigError
 from distrib.utils import files
 
-SUFFIXES = (".svg", ".png", ".pdf")
+PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 DOTS_PER_INCH = 150
 
+INK, GREY, LINE, PAPER, PANEL = "#1f2933", "#697586", "#c5ccd6", "#ffffff", "#f5f7fa"
+GROUPS = ("#33658a", "#b5523b", "#4f7a4c", "#7a5ea8", "#a0741a", "#3f7f86")
+NETWORKS = {"InfiniBand": "#1d7874", "RoCE": "#6a4c93", "Ethernet": "#7d8597"}
+NVLINK, AMBER, GREEN = "#6f9f2f", "#b45309", "#15803d"
+CELL, GAP, PAD = 0.66, 0.12, 0.22
+"""Inches, as all lengths here."""
 
-def check_name(path: str) -> None:
-    """Raises ConfigError for a file that is of no kind of picture, or that cannot be written."""
+
+def check_plot_path(path: str) -> None:
+    """Check the file name of `--plot` before work begins.
+
+    Args:
+        path: The file to write.
+
+    Raises:
+        ConfigError: The suffix is not supported, or the file cannot be written.
+    """
     target = Path(path)
-    if target.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: no kind of picture", hint=f"name a file that ends in {', '.join(SUFFIXES)}")
-    if why := files.why_not_written(path):
-        raise ConfigError(f"--plot {path}: {why}", hint="name another file")
+    if target.suffix.lower() not in PLOT_SUFFIXES:
+        raise ConfigError(
+            f"--plot {path}: unsupported file type {target.suffix or 'without suffix'}",
+            hint=f"name a file that ends in {', '.join(PLOT_SUFFIXES)}",
+        )
+    if problem := files.write_problem(path):
+        raise ConfigError(f"--plot {path}: {problem}", hint="name another file")
 
 
-def style() -> Any:
-    """The context in which figures are made and saved: alike on all machines, letters as letters."""
-    from matplotlib import rc_context
+def plot_style() -> Any:
+    """Return the matplotlib context for making and saving figures: the same output on all machines, text as text."""
+    from matplotlib import rc_context  # matplotlib takes a second to import
 
     return rc_context(
         {"font.family": "DejaVu Sans", "svg.fonttype": "none", "svg.hashsalt": "distrib", "text.parse_math": False}
     )
 
 
-def save(figure: Any, path: str) -> None:
-    """Write a figure of matplotlib's, the same bytes for the same figure. Raises ConfigError where it cannot be written."""
+def save_figure(figure: Any, path: str) -> None:
+    """Write a figure. The same figure gives the same bytes.
+
+    Args:
+        figure: A matplotlib figure.
+        path: The file, whose suffix selects the format.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     try:
-        with style():
+        with plot_style():
             is_svg = path.lower().endswith(".svg")
             figure.savefig(path, dpi=DOTS_PER_INCH, metadata={"Date": None} if is_svg else None)
     except OSError as error:
         raise ConfigError(f"--plot {path}: cannot write it: {error.strerror}", hint="name another file") from None
+
+
+def fitted_font_size(text: str, width: float, max_size: float) -> float:
+    """Compute the font size at which a text fits.
+
+    Args:
+        text: One line.
+        width: Inches.
+        max_size: Points.
+
+    Returns:
+        The font size in points, 4.5 at least.
+    """
+    return max(4.5, min(max_size, max_size * (width - 0.1) / (0.0088 * max_size * max(len(text), 1))))
+
+
+def truncated_label(text: str, width: float) -> str:
+    """Shorten a label to the characters that fit, with an ellipsis.
+
+    Args:
+        text: One line.
+        width: Inches.
+
+    Returns:
+        The text, or the first part of it.
+    """
+    characters = int(width / 0.075)
+    return text if len(text) <= characters else text[: characters - 1] + "…"
+
+
+def draw_box(
+    axes: Any, x: float, y: float, width: float, height: float, face: str, edge: str, *, radius: float = 0.08
+) -> None:
+    """Draw a box with rounded corners.
+
+    Args:
+        axes: Matplotlib axes whose unit is one inch.
+        x: Left side, inches.
+        y: Lower side, inches.
+        width: Inches.
+        height: Inches.
+        face: Colour of the area.
+        edge: Colour of the border.
+        radius: Radius of the corners, inches.
+    """
+    from matplotlib.patches import FancyBboxPatch  # matplotlib takes a second to import
+
+    style = f"round,pad=0,rounding_size={radius}"
+    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=face, edgecolor=edge, lw=1.0))

@@ -53,7 +53,7 @@ def run(
         script_input = _pickled(target, args, name)
     else:
         name = Path(target).stem
-        wanted = launch.parser().parse_args([*words, str(files.absolute(target)), *map(str, args)])
+        wanted = launch.parser().parse_args([*words, str(files.absolute_path(target)), *map(str, args)])
         script_input = b""
     if wanted.engine == "kubernetes":
         raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")

@@ -10,8 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from distrib import units
 from distrib.cluster.node import name_hosts
-from distrib.utils import number_text
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import Result
 from distrib_launch.supervisor.root_cause import signal_name
@@ -92,9 +92,9 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         return name, *(show(getattr(side, field)) if side else "-" for side in (told, seen))
 
     rows = [
-        cells("a step", "step_seconds", number_text.time),
-        cells("computing", "compute_seconds", number_text.time),
-        cells("waiting for others", "exposed_seconds", number_text.time),
+        cells("a step", "step_seconds", units.duration_text),
+        cells("computing", "compute_seconds", units.duration_text),
+        cells("waiting for others", "exposed_seconds", units.duration_text),
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]
     parts = ["<h2>Speed</h2>", _table(("", "predicted", "measured"), rows, numbers=(1, 2))]
@@ -105,14 +105,14 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         )
     if told and told.cap:
         parts.append(
-            f"<p>Capped by {escape(told.cap.link)}, {number_text.rate(told.cap.bandwidth_bytes_per_second)}.</p>"
+            f"<p>Capped by {escape(told.cap.link)}, {units.rate_text(told.cap.bandwidth_bytes_per_second)}.</p>"
         )
     if told and seen:
         parts.append(_bars({"predicted": told, "measured": seen}))
     if seen and seen.links:
         links = [
-            (f"{link.source} to {link.target}", number_text.rate(link.bytes_per_second),
-             number_text.rate(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
+            (f"{link.source} to {link.target}", units.rate_text(link.bytes_per_second),
+             units.rate_text(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
             for link in sorted(seen.links, key=lambda link: link.bytes_per_second)[:32]
         ]  # fmt: skip
         parts += ["<h2>Links, slowest first</h2>", _table(("", "carried", "expected"), links, numbers=(1, 2))]

@@ -11,16 +11,24 @@ import msgspec
 
 from distrib import units
 from distrib.bandwidth_model import workload_catalog
-from distrib.bandwidth_model.fewer_hosts import Fewer, fewer_hosts
 from distrib.bandwidth_model.planner import first_kind, workload_of
 from distrib.bandwidth_model.prediction import Limit, Prediction
-from distrib.bandwidth_model.recommendations import Advice, advise, best_alike, is_alike, options_of
-from distrib.bandwidth_model.scaling import predict_step, note_on_processors, unlimited
+from distrib.bandwidth_model.recommendations import (
+    HostSubset,
+    Recommendation,
+    best_equivalent,
+    faster_subset_text,
+    find_faster_subset,
+    include_option,
+    is_equivalent,
+    launch_options,
+    recommend,
+)
+from distrib.bandwidth_model.scaling import note_on_processors, predict_step, unlimited
 from distrib.bandwidth_model.workload import Workload
-from distrib.cluster.topology import Topology
+from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
 from distrib.strategy import INNER_STEPS, Strategy
-from distrib.utils import number_text
 from distrib_launch.cli.plan import beside
 from distrib_launch.forecast_record import Outlook
 
@@ -100,13 +108,13 @@ def _foresee(
     hosts = tuple(host.name for host in working)
     each = tuple(host.workers for host in working)
     predicted = predict_step(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
-    advice = advise(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    advice = recommend(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
     if auto:
         strategy, predicted, why = _choose(strategy, predicted, advice)
         notes += (why,)
     few = None
     if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
-        few = fewer_hosts(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, than=predicted)
+        few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=predicted)
     limit = None
     if len(working) > 1 and predicted.cap and not predicted.cap.needed_bytes_per_second:
         limit = unlimited(topology, workload, predicted.strategy, hosts=hosts, ranks_per_host=each)
@@ -117,7 +125,7 @@ def _foresee(
     if warning or not fed:
         notes += tuple(note for note in predicted.notes if note not in notes)
     if warning:
-        notes += number_text.age(topology, datetime.now(timezone.utc))
+        notes += age_notes(topology, datetime.now(timezone.utc))
     if predicted.fits_memory is False:
         notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
     outlook = Outlook(
@@ -157,14 +165,16 @@ def _servers_apart(plan: LaunchPlan) -> int | None:
     return None if not servers or beside == sum(host.workers > 0 for host in plan.hosts) else servers
 
 
-def _choose(strategy: Strategy, predicted: Prediction, advice: Sequence[Advice]) -> tuple[Strategy, Prediction, str]:
+def _choose(
+    strategy: Strategy, predicted: Prediction, advice: Sequence[Recommendation]
+) -> tuple[Strategy, Prediction, str]:
     """The fastest with the arithmetic of what the user has chosen himself, and a line that says what and why."""
-    best = best_alike(advice, predicted.strategy)
+    best = best_equivalent(advice, predicted.strategy)
     if best and best.prediction.efficiency >= predicted.efficiency + 0.5 * WORTH:
         way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
         chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
         gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {predicted.efficiency:.0%}"
-        why = f"mode auto: {' '.join(options_of(chosen))}, for {gain}; the arithmetic is the same"
+        why = f"mode auto: {' '.join(launch_options(chosen))}, for {gain}; the arithmetic is the same"
         return chosen, best.prediction, why
     return (
         strategy,
@@ -177,8 +187,8 @@ def _warning(
     plan: LaunchPlan,
     predicted: Prediction,
     limit: Limit | None,
-    advice: Sequence[Advice],
-    few: Fewer | None,
+    advice: Sequence[Recommendation],
+    few: HostSubset | None,
     threshold: float,
     *,
     auto: bool,
@@ -196,17 +206,17 @@ def _warning(
     cap = predicted.cap
     why = predicted.losses[0].what if predicted.losses else "no link, the ranks themselves"
     if cap and why == f"link {cap.link}":
-        why = f"link {cap.link}, {number_text.rate(cap.bandwidth_bytes_per_second)}"
+        why = f"link {cap.link}, {units.rate_text(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
-            why += f"; {cap.wanted_efficiency:.0%} needs {number_text.rate(cap.needed_bytes_per_second)}"
+            why += f"; {cap.wanted_efficiency:.0%} needs {units.rate_text(cap.needed_bytes_per_second)}"
         elif limit and limit.losses and limit.efficiency < predicted.efficiency + WORTH:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
     said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {predicted.efficiency:.0%} ({why})"
     if few:
-        said += f". {number_text.fewer(few, predicted)}{'' if restricted else f': {number_text.include(few)}'}"
+        said += f". {faster_subset_text(few, predicted)}{'' if restricted else f': {include_option(few)}'}"
     chosen = predicted.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
-    same = best_alike(advice, chosen if chosen.mode == "sync" else Strategy())
+    same = best_equivalent(advice, chosen if chosen.mode == "sync" else Strategy())
     if same and not auto and same.prediction.efficiency >= predicted.efficiency + WORTH:
         own = () if chosen.mode == "sync" else _only_of(plan.strategy)
         said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
@@ -220,24 +230,24 @@ def _warning(
 def _only_of(chosen: Strategy) -> tuple[str, ...]:
     """The options that mean something in its mode alone, and would be refused in another."""
     shared = msgspec.structs.replace(Strategy(), gradients=chosen.gradients, accumulate=chosen.accumulate)
-    elsewhere = {*options_of(shared), "--mode", chosen.mode}
-    return tuple(word for word in options_of(chosen) if word.startswith("--") and word not in elsewhere)
+    elsewhere = {*launch_options(shared), "--mode", chosen.mode}
+    return tuple(word for word in launch_options(chosen) if word.startswith("--") and word not in elsewhere)
 
 
-def _options(advice: Advice, plan: LaunchPlan) -> tuple[str, ...]:
+def _options(advice: Recommendation, plan: LaunchPlan) -> tuple[str, ...]:
     """What to give for it: servers that the hostfile places need no option."""
     servers = advice.strategy.servers
     placed = plan.strategy.servers is None and servers == _servers_apart(plan)
-    return options_of(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
+    return launch_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 
 _LADDER = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
 """What changes the arithmetic, mildest first."""
 
 
-def mildest(advice: Sequence[Advice], threshold: float, chosen: Strategy) -> Advice | None:
+def mildest(advice: Sequence[Recommendation], threshold: float, chosen: Strategy) -> Recommendation | None:
     """Of what changes the arithmetic from that of `chosen`, the mildest that reaches the threshold, else the fastest."""
-    changing = [each for each in advice if not (each.exact or each.batch or is_alike(each.strategy, chosen))]
+    changing = [each for each in advice if not (each.exact or each.batch or is_equivalent(each.strategy, chosen))]
     enough = [each for each in changing if each.prediction.efficiency >= threshold]
     return min(enough, key=lambda each: _harshness(each.strategy), default=changing[0] if changing else None)
 
@@ -248,7 +258,7 @@ def _harshness(strategy: Strategy) -> tuple[int, ...]:
     return tuple(sorted((_LADDER.index(step) for step in steps if step in _LADDER), reverse=True))
 
 
-def _named(advice: Advice) -> str:
+def _named(advice: Recommendation) -> str:
     """Such as `Gradients as bf16`."""
     strategy = advice.strategy
     parts = []

@@ -44,7 +44,7 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(
             "--profile cannot bring its file back from Kubernetes", hint="profile on one of your machines"
         )
-    if what := files.why_not_written(options.profile):
+    if what := files.write_problem(options.profile):
         raise ConfigError(f"--profile {options.profile}: {what}", hint="name a file to write")
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     return {DISTRIB_PROFILE: msgspec.json.encode({"name": name}).decode()}

@@ -120,9 +120,9 @@ def not_started(plan: LaunchPlan, end: DistribError | KeyboardInterrupt, seconds
 def choose_run_dir(wanted: str | None, script: str) -> Path:
     """The run directory: the one asked for, else `distrib-runs/<time>-<script>` under the working directory."""
     if wanted:
-        return paths.absolute(wanted)
+        return paths.absolute_path(wanted)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(script.removesuffix(".py")).name)[:LONGEST_STEM] or "script"
-    base = paths.absolute("distrib-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
+    base = paths.absolute_path("distrib-runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{stem}"
     return next(path for n in range(10_000) if not paths.exists(path := Path(f"{base}-{n}" if n else base)))
 
 
@@ -133,7 +133,7 @@ def claimed_run_dir(wanted: str | None, script: str) -> Iterator[Path]:
     It goes again when no plan comes of it.
     """
     if wanted:
-        yield paths.absolute(wanted)
+        yield paths.absolute_path(wanted)
         return
     while True:
         path = choose_run_dir(None, script)

@@ -52,7 +52,7 @@ class _Refused(Exception):
 
 def check_folder(given: str) -> Path:
     """The absolute path of a folder that can be brought; `ConfigError` where it is none."""
-    folder = paths.absolute(given)
+    folder = paths.absolute_path(given)
     if not paths.is_dir(folder):
         raise ConfigError(
             f"--sync {given}: {'is no folder' if paths.exists(folder) else 'no such folder'}",

@@ -148,7 +148,7 @@ def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], 
     run_dir = results.choose_run_dir(options.run_dir, options.script)
     folder = rsync.check_folder(options.sync) if options.sync is not None else None
     return planning.Options(
-        script=options.script if options.module else str(files.absolute(options.script)),
+        script=options.script if options.module else str(files.absolute_path(options.script)),
         module=options.module,
         arguments=tuple(options.arguments),
         interpreter=sys.executable,

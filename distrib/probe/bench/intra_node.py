@@ -15,7 +15,7 @@ from typing import Any
 from distrib.cluster.measurements import InsideLink
 from distrib.probe.bench import statistics
 from distrib.probe.protocol import first_line
-from distrib.utils.cpus import cpu_list
+from distrib.utils.cpus import read_cpu_list
 
 MEMORY_BYTES = 64 << 20
 GPU_BYTES = 64 << 20
@@ -136,7 +136,7 @@ def _beside(torch: Any, index: int) -> Iterator[None]:
 
         told = pynvml.nvmlDeviceGetPciInfo(_handle(torch, index)).busId
         bus = (told.decode() if isinstance(told, bytes) else told).lower()[-12:]
-        os.sched_setaffinity(0, cpu_list(Path(f"/sys/bus/pci/devices/{bus}/local_cpulist")) & before or before)
+        os.sched_setaffinity(0, read_cpu_list(Path(f"/sys/bus/pci/devices/{bus}/local_cpulist")) & before or before)
     try:
         yield
     finally:

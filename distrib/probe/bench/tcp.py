@@ -18,7 +18,7 @@ import msgspec
 
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import ProbeTimeout
-from distrib.utils.cpu_load import Load
+from distrib.utils.cpus import CpuLoad
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")
@@ -140,7 +140,7 @@ def _fill(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) 
         for sock in sockets:
             sock.setblocking(False)
             selector.register(sock, selectors.EVENT_WRITE)
-        load = Load()
+        load = CpuLoad()
         while True:
             for key, _ in selector.select(min(CHECK_SECONDS, _left(deadline, "the receiver does not hang up"))):
                 try:
@@ -148,7 +148,7 @@ def _fill(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) 
                 except BlockingIOError:
                     continue
                 except OSError:  # the receiver has hung up
-                    return _told(sockets, load.busy())
+                    return _told(sockets, load.busy_fraction())
 
 
 def receive(
@@ -186,12 +186,12 @@ def receive(
         latency = statistics.summarise(trips[SKIP_PINGS:]).median if pings else None
         time.sleep(max(0.0, begins - time.monotonic()))
         first.sendall(GO)
-        load = Load()
+        load = CpuLoad()
         found = _drain(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, longest) if seconds else []
         return Stream(
             latency_seconds=latency,
             rate=statistics.summarise(found) if found else None,
-            busy=load.busy() if seconds else 0.0,
+            busy=load.busy_fraction() if seconds else 0.0,
         )
     finally:
         _close(sockets, reset=True)

@@ -38,6 +38,6 @@ def ranked(found: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
 
 
-def rate_text(bytes_per_second: float) -> str:
+def bit_rate_text(bytes_per_second: float) -> str:
     """A rate as people say it of networks: in bits."""
     return format_rate(bytes_per_second, digits=3, bits=True)

@@ -10,7 +10,7 @@ from distrib.cluster.hardware_catalog import LinkKind
 from distrib.cluster.link_spec import Link, parse_network
 from distrib.cluster.measurements import Collective
 from distrib.cluster.node import Nic, shown_hosts
-from distrib.probe.diagnosis.finding import Finding, rate_text
+from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.remeasure import class_of_pair, classes_of, one_way
 from distrib.probe.records import Facts, Gpu, Load, PairSeen
 from distrib.probe.secondary_networks import measured_cards
@@ -58,7 +58,7 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
             Finding(
                 kind="mixed_cards", severity="note" if len(hosts) > 1 else "warning",
                 what=f"{shown_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
-                f"{rate_text(speed)}, {f'where {rate_text(usual)} is usual here' if is_usual else f'and {rate_text(usual)} elsewhere'}",
+                f"{bit_rate_text(speed)}, {f'where {bit_rate_text(usual)} is usual here' if is_usual else f'and {bit_rate_text(usual)} elsewhere'}",
                 evidence="the rates that the cards say they have; links are compared with those of their own rate",
                 advice="a job over all hosts goes at the pace of the slowest: use the slower ones in jobs of their own, "
                 "or see whether cable and switch port allow no more (ethtool)",
@@ -168,8 +168,8 @@ def _below_nominal(
 def _below(who: str, hosts: tuple[str, ...], part: float, card: Link, advice: str) -> Finding:
     return Finding(
         kind="below_nominal", severity="warning", what=f"{who} reaches {part:.0%} of what its card is good for",
-        evidence=f"{rate_text(part * card.usable_bytes_per_second)} at best, of about "
-        f"{rate_text(card.usable_bytes_per_second)} that a card of {rate_text(card.rate_bytes_per_second)} brings",
+        evidence=f"{bit_rate_text(part * card.usable_bytes_per_second)} at best, of about "
+        f"{bit_rate_text(card.usable_bytes_per_second)} that a card of {bit_rate_text(card.rate_bytes_per_second)} brings",
         advice=advice, hosts=hosts, ratio=part, loss=0.3 * (1 - part),
     )  # fmt: skip
 
@@ -229,8 +229,8 @@ def _faster_interface(facts: Facts, tried: Collection[str]) -> list[Finding]:
         Finding(
             kind="wrong_interface", severity="warning",
             what=f"{facts.host}: {own.name} is used, but {faster.name} is faster",
-            evidence=f"{own.name} is rated {rate_text(own.speed_bytes_per_second)}, {faster.name} "
-            f"{rate_text(faster.speed_bytes_per_second or 0)}",
+            evidence=f"{own.name} is rated {bit_rate_text(own.speed_bytes_per_second)}, {faster.name} "
+            f"{bit_rate_text(faster.speed_bytes_per_second or 0)}",
             advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(facts.host,), loss=0.4,
         )
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Literal
 
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import groups_of
-from distrib.probe.diagnosis.finding import Finding, rate_text
+from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.oversubscription import ACROSS, PAIRS_SHOWN
 from distrib.probe.diagnosis.remeasure import SLOW, Baseline, class_of_pair, classes_of, one_way
 from distrib.probe.records import PairSeen, best
@@ -66,7 +66,7 @@ def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[Pai
                 kind="slow_host",
                 severity="error" if ratio < BAD else "warning",
                 what=f"{host}: its link is slow: it {how} at {ratio:.0%} of what is usual here",
-                evidence=f"{rate_text(min(rate for rate, _ in low))} with most other hosts, of {rate_text(usual)} usual "
+                evidence=f"{bit_rate_text(min(rate for rate, _ in low))} with most other hosts, of {bit_rate_text(usual)} usual "
                 f"({pairs} measurements alone)",
                 advice=f"look at the cable, switch port and negotiated rate of {host}'s card (ethtool), at its PCIe slot, "
                 "and at what else uses it; leave the host out with --exclude until then",
@@ -152,7 +152,7 @@ def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> 
         Finding(
             kind="slow_link", severity="error",
             what=f"between {_sides(rates, narrow)} the way is slow: {ratio:.0%} of what their hosts reach with others",
-            evidence=f"{len(narrow)} directions, each alone, have {rate_text(rate)} (median) of {rate_text(rate / ratio)}",
+            evidence=f"{len(narrow)} directions, each alone, have {bit_rate_text(rate)} (median) of {bit_rate_text(rate / ratio)}",
             advice="look at what these ways have in common: an uplink or a port between switches that runs at a lower rate",
             hosts=hosts, ratio=ratio, loss=1 - ratio,
         )
@@ -188,7 +188,7 @@ def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[
                 kind="slow_link",
                 severity="error" if ratio < BAD else "warning",
                 what=f"{pair[0]} and {pair[1]}: the way between them is slow: {ratio:.0%} of what is usual here",
-                evidence=f"{rate_text(max(rates))} alone, of {rate_text(usual)} usual; both are faster with other hosts",
+                evidence=f"{bit_rate_text(max(rates))} alone, of {bit_rate_text(usual)} usual; both are faster with other hosts",
                 advice="look at the switches and uplinks on this way",
                 hosts=(pair[0], pair[1]),
                 source=pair[0],
@@ -212,7 +212,7 @@ def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Findi
                     kind="asymmetric_link",
                     severity="error" if ratio < BAD else "warning",
                     what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
-                    evidence=f"{rate_text(rate)} from {source} to {target}, {rate_text(back)} back",
+                    evidence=f"{bit_rate_text(rate)} from {source} to {target}, {bit_rate_text(back)} back",
                     advice=f"look for errors on {source}'s sending and {target}'s receiving side (ethtool -S), flow control, "
                     "and routes that differ by direction",
                     hosts=(source, target),

@@ -8,7 +8,7 @@ import msgspec
 
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
-from distrib.probe.diagnosis.finding import Finding, rate_text
+from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.remeasure import SHARED_BUSY, Baseline, one_way, processors_shared
 from distrib.probe.records import GroupsSeen, PairSeen
 from distrib.probe.settings import Way
@@ -94,7 +94,7 @@ def _finding(what: str, crossing: Sequence[PairSeen], baseline: Baseline, hosts:
         kind="oversubscribed_uplink",
         severity="warning",
         what=f"{what} oversubscribed {ratio:.1f}:1",
-        evidence=f"{len(crossing)} pairs across at once reach {rate_text(had)} together, of {rate_text(wanted)} that their hosts "
+        evidence=f"{len(crossing)} pairs across at once reach {bit_rate_text(had)} together, of {bit_rate_text(wanted)} that their hosts "
         "could send",
         advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
         "neighbouring ranks on the same side; or widen the uplink",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink
 from distrib.cluster.shared_links import SLOWED
-from distrib.probe.diagnosis.finding import Finding, ranked, rate_text
+from distrib.probe.diagnosis.finding import Finding, bit_rate_text, ranked
 from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND
 from distrib.units import format_duration, format_rate, format_size
 
@@ -145,7 +145,7 @@ def _link(ratio: float, old: PairLink, new: PairLink, on: str, when: str) -> Fin
         kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
         what=f"{new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had "
         f"({new.way}{on}{', beside others' if new.load == 'together' else ''})",
-        evidence=f"{rate_text(new.bandwidth_bytes_per_second)} now, {rate_text(old.bandwidth_bytes_per_second)} on {when}",
+        evidence=f"{bit_rate_text(new.bandwidth_bytes_per_second)} now, {bit_rate_text(old.bandwidth_bytes_per_second)} on {when}",
         advice="look at what was changed on this way since then", hosts=(new.source, new.target),
         source=new.source, target=new.target, ratio=ratio, loss=(1 - ratio) / 2,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 import msgspec
 
 from distrib.cluster.node import Nic, name_hosts
-from distrib.probe.diagnosis.finding import Finding, Kind, ranked, rate_text
+from distrib.probe.diagnosis.finding import Finding, Kind, bit_rate_text, ranked
 from distrib.probe.diagnosis.gpu_copies import slow_copies
 from distrib.probe.diagnosis.nics import card_speeds, gpudirect_idle, mixed_cards, of_facts
 from distrib.probe.diagnosis.outliers import narrow_ways, slow_hosts, slow_links
@@ -121,8 +121,8 @@ def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) 
                 Finding(
                     kind="wrong_interface", severity="warning",
                     what=f"{network} is faster than the network that is used",
-                    evidence=f"{rate_text(statistics.median(rates))} between its cards alone, "
-                    f"{rate_text(statistics.median(own))} on the one that is used (medians)",
+                    evidence=f"{bit_rate_text(statistics.median(rates))} between its cards alone, "
+                    f"{bit_rate_text(statistics.median(own))} on the one that is used (medians)",
                     advice=use, hosts=hosts,
                     ratio=statistics.median(own) / statistics.median(rates), loss=0.4,
                 )
@@ -170,8 +170,8 @@ def half_duplex(seen: Sequence[PairSeen], way: Way, never: Collection[str]) -> l
                     kind="half_duplex",
                     severity="error",
                     what=f"{source} and {target}: both ways at once each way gets {ratio:.0%}: half duplex?",
-                    evidence=f"{rate_text(own)} one way; {rate_text(record.bandwidth_bytes_per_second)} and "
-                    f"{rate_text(back.bandwidth_bytes_per_second)} both ways",
+                    evidence=f"{bit_rate_text(own)} one way; {bit_rate_text(record.bandwidth_bytes_per_second)} and "
+                    f"{bit_rate_text(back.bandwidth_bytes_per_second)} both ways",
                     advice="compare duplex and autonegotiation of both cards with their switch ports (ethtool)",
                     hosts=(source, target),
                     source=source,

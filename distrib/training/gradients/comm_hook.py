@@ -14,8 +14,7 @@ from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth_model.bucket_bounds import FIRST_PIECE_BYTES, worth_trying
-from distrib.bandwidth_model.bucketing import evenly
+from distrib.bandwidth_model.bucketing import DEFAULT_BUCKET_BYTES, candidate_bounds, even_bounds
 from distrib.strategy import Strategy
 from distrib.training import shutdown
 from distrib.training.gradients.bucket_autotuner import Contest, Cut
@@ -138,7 +137,7 @@ class Averaging(Hook):
         times = torch.tensor(self._ready, dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         sizes = [dtype.itemsize * elements for dtype, elements in self._layout]
-        return worth_trying(sizes, times.tolist(), self._hierarchy.measure())
+        return candidate_bounds(sizes, times.tolist(), self._hierarchy.measure())
 
     def _go_on(self, contest: Contest) -> None:
         if not self._ends:  # there are other gradients than before
@@ -189,7 +188,7 @@ class Averaging(Hook):
         if self._ends:
             yield from (stop for stop in self._ends if begin < stop <= end)
         elif not self._way.whole:
-            yield from (begin + stop for stop in evenly(end - begin, self._even_bytes or FIRST_PIECE_BYTES))
+            yield from (begin + stop for stop in even_bounds(end - begin, self._even_bytes or DEFAULT_BUCKET_BYTES))
 
     def _send(self, stop: int, bucket: GradBucket) -> None:
         origin = None

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 import torch.distributed as dist
 
-from distrib.bandwidth_model.bucketing import Wire, evenly
+from distrib.bandwidth_model.bucketing import AllReduceCost, even_bounds
 from distrib.training.checks.cross_rank import gathered
 from distrib.training.gradients.compression import Way
 from distrib.training.gradients.hierarchical_allreduce import COUNTERS, Engine, Lane, Piece
@@ -80,7 +80,7 @@ class Hierarchy:
         """The averages of these bytes of the stream."""
         return self._neighbours.shared(self._result_start + start, self._result_start + end, dtype)
 
-    def measure(self) -> Wire:
+    def measure(self) -> AllReduceCost:
         """What averaging costs on these wires now, with everything that a piece passes; the same answer on every rank.
 
         Called between steps: what lies in the memory of the gradients is of no use any more.
@@ -95,7 +95,7 @@ class Hierarchy:
         times = torch.tensor([self._trial(FEW), self._trial(MANY), inside], dtype=torch.float64, device="cpu")
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         few, many, inside = times.tolist()
-        return Wire(
+        return AllReduceCost(
             overhead_seconds=max(LEAST_OVERHEAD_SECONDS, (many - few) / (MANY - FEW)),
             seconds_per_byte=max(few, 1e-9) / min(TRIAL_BYTES, self._size_bytes),
             inside_seconds_per_byte=inside / TRIAL_BYTES,
@@ -103,7 +103,7 @@ class Hierarchy:
 
     def _trial(self, pieces: int) -> float:
         """How long it takes to average so many pieces of a trial, in seconds."""
-        ends = evenly(min(TRIAL_BYTES, self._size_bytes), -(-min(TRIAL_BYTES, self._size_bytes) // pieces))
+        ends = even_bounds(min(TRIAL_BYTES, self._size_bytes), -(-min(TRIAL_BYTES, self._size_bytes) // pieces))
         begun = time.perf_counter()
         for key, (start, end) in enumerate(itertools.pairwise((0, *ends))):
             self.engine.copied(Piece(key=key, start=start, end=end, dtype=torch.float32))

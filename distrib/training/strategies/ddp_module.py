@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distrib.bandwidth_model.bucketing import plain_bytes
+from distrib.bandwidth_model.bucketing import ddp_bucket_bytes
 from distrib.errors import TrainingError
 from distrib.training.checks.cross_rank import several
 
@@ -66,7 +66,7 @@ class Wrapped(DistributedDataParallel):
         super().__init__(module, **options)
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
-        self.bucket_bytes_cap = max(self.bucket_bytes_cap, plain_bytes(size))
+        self.bucket_bytes_cap = max(self.bucket_bytes_cap, ddp_bucket_bytes(size))
         self._learning = [
             (name.replace("_orig_mod.", ""), parameter)
             for name, parameter in module.named_parameters()

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.preflight import preflight
     from distrib_launch.runner import read_hosts, read_topology_for, refuse_hostfile
 
-    script = files.absolute(options.script) if options.script else None
+    script = files.absolute_path(options.script) if options.script else None
     if script and not files.is_file(script):
         raise ConfigError(f"{options.script}: no such script", hint="a path from here; hosts are named with -H")
     if options.script:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.console import perhaps_unread
 
     for path in options.plot:
-        plotting.check_name(path)
+        plotting.check_plot_path(path)
     question = planner.question(options)
     answer = planner.answer(question)
     for path in options.plot:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from distrib.bandwidth_model.fabric import IMAGINED
 from distrib.bandwidth_model.planner import Answer, Compared, Question
 from distrib.bandwidth_model.prediction import Prediction
-from distrib.bandwidth_model.recommendations import Advice
+from distrib.bandwidth_model.recommendations import Recommendation, faster_subset_text, include_option
 from distrib.bandwidth_model.scaling import NEGLIGIBLE
-from distrib.utils.number_text import fewer, include, number, rate, size, time
+from distrib.units import duration_text, number_text, rate_text, size_text
 
 COLUMNS = 100
 
@@ -21,7 +21,7 @@ def lines(question: Question, answer: Answer) -> list[str]:
     told = [
         *_wrapped(
             f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
-            f"{time(work.compute_seconds + work.loader_seconds)} a step alone, {size(work.gradient_bytes)} of gradients; "
+            f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
             f"{_ranks(question)} a host"
         ),
         "",
@@ -61,10 +61,10 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
     return (
         str(prediction.hosts),
         str(prediction.ranks),
-        time(prediction.step_seconds),
-        number(prediction.samples_per_second),
+        duration_text(prediction.step_seconds),
+        number_text(prediction.samples_per_second),
         f"{prediction.efficiency:.1%}",
-        time(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
+        duration_text(prediction.exposed_seconds) if prediction.exposed_seconds else "-",
         _held_by(prediction),
     )
 
@@ -75,7 +75,7 @@ def _held_by(prediction: Prediction) -> str:
     if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE * prediction.step_seconds):
         return "loading data"
     if cap and (most is None or most.what == f"link {cap.link}"):
-        return f"{cap.link}, {rate(cap.bandwidth_bytes_per_second)}"
+        return f"{cap.link}, {rate_text(cap.bandwidth_bytes_per_second)}"
     return most.what if most and most.seconds > NEGLIGIBLE * prediction.step_seconds else "compute"
 
 
@@ -94,16 +94,16 @@ def _needed(question: Question, answer: Answer) -> str:
         return f"{where}: no wire between hosts is needed{held}"
     has = ""
     if last.cap and not last.cap.is_inside:
-        has = f"; {last.cap.link} has {rate(last.cap.bandwidth_bytes_per_second)}"
+        has = f"; {last.cap.link} has {rate_text(last.cap.bandwidth_bytes_per_second)}"
     reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
-    return f"{where} needs {rate(answer.needed_bytes_per_second)} a host{has}{reached}"
+    return f"{where} needs {rate_text(answer.needed_bytes_per_second)} a host{has}{reached}"
 
 
 def _fewer(question: Question, answer: Answer) -> str:
     if answer.fewer is None:
         return ""
-    option = "" if question.topology.name == IMAGINED else f": distrib-launch {include(answer.fewer)}"
-    return fewer(answer.fewer, answer.predictions[-1]) + option
+    option = "" if question.topology.name == IMAGINED else f": distrib-launch {include_option(answer.fewer)}"
+    return faster_subset_text(answer.fewer, answer.predictions[-1]) + option
 
 
 def _memory(answer: Answer) -> str:
@@ -111,7 +111,7 @@ def _memory(answer: Answer) -> str:
     memory = answer.workload.memory_bytes
     if fits is None or memory is None:
         return ""
-    held = f"memory: a rank holds {size(memory)} alone, and buckets of {size(answer.workload.gradient_bytes)} beside others"
+    held = f"memory: a rank holds {size_text(memory)} alone, and buckets of {size_text(answer.workload.gradient_bytes)} beside others"
     return f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"
 
 
@@ -122,24 +122,24 @@ def _comparison(compared: Sequence[Compared]) -> list[str]:
     rows = []
     for each in compared:
         row = [each.network, *(f"{prediction.efficiency:.1%}" for prediction in each.predictions)]
-        row.append(number(each.predictions[-1].samples_per_second))
+        row.append(number_text(each.predictions[-1].samples_per_second))
         if priced:
             row += (
                 ["-", "-"]
                 if each.price is None
-                else [number(each.price), number(each.price_per_efficiency_percent or 0)]
+                else [number_text(each.price), number_text(each.price_per_efficiency_percent or 0)]
             )
         rows.append(row)
     return table([*head, "price", "per % of efficiency"] if priced else head, rows)
 
 
-def advice_table(advice: Sequence[Advice]) -> list[str]:
+def advice_table(advice: Sequence[Recommendation]) -> list[str]:
     """Each strategy with what it brings, and by a letter what it costs in convergence."""
     costs = {each.convergence: chr(ord("a") + place) for place, each in enumerate(_each_cost_once(advice))}
     rows = [
         (
             f"batches of {each.batch} in the script" if each.batch else " ".join(each.options) or "as it is",
-            number(each.prediction.samples_per_second),
+            number_text(each.prediction.samples_per_second),
             f"{each.prediction.efficiency:.1%}",
             "exact" if each.exact else costs[each.convergence],
         )
@@ -152,7 +152,7 @@ def advice_table(advice: Sequence[Advice]) -> list[str]:
     ]
 
 
-def _each_cost_once(advice: Sequence[Advice]) -> list[Advice]:
+def _each_cost_once(advice: Sequence[Recommendation]) -> list[Recommendation]:
     ordered = sorted(advice, key=lambda each: each.exact)  # letters go to those that are not
     return list({each.convergence: each for each in ordered}.values())
 

@@ -152,9 +152,9 @@ def _check_files(
     Raises ConfigError for files that cannot be read, or could not be written later.
     """
     for path in options.plot:
-        from distrib.utils.plotting import check_name
+        from distrib.utils.plotting import check_plot_path
 
-        check_name(path)
+        check_plot_path(path)
     earlier = None
     if options.output:
         no_gpus = probe_job.without_gpus(options)

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from distrib_launch.topology_view.model import view_of
 
     for path in options.plot:  # what is written before would stand in the way of the corrected command
-        plotting.check_name(path)
+        plotting.check_plot_path(path)
     hosts = read_hosts(options.hosts)
     # What is beside the hostfile may be of other days; hosts that are asked tell all that is needed.
     unread = options.ask and options.topology is None

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from distrib.utils.cpus import Core, cores_of, cpu_list, read_quota
+from distrib.utils.cpus import Core, cpu_quota, physical_cores, read_cpu_list
 from distrib.utils.ranges import ranges
 
 HOW = ("auto", "none", "core", "numa")
@@ -216,13 +216,13 @@ def read_machine(root: Path = Path("/"), cpus: set[int] | None = None) -> Machin
     nodes: dict[int, tuple[Core, ...]] = {}
     left = set(allowed)
     for folder in sorted(root.glob("sys/devices/system/node/node[0-9]*"), key=lambda path: int(path.name[4:])):
-        here = left & cpu_list(folder / "cpulist")
+        here = left & read_cpu_list(folder / "cpulist")
         left -= here
         if here:
-            nodes[int(folder.name[4:])] = cores_of(root, here)
+            nodes[int(folder.name[4:])] = physical_cores(root, here)
     if left:
-        nodes[max(nodes, default=-1) + 1] = cores_of(root, left)
-    return Machine(nodes, _read_gpus(root), read_quota(root))
+        nodes[max(nodes, default=-1) + 1] = physical_cores(root, left)
+    return Machine(nodes, _read_gpus(root), cpu_quota(root))
 
 
 def _read_gpus(root: Path) -> tuple[Gpu, ...]:

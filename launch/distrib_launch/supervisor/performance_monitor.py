@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from distrib.utils import number_text
+from distrib import units
 from distrib_launch.forecast_record import LinkSeen, Measured
 from distrib_launch.launch_plan import LaunchPlan
 
@@ -106,7 +106,9 @@ class Watch:
         compute = min(step, told[slowest].compute_seconds)
         outlook = self._plan.outlook
         alone = (
-            outlook.predicted.compute_seconds if outlook else statistics.median(t.compute_seconds for t in told.values())
+            outlook.predicted.compute_seconds
+            if outlook
+            else statistics.median(t.compute_seconds for t in told.values())
         )
         sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in told.items()})
         sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in told.items()})
@@ -157,19 +159,19 @@ class Watch:
             predicted = f" ({outlook.predicted.efficiency:.0%} was predicted)" if outlook else ""
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
             computing = f"rank {seen.slowest_rank} computing for longer than {'was predicted' if outlook else 'most'}"
-            more = f" and {number_text.time(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
+            more = f" and {units.duration_text(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
             by_wire = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
             who = "the wire holds" if by_wire else "waiting for each other holds"
             what = (
                 self._narrowest(seen)
                 if by_wire
-                else f"; the wires need {number_text.time(seen.network_seconds or 0.0)} for them: look for ranks that are late, for processors that "
+                else f"; the wires need {units.duration_text(seen.network_seconds or 0.0)} for them: look for ranks that are late, for processors that "
                 "too many ranks share, and, where gradients are small, at the wires' latency"
             )
             self._warn(
                 "wire",
-                f"{who} this job at {seen.efficiency:.0%} of its speed{predicted}: of {number_text.time(seen.step_seconds)} a step, "
-                f"{number_text.time(seen.exposed_seconds)} are waiting for gradients{more}{what}",
+                f"{who} this job at {seen.efficiency:.0%} of its speed{predicted}: of {units.duration_text(seen.step_seconds)} a step, "
+                f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients{more}{what}",
             )
         if outlook is None:
             return
@@ -177,7 +179,7 @@ class Watch:
         if seen.step_seconds > (1 + tolerated) * outlook.predicted.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {number_text.time(seen.step_seconds)}, {number_text.time(outlook.predicted.step_seconds)} was predicted: "
+                f"a step takes {units.duration_text(seen.step_seconds)}, {units.duration_text(outlook.predicted.step_seconds)} was predicted: "
                 + self._suspect(seen),
             )
 
@@ -191,7 +193,7 @@ class Watch:
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
-            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {number_text.rate(worst.bytes_per_second)}"
+            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {units.rate_text(worst.bytes_per_second)}"
         cap = self._plan.outlook.predicted.cap if self._plan.outlook else None
         return f"; link {cap.link}" if cap else ""
 
@@ -210,19 +212,19 @@ class Watch:
             elif len(below) > 1 and not common:
                 where, carries = f"{len(below)} links, {worst.source}-{worst.target} the worst of them,", "carry"
             usual = worst.expected_bytes_per_second
-            beside = f", {number_text.rate(usual)} was expected" if usual else " while the others carry more"
-            return f"{where} {carries} {number_text.rate(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
+            beside = f", {units.rate_text(usual)} was expected" if usual else " while the others carry more"
+            return f"{where} {carries} {units.rate_text(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
         more = seen.step_seconds - predicted.step_seconds
         expected = predicted.step_seconds - predicted.exposed_seconds
         if seen.compute_seconds - expected > more / 2:
             return (
-                f"rank {rank.rank} on {rank.host} computes and loads data for {number_text.time(seen.compute_seconds)}, "
-                f"{number_text.time(expected)} was predicted; is its processor shared, or hot, or its storage slow?"
+                f"rank {rank.rank} on {rank.host} computes and loads data for {units.duration_text(seen.compute_seconds)}, "
+                f"{units.duration_text(expected)} was predicted; is its processor shared, or hot, or its storage slow?"
             )
         cap = predicted.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""
-        return f"{number_text.time(seen.exposed_seconds)} are waiting for gradients, {number_text.time(predicted.exposed_seconds)} was predicted{guess}"
+        return f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients, {units.duration_text(predicted.exposed_seconds)} was predicted{guess}"
 
     def _expect(self, source: str, target: str) -> tuple[float | None, str]:
         """What a link should carry by the topology, and what it is."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distrib.utils import plotting
-from distrib_launch.topology_view.colors import GREY, GROUPS, INK, PAPER
+from distrib.utils.plotting import GREY, GROUPS, INK, PAPER
 from distrib_launch.topology_view.network_diagram import Network
 from distrib_launch.topology_view.node_diagram import Card
 
@@ -17,7 +17,7 @@ MAX_CARDS = 6
 
 def plot(view: View, path: str) -> None:
     """Draw the view into a file. Raises ConfigError where it is of no kind of picture, or cannot be written."""
-    plotting.check_name(path)
+    plotting.check_plot_path(path)
     from matplotlib.figure import Figure
 
     described = [group for group in view.groups if group.described]
@@ -29,7 +29,7 @@ def plot(view: View, path: str) -> None:
     heights = [max(card.height for card in row) for row in rows]
     width = max([*(sum(card.width + 0.3 for card in row) for row in rows), network.width, 6.0]) + 0.4
     height = 0.75 + sum(heights) + 0.3 * len(heights) + network.height + 0.2
-    with plotting.style():
+    with plotting.plot_style():
         figure = Figure(figsize=(width, height), facecolor=PAPER)
         axes: Any = figure.add_axes((0, 0, 1, 1))
         axes.set(xlim=(0, width), ylim=(0, height))
@@ -51,7 +51,7 @@ def plot(view: View, path: str) -> None:
                 left += card.width + 0.3
             top -= tallest + 0.3
         network.draw(axes, 0.3, top, width - 0.6)
-        plotting.save(figure, path)
+        plotting.save_figure(figure, path)
 
 
 def _rows(cards: list[Card]) -> list[list[Card]]:

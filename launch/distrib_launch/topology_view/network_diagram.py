@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrib.cluster.node import shown_hosts
 from distrib.units import format_rate
-from distrib_launch.topology_view.colors import AMBER, GREEN, GREY, INK, LINE, NETWORKS, PANEL, PAPER, box, short
+from distrib.utils.plotting import AMBER, GREEN, GREY, INK, LINE, NETWORKS, PANEL, PAPER, draw_box, truncated_label
 
 if TYPE_CHECKING:
     from distrib_launch.topology_view.model import LinkView, SwitchView, View
@@ -73,7 +73,7 @@ class Network:
             axes.text(right, y, text, size=8.5, color=GREY, ha="right", va="center")
             right -= 0.068 * len(text) + 0.12
             if swatch:
-                box(axes, right - 0.12, y - 0.06, 0.14, 0.12, colour, colour, radius=0.02)
+                draw_box(axes, right - 0.12, y - 0.06, 0.14, 0.12, colour, colour, radius=0.02)
                 right -= 0.3
 
     def _rack_size(self, members: list[str]) -> tuple[float, float]:
@@ -92,10 +92,16 @@ class Network:
         width: float,
         height: float,
     ) -> None:
-        box(axes, x, y - height, width, height, PANEL, LINE)
+        draw_box(axes, x, y - height, width, height, PANEL, LINE)
         axes.text(x + width / 2, y - 0.17, name, size=10, weight="bold", color=INK, ha="center", va="center")
         axes.text(
-            x + width / 2, y - 0.39, short(shown_hosts(members), width), size=8, color=GREY, ha="center", va="center"
+            x + width / 2,
+            y - 0.39,
+            truncated_label(shown_hosts(members), width),
+            size=8,
+            color=GREY,
+            ha="center",
+            va="center",
         )
         shown = members[:MAX_HOSTS]
         columns = min(len(shown), self.columns)
@@ -103,7 +109,9 @@ class Network:
         for number, host in enumerate(shown):
             column, line = number % columns, number // columns
             colour = self.colours.get(host, GREY)
-            box(axes, begin + column * 0.34 + 0.04, y - 0.82 - line * 0.34, 0.26, 0.26, colour, colour, radius=0.04)
+            draw_box(
+                axes, begin + column * 0.34 + 0.04, y - 0.82 - line * 0.34, 0.26, 0.26, colour, colour, radius=0.04
+            )
         if len(members) > MAX_HOSTS:
             axes.text(
                 x + width / 2,
@@ -143,7 +151,7 @@ class Network:
                     bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.2},
                 )  # fmt: skip
         width = max(1.6, 0.11 * len(switch.name) + 0.4)
-        box(axes, x - width / 2, y - 0.32, width, 0.32, INK, INK, radius=0.05)
+        draw_box(axes, x - width / 2, y - 0.32, width, 0.32, INK, INK, radius=0.05)
         axes.text(x, y - 0.16, switch.name, size=10, weight="bold", color="#ffffff", ha="center", va="center")
         centres[switch.name] = (x, y)
         return centres[switch.name]

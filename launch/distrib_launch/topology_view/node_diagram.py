@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from distrib.units import format_rate, format_size
-from distrib_launch.topology_view.colors import (
+from distrib.utils.plotting import (
     AMBER,
     CELL,
     GAP,
@@ -17,8 +17,8 @@ from distrib_launch.topology_view.colors import (
     NVLINK,
     PAD,
     PANEL,
-    box,
-    fit,
+    draw_box,
+    fitted_font_size,
 )
 from distrib_launch.topology_view.model import nvlink_name
 
@@ -62,8 +62,10 @@ class Card:
     def draw(self, axes: Any, left: float, top: float) -> None:
         stack = min(len(self.group.names) - 1, 2)
         for behind in range(stack, 0, -1):
-            box(axes, left + 0.07 * behind, top - self.height + 0.07 * behind, self.width, self.height, "#ffffff", LINE)
-        box(axes, left, top - self.height, self.width, self.height, PANEL, LINE)
+            draw_box(
+                axes, left + 0.07 * behind, top - self.height + 0.07 * behind, self.width, self.height, "#ffffff", LINE
+            )
+        draw_box(axes, left, top - self.height, self.width, self.height, PANEL, LINE)
         x, y = left + PAD, top - 0.3
         axes.text(x, y, self.title, size=12.5, weight="bold", color=self.colour, va="center")
         for number, line in enumerate(self.lines):
@@ -86,7 +88,7 @@ class Card:
         centres: dict[int, float] = {}
         for block in self.blocks:
             height = gpu_height + 0.3 + self.nic_height
-            box(axes, x, below - height, block.width, height, "#ffffff", LINE)
+            draw_box(axes, x, below - height, block.width, height, "#ffffff", LINE)
             axes.text(
                 x + block.width / 2,
                 below - gpu_height - 0.15,
@@ -100,7 +102,7 @@ class Card:
             for place, gpu in enumerate(block.gpus):
                 at = x + (block.width - used) / 2 + place * (CELL + GAP)
                 centres[gpu] = at + CELL / 2
-                box(axes, at, below - 0.1 - CELL, CELL, CELL, self.colour, self.colour, radius=0.06)
+                draw_box(axes, at, below - 0.1 - CELL, CELL, CELL, self.colour, self.colour, radius=0.06)
                 axes.text(
                     at + CELL / 2,
                     below - 0.1 - CELL / 2,
@@ -132,18 +134,18 @@ class Card:
             at = x + 0.08 + number * each
             colour = NETWORKS.get(nic.kind, GREY)
             solid = bool(nic.gpudirect)
-            box(axes, at + 0.03, top - 0.54, each - 0.06, 0.5, colour if solid else "#ffffff", colour, radius=0.05)
+            draw_box(axes, at + 0.03, top - 0.54, each - 0.06, 0.5, colour if solid else "#ffffff", colour, radius=0.05)
             rate = f"{nic.count} x {nic.text}" if nic.count > 1 else nic.text
             rate = f"RoCE {rate}" if nic.kind == "RoCE" else rate
             axes.text(
-                at + each / 2, top - 0.29, f"{nic.names}\n{rate}", size=fit(max(nic.names, rate, key=len), each, 8.5),
+                at + each / 2, top - 0.29, f"{nic.names}\n{rate}", size=fitted_font_size(max(nic.names, rate, key=len), each, 8.5),
                 color="#ffffff" if solid else colour, ha="center", va="center", linespacing=1.25,
             )  # fmt: skip
 
     def _draw_nvlink(self, axes: Any, centres: dict[int, float], top: float) -> None:
         if self.group.nvswitch and centres:
             first, last = min(centres.values()) - CELL / 2, max(centres.values()) + CELL / 2
-            box(axes, first, top + 0.14, last - first, 0.28, NVLINK, NVLINK, radius=0.05)
+            draw_box(axes, first, top + 0.14, last - first, 0.28, NVLINK, NVLINK, radius=0.05)
             name = next((link.text for link in self.group.inside if link.text.startswith("NVLink")), "NVLink")
             axes.text(
                 (first + last) / 2,
