@@ -14,8 +14,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distrib.bandwidth_model.bucket_bounds import FINE_BYTES, FINE_PARTS, left_to_ddp
-from distrib.bandwidth_model.bucketing import plain_bytes
+from distrib.bandwidth_model.bucketing import (
+    MAX_HOOK_BUCKETS,
+    MIN_HOOK_BUCKET_BYTES,
+    ddp_bucket_bytes,
+    is_averaged_by_ddp,
+)
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
 from distrib.training.checks.cross_rank import IS_MEAN, gathered, several
@@ -181,8 +185,8 @@ def wrap_model(
     if device.type == "cuda":
         return _on_gpu(model, device, strategy, find_unused_parameters)
     size = sum(parameter.nbytes for parameter in learning)
-    if left_to_ddp(size, strategy, alone=_each_on_a_host_of_its_own()):
-        return _plain(model, find_unused_parameters, plain_bytes(size))
+    if is_averaged_by_ddp(size, strategy, one_rank_per_host=_each_on_a_host_of_its_own()):
+        return _plain(model, find_unused_parameters, ddp_bucket_bytes(size))
     averaging = Averaging(learning, strategy)
     wrapped = _wrapped(
         model,
@@ -238,7 +242,7 @@ def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
         return strategy.bucket_bytes / MIB
     if strategy.gradients.format == "powersgd":
         return None
-    return max(FINE_BYTES, sum(parameter.nbytes for parameter in learning) // FINE_PARTS) / MIB
+    return max(MIN_HOOK_BUCKET_BYTES, sum(parameter.nbytes for parameter in learning) // MAX_HOOK_BUCKETS) / MIB
 
 
 def _on_gpu(
