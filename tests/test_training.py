@@ -42,10 +42,10 @@ from torch.utils.data import (
 import distrib
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy, parse_gradients
-from distrib.training import Job, ShardedLoader
+from distrib.training import Job, ShardedLoader, checksums
 from distrib.training import job as job_module
 from distrib.training.checkpoint import checkpoint_format
-from distrib.training.checks import cross_rank, divergence
+from distrib.training.checks import divergence
 from distrib.training.data.epoch import Lessons
 from distrib.training.data.sampler import global_batches, share
 from distrib.training.data.sharded_loader import every_nth
@@ -573,12 +573,12 @@ def test_batches_of_classes_of_their_own_are_moved_too():
 
 
 def test_sums_are_of_all_parts_whatever_the_layout(monkeypatch):
-    monkeypatch.setattr(cross_rank, "_PART_ELEMENTS", 7)
+    monkeypatch.setattr(checksums, "_SPLIT_ELEMENTS", 7)
     values = torch.arange(60.0).view(3, 4, 5)
     for same in (values, values.permute(2, 0, 1), values.double(), values[None, None]):
         digest = divergence._Digest.of("weight", same)
         assert (digest.sum, digest.norm) == (pytest.approx(1770), pytest.approx(values.norm().item()))
-        assert all(part.numel() <= 12 for part in cross_rank.in_parts(same))
+        assert all(part.numel() <= 12 for part in checksums.split_for_sum(same))
     own = divergence._Digest.of("weight", values)
     assert own.is_far_from(1770.0 + own.norm, own.norm)
     unknown = divergence._Digest.of("weight", torch.eye(3).to_sparse())

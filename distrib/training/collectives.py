@@ -1,39 +1,252 @@
-"""What the ranks of a job tell each other besides gradients: numbers, and what one of them knows alone."""
+"""Communication between the ranks of a job besides gradients: objects, numbers, many tensors in one message, notes in the store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+import contextlib
+import hashlib
+import io
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from distrib.errors import DistribError, TrainingError
-from distrib.training.checks.cross_rank import IS_MEAN
-from distrib.training.flat import MESSAGE_BYTES
-from distrib.training.strategies.base import ElasticStrategy
 from distrib.training.world import World
 
 T = TypeVar("T")
 
 Operation = Literal["mean", "sum", "max", "min"]
+MESSAGE_BYTES = 250 << 20
+"""The largest message of a broadcast, as in DistributedDataParallel."""
+IS_AVERAGED = "distrib_is_averaged"
+"""The attribute of a tensor that is a mean over the ranks: a gradient that has it needs no all-reduce."""
+_NCCL_TYPES = {
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
 _WIDER = {
     **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.float64),
     **dict.fromkeys((torch.float16, torch.bfloat16), torch.float32),
 }
-_CARRIED = {torch.int16: torch.int32}
-"""What neither Gloo nor NCCL adds up, and in which type it travels."""
+"""By type the one in which a mean is computed, as its sum may overflow."""
+_SENT_AS = {torch.int16: torch.int32}
+"""By type that neither Gloo nor NCCL adds up the one that is sent instead."""
 _OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
-class Exchange:
-    """Between all ranks: through torch, or where ranks may come and go (`elastic`) through the servers."""
+# Objects
 
-    def __init__(self, world: World, elastic: ElasticStrategy | None) -> None:
+
+def gather_objects(own: T) -> list[T]:
+    """Gather one picklable object of every rank. Collective.
+
+    Args:
+        own: This rank's object.
+
+    Returns:
+        The objects of all ranks, by rank.
+    """
+    objects: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, own)
+    return objects
+
+
+def gather_if_different(own: T) -> list[T]:
+    """Gather one object of every rank if they differ between ranks. Collective.
+
+    Digests are compared first, as the objects may be large and are usually equal.
+
+    Args:
+        own: This rank's object, compared by its `repr`.
+
+    Returns:
+        The objects of all ranks, by rank; an empty list if all are equal.
+    """
+    digests = gather_objects(hashlib.sha256(repr(own).encode()).hexdigest())
+    return gather_objects(own) if len(set(digests)) > 1 else []
+
+
+def find_differing(own: Sequence[str]) -> list[bool]:
+    """Compare strings between ranks, position by position. Collective.
+
+    Args:
+        own: This rank's strings, as many on every rank. Empty strings are ignored.
+
+    Returns:
+        For each position, True if two ranks have different strings.
+    """
+    return [len(set(filter(None, column))) > 1 for column in zip(*gather_objects(list(own)), strict=True)]
+
+
+def to_bytes(thing: Any) -> bytes:
+    """Serialize an object with `torch.save`.
+
+    Args:
+        thing: The object; it may contain tensors.
+
+    Returns:
+        The serialized object.
+    """
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.getvalue()
+
+
+# Tensors
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """Overwrite tensors with those of rank 0. Collective.
+
+    Args:
+        tensors: Tensors of any types and devices, of the same shapes on every rank.
+    """
+    for part in group_by_device([_real(tensor.detach()) for tensor in tensors]):
+        with torch.no_grad():
+            if known := [tensor for tensor in part if tensor.is_cuda and tensor.dtype in _NCCL_TYPES]:
+                # With the fewest kernels, as DDP does.
+                dist._broadcast_coalesced(dist.group.WORLD, known, MESSAGE_BYTES, 0)  # type: ignore[attr-defined, arg-type]
+                part = [tensor for tensor in part if tensor.dtype not in _NCCL_TYPES]
+            if not part:
+                continue
+            message = torch.cat([_bytes(tensor) for tensor in part])
+            dist.broadcast(message, src=0)
+            if dist.get_rank():
+                sizes = [tensor.numel() * tensor.element_size() for tensor in part]
+                for tensor, piece in zip(part, torch.split(message, sizes), strict=True):
+                    # A piece may begin where no element of its type may: the copy of bytes does not mind.
+                    _copy_bytes(tensor, piece)
+
+
+def flatten_tensors(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the elements of all tensors.
+
+    Args:
+        tensors: Tensors of any shapes on one device; complex ones count as pairs of real numbers.
+
+    Returns:
+        A tensor [elements] of float32, or float64 if one tensor has that type.
+    """
+    parts = [_real(tensor.detach()).reshape(-1) for tensor in tensors]
+    wide = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    return torch.cat([part.to(wide) for part in parts])
+
+
+def unflatten_tensors(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the elements of a flat tensor into tensors. The reverse of `flatten_tensors`.
+
+    Args:
+        flat: A tensor [elements].
+        tensors: The destinations, in the order of `flat`.
+    """
+    with torch.no_grad():
+        reals = [_real(tensor.detach()) for tensor in tensors]
+        for real, piece in zip(reals, torch.split(flat, [real.numel() for real in reals]), strict=True):
+            real.copy_(piece.view(real.shape))
+
+
+def group_by_device(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group tensors by their device.
+
+    Args:
+        tensors: The tensors; empty ones are left out.
+
+    Returns:
+        One list per device.
+    """
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            groups.setdefault(tensor.device, []).append(tensor)
+    return list(groups.values())
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copy_bytes(tensor: torch.Tensor, piece: torch.Tensor) -> None:
+    tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+# The store of the rendezvous
+
+
+def publish(topic: str, rank: int, text: str) -> None:
+    """Write a text of one rank into the rendezvous store, without waiting for other ranks.
+
+    If the store is gone, nothing is written.
+
+    Args:
+        topic: The name under which all ranks publish.
+        rank: The rank that publishes.
+        text: The text.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        store, key = _get_default_store(), _key(topic, rank)
+        store.set(key, text)
+        store.check([key])  # waits until the store has the text, which set() does not
+
+
+def collect_if_complete(topic: str, ranks: Iterable[int]) -> list[str]:
+    """Read what ranks have published, without waiting for them.
+
+    Args:
+        topic: The name under which all ranks publish.
+        ranks: The ranks to read.
+
+    Returns:
+        The text of each rank, in the order of `ranks`; an empty list if one is missing or the store is gone.
+    """
+    keys = [_key(topic, rank) for rank in ranks]
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = _get_default_store()
+        if store.check(keys):
+            return [store.get(key).decode() for key in keys]
+    return []
+
+
+def _key(topic: str, rank: int) -> str:
+    return f"distrib/{topic}/{rank}"
+
+
+# Numbers, and what one rank knows
+
+
+class ElasticCollectives(Protocol):
+    """Collectives through the parameter servers, among the workers that are alive."""
+
+    def reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        """Reduce a tensor over the workers."""
+
+    def from_main(self, work: Callable[[], T]) -> T:
+        """Run `work` on the main worker and broadcast its result."""
+
+
+class JobCollectives:
+    """Collectives of all ranks: through torch.distributed, or in mode async through the parameter servers (`elastic`)."""
+
+    def __init__(self, world: World, elastic: ElasticCollectives | None) -> None:
         self._world, self._elastic = world, elastic
 
     def all_reduce(self, value: float | torch.Tensor, op: Operation) -> float | torch.Tensor:
-        """See `Job.all_reduce`. Every rank."""
+        """Reduce a number or a tensor over all ranks. Collective. See `Job.all_reduce`.
+
+        Args:
+            value: A number or a tensor.
+            op: The reduction.
+
+        Returns:
+            A float, or a new tensor.
+
+        Raises:
+            TrainingError: `op` is unknown, or `value` is neither a number nor a tensor.
+        """
         if op not in _OPERATIONS:
             raise TrainingError(f"all_reduce has no op {op!r}", hint=f"use {', '.join(_OPERATIONS)}")
         if not isinstance(value, torch.Tensor):
@@ -48,7 +261,7 @@ class Exchange:
         if value.dtype is torch.bool and op in ("mean", "sum"):
             result = result.to(torch.int64)  # how many are true: the sum of truths is one
         # The sum that a mean is made of may be more than the type of the values can hold.
-        wider = _WIDER.get(value.dtype) if op == "mean" else _CARRIED.get(value.dtype)
+        wider = _WIDER.get(value.dtype) if op == "mean" else _SENT_AS.get(value.dtype)
         if wider:
             result = result.to(wider)
         if self._elastic:
@@ -60,17 +273,35 @@ class Exchange:
                 result = result / self._world.size
             if wider:
                 result = result.to(value.dtype if value.is_floating_point() else torch.get_default_dtype())
-            setattr(result, IS_MEAN, True)
+            setattr(result, IS_AVERAGED, True)
         elif wider:
             result = result.to(value.dtype)
         return result
 
     def from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on the main rank, where alone it is called; what it raises is raised on every rank. Every rank."""
+        """Run a function on the main rank and broadcast its result. Collective.
+
+        Args:
+            work: Called on the main rank only. Its OSError or DistribError is raised on every rank.
+
+        Returns:
+            The result, on every rank.
+        """
         return self._elastic.from_main(work) if self._elastic else self.from_rank(0, work)
 
     def from_rank(self, source: int, work: Callable[[], T]) -> T:
-        """The same of rank `source`, where ranks go in step."""
+        """Run a function on one rank and broadcast its result, in modes sync and local. Collective.
+
+        Args:
+            source: The rank that calls `work`.
+            work: As in `from_main`.
+
+        Returns:
+            The result, on every rank.
+
+        Raises:
+            TrainingError: `work` raised OSError or DistribError on another rank.
+        """
         if self._world.size == 1:
             return work()
         answer: list[Any] = [None, None]
@@ -86,10 +317,15 @@ class Exchange:
         result: T = answer[0]
         return result
 
-    def content(self, source: int, read: Callable[[], bytes | None]) -> memoryview | None:
-        """The bytes that `read` returns on rank `source`, if it does; what it raises is raised on every rank. Every rank.
+    def broadcast_content(self, source: int, read: Callable[[], bytes | None]) -> memoryview | None:
+        """Broadcast the content of a file. Collective.
 
-        They may be many, and many ranks of a host get them: each has them once, and rank `source` twice for a moment.
+        Args:
+            source: The rank that reads.
+            read: Returns the content, or None if there is none. Its errors are raised as in `from_rank`.
+
+        Returns:
+            The content, or None. Each rank holds it once, rank `source` twice for a moment.
         """
         if self._elastic or self._world.size == 1:
             data = self.from_main(read)

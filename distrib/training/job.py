@@ -35,7 +35,7 @@ from distrib.training.checks.datasets import check_same_data
 from distrib.training.checks.divergence import Drift, check_same_values
 from distrib.training.checks.manual_update import HandMade
 from distrib.training.checks.usage import Forgotten, is_scheduled
-from distrib.training.collectives import Exchange, Operation
+from distrib.training.collectives import JobCollectives, Operation
 from distrib.training.data.loader_registry import Loaders
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.gradient_accumulation import Samples
@@ -157,7 +157,7 @@ class Job:
         self._ends_mpi = world.ends_mpi
         run = replicas.Run.from_environment(os.environ)
         self.restarts = run.restarts
-        self._exchange = Exchange(world, self._elastic)
+        self._exchange = JobCollectives(world, self._elastic)
         self._checkpoints = Checkpoints(run, backend, self._exchange, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []

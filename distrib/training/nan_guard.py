@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
-from distrib.training.checks.cross_rank import gathered
+from distrib.training.collectives import gather_objects
 from distrib.training.model_parameters import optimizer_parameters, trainable_parameters
 
 OnNan = Literal["raise", "skip", "ignore"]
@@ -139,7 +139,7 @@ class Finite:
         mine = not all(bool(_reals(gradient).isfinite().all()) for gradient in witnesses)
         if alone or not self._together:
             return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
-        ranks = [str(rank) for rank, has_some in enumerate(gathered(mine)) if has_some]
+        ranks = [str(rank) for rank, has_some in enumerate(gather_objects(mine)) if has_some]
         if not ranks:
             return ", on a rank that cannot be told" if witnesses else ""
         return f" on rank {ranks[0]}" if len(ranks) == 1 else f" on ranks {', '.join(ranks)}"

@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
-from distrib.training.checks.cross_rank import IS_MEAN
+from distrib.training.collectives import IS_AVERAGED
 from distrib.training.gradient_accumulation import Mean, Samples
 from distrib.training.model_parameters import optimizer_parameters, trainable_parameters, unwrap_model
 from distrib.training.nan_guard import Finite, OnNan
@@ -355,7 +355,7 @@ class Steps:
 
     def _check_set(self) -> None:
         """Raises TrainingError where the script itself has set gradients: those of all batches but the last would be lost."""
-        if any(hasattr(parameter.grad, IS_MEAN) for parameter in optimizer_parameters(self.optimizer)):
+        if any(hasattr(parameter.grad, IS_AVERAGED) for parameter in optimizer_parameters(self.optimizer)):
             raise TrainingError(
                 "a gradient that the script sets itself (p.grad = job.all_reduce(...)) cannot be accumulated: only what backward gives is",
                 hint="leave out accumulate, or add up the batches' gradients in the script, too",

@@ -17,8 +17,7 @@ from typing import Any
 from torch import nn
 
 from distrib.training.checkpoint import checkpoint_format, replicas
-from distrib.training.checks.cross_rank import gathered
-from distrib.training.collectives import Exchange
+from distrib.training.collectives import JobCollectives, gather_objects
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.to_device import moved
 
@@ -26,7 +25,9 @@ from distrib.training.to_device import moved
 class Checkpoints:
     """Those that a job writes and reads. `elastic`: ranks may come and go."""
 
-    def __init__(self, run: replicas.Run, backend: TrainingStrategy, exchange: Exchange, *, elastic: bool) -> None:
+    def __init__(
+        self, run: replicas.Run, backend: TrainingStrategy, exchange: JobCollectives, *, elastic: bool
+    ) -> None:
         self._run, self._backend, self._world, self._device = run, backend, backend.world, backend.device
         self._exchange, self._elastic = exchange, elastic
         self._saves: Counter[str] = Counter()
@@ -65,7 +66,7 @@ class Checkpoints:
         def read() -> bytes | None:
             return checkpoint_format.content(path)
 
-        data = self._exchange.content(source, read)
+        data = self._exchange.broadcast_content(source, read)
         place = Path(path).absolute()
         if data is None:
             if self._world.rank == 0:
@@ -92,7 +93,7 @@ class Checkpoints:
         """The rank that sees the newest checkpoint. Every rank."""
         if self._elastic or self._world.size == 1:
             return 0
-        stamps = gathered(replicas.stamp_of(path))
+        stamps = gather_objects(replicas.stamp_of(path))
         chosen = replicas.newest(stamps, self._run)
         if self._world.rank == 0 and (later := replicas.later(stamps, chosen)):
             rank, own, other = later

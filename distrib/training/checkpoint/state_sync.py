@@ -12,12 +12,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from distrib.training.checks.cross_rank import differ, digest_of, sum_of_bits
-from distrib.training.collectives import Exchange
-from distrib.training.flat import as_bytes
+from distrib.training.checksums import bit_sum, content_digest
+from distrib.training.collectives import JobCollectives, find_differing, to_bytes
 
 
-def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
+def hand_out(things: Sequence[Any], exchange: JobCollectives) -> None:
     """Gives each of `things` that has a state besides parameters that of rank 0, where another rank has another. Every rank.
 
     A script may have read a checkpoint on one rank only.
@@ -27,25 +26,25 @@ def hand_out(things: Sequence[Any], exchange: Exchange) -> None:
         return
     states = [thing.state_dict() for thing in stateful]
     for thing, state, differs in zip(
-        stateful, states, differ([digest_of(_in_short(state)) for state in states]), strict=True
+        stateful, states, find_differing([content_digest(_in_short(state)) for state in states]), strict=True
     ):
         if differs:
-            told = exchange.from_main(functools.partial(as_bytes, state))
+            told = exchange.from_main(functools.partial(to_bytes, state))
             thing.load_state_dict(torch.load(io.BytesIO(told), map_location="cpu", weights_only=False))
 
 
-def hand_out_settings(things: Sequence[Any], exchange: Exchange) -> None:
+def hand_out_settings(things: Sequence[Any], exchange: JobCollectives) -> None:
     """The same in mode async, where what an optimizer has learnt goes to the servers: its settings do not. Every rank."""
     stateful = [thing for thing in things if _has_one_state(thing)]
     if not stateful:
         return
     states = [_settings(thing) for thing in stateful]
-    told = exchange.from_main(lambda: as_bytes([_travelling(state) for state in states]))
+    told = exchange.from_main(lambda: to_bytes([_travelling(state) for state in states]))
     for thing, state, of_main in zip(stateful, states, torch.load(io.BytesIO(told), weights_only=True), strict=True):
         if of_main is None:
             continue
         main = torch.load(io.BytesIO(of_main), map_location="cpu", weights_only=False)
-        if digest_of(_in_short(state)) == digest_of(_in_short(main)):
+        if content_digest(_in_short(state)) == content_digest(_in_short(main)):
             continue
         if isinstance(thing, Optimizer):
             for group, settings in zip(thing.param_groups, main, strict=True):
@@ -57,7 +56,7 @@ def hand_out_settings(things: Sequence[Any], exchange: Exchange) -> None:
 def _travelling(state: Any) -> bytes | None:
     """None for what cannot travel, such as functions within lists: each rank keeps its own."""
     try:
-        return as_bytes(state)
+        return to_bytes(state)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
 
@@ -78,7 +77,7 @@ def _has_one_state(thing: Any) -> bool:
 def _in_short(thing: Any) -> Any:
     """`thing` with a few numbers in place of each tensor."""
     if isinstance(thing, torch.Tensor):
-        return [str(thing.dtype), list(thing.shape), sum_of_bits(thing)]
+        return [str(thing.dtype), list(thing.shape), bit_sum(thing)]
     if isinstance(thing, dict):
         return {key: _in_short(value) for key, value in thing.items()}
     if isinstance(thing, (list, tuple)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -15,27 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from distrib.errors import TrainingError
+from distrib.training.collectives import gather_if_different
 
 T = TypeVar("T")
-
-IS_MEAN = "distrib_is_mean"
-"""The attribute of a tensor that is a mean over the ranks: a gradient that has it need not be averaged."""
-
-
-def gathered(own: T) -> list[T]:
-    """What every rank has given, in the order of ranks. Every rank."""
-    all_: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_, own)
-    return all_
-
-
-def gathered_if_other(own: T) -> list[T]:
-    """What every rank has given, where one has given something else than another by its `repr`; else nothing. Every rank.
-
-    Digests travel first, as it is much and mostly alike.
-    """
-    digests = gathered(hashlib.sha256(repr(own).encode()).hexdigest())
-    return gathered(own) if len(set(digests)) > 1 else []
 
 
 def check_alike(things: Sequence[Any], models: Sequence[nn.Module], **options: Any) -> None:
@@ -48,7 +29,7 @@ def check_alike(things: Sequence[Any], models: Sequence[nn.Module], **options: A
         parameter: name for model in every for name, parameter in model.named_parameters()
     }
     said = [f"{name}={value!r}" for name, value in options.items()]
-    all_ = gathered_if_other([*(_described(thing, names) for thing in things), [_OPTIONS, *said]])
+    all_ = gather_if_different([*(_described(thing, names) for thing in things), [_OPTIONS, *said]])
     if not all_:
         return
     other = next(rank for rank, found in enumerate(all_) if found != all_[0])
@@ -70,68 +51,6 @@ def common(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
         if getattr(module, "max_norm", None) is not None:  # an embedding that writes into its rows as it reads them
             own.update(f"{name}.{parameter}".lstrip(".") for parameter, _ in module.named_parameters(recurse=False))
     return [(name, values) for name, values in inner.named_parameters() if name not in own]
-
-
-def differ(own: Sequence[str]) -> list[bool]:
-    """Of each word, whether two ranks have different ones; those that have none do not count. Every rank."""
-    return [len(set(filter(None, words))) > 1 for words in zip(*gathered(list(own)), strict=True)]
-
-
-def total(parameter: torch.Tensor) -> torch.Tensor:
-    """What its elements add up to: another number where one has changed, but by a rare accident."""
-    return parameter.detach().sum(dtype=torch.complex128 if parameter.is_complex() else torch.float64)
-
-
-def digest_of(batch: Any) -> str:
-    """A word for the numbers and strings in a batch, in tuples, lists and dicts: equal batches have equal ones. Empty where
-    it has tensors that cannot be read so."""
-    digest = hashlib.sha256()
-    try:
-        _feed(digest, batch)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return ""
-    return digest.hexdigest()
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PART_ELEMENTS = 1 << 22
-
-
-def in_parts(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """`values` in views along the longest dimension, small enough to be copied to 8 bytes an element each."""
-    if not values.dim():
-        return (values,)
-    longest = max(range(values.dim()), key=values.size)
-    rows = _PART_ELEMENTS * values.size(longest) // max(1, values.numel())
-    return torch.split(values, max(1, rows), longest)
-
-
-def sum_of_bits(values: torch.Tensor) -> int:
-    """Of all values, as whole numbers; 0 for what has no bits to be read in the common way."""
-    values = values.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    try:
-        bits = values.view(_INTEGERS[values.element_size()])
-        return sum(int(part.sum(dtype=torch.int64)) for part in in_parts(bits))
-    except (KeyError, RuntimeError, NotImplementedError, TypeError):
-        return 0
-
-
-def _feed(digest: hashlib._Hash, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.layout is torch.strided:
-            digest.update(repr((value.dtype, value.shape)).encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, dict):
-        for key in value:
-            _feed(digest, key)
-            _feed(digest, value[key])
-    elif isinstance(value, (str, bytes, int, float, bool, type(None))):
-        digest.update(repr(value).encode())
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _feed(digest, item)
 
 
 _OPTIONS = "the options of job.prepare"

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from distrib.errors import TrainingError
-from distrib.training.checks.cross_rank import digest_of, gathered_if_other
+from distrib.training.checksums import content_digest
+from distrib.training.collectives import gather_if_different
 
 _LOOKED_AT = 32
 """Samples that are compared, spread over the dataset; and parts of one that is put together, and numbers of a sample."""
@@ -38,7 +39,7 @@ def check_same_data(things: Sequence[Any]) -> str:
     loaders = [one for one in things if isinstance(one, DataLoader) and not isinstance(one.dataset, IterableDataset)]
     if not loaders:
         return ""
-    all_ = gathered_if_other([words_of(loader.dataset) for loader in loaders])
+    all_ = gather_if_different([words_of(loader.dataset) for loader in loaders])
     differing = [
         (not place.endswith(_CHOSEN), rank, number, place)
         for rank, others in enumerate(all_)
@@ -71,7 +72,7 @@ def order_of(numbers: Sequence[Any]) -> str:
 
 
 def _word(entries: Sequence[Any], length: int) -> str:
-    return f"{length} {digest_of([_plain(entry) for entry in entries])}"
+    return f"{length} {content_digest([_plain(entry) for entry in entries])}"
 
 
 def _spread(values: Any) -> list[Any]:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from distrib.errors import TrainingError
-from distrib.training import store_mailbox
-from distrib.training.checks.cross_rank import common, gathered, in_parts
+from distrib.training.checks.cross_rank import common
+from distrib.training.checksums import split_for_sum
+from distrib.training.collectives import collect_if_complete, gather_objects, publish
 from distrib.training.strategies.ddp_module import in_join
 from distrib.training.world import World
 
@@ -45,7 +46,7 @@ def check_same_values(models: Sequence[nn.Module]) -> None:
     own = [_Digest.of(name, values).no_more_than_rounding() for model in models for name, values in common(model)]
     if not own:
         return
-    all_ = gathered([(digest.sum, digest.norm) for digest in own])
+    all_ = gather_objects([(digest.sum, digest.norm) for digest in own])
     for rank, found in enumerate(all_):
         for digest, first, other in zip(own, all_[0], found, strict=False):
             if digest._replace(sum=first[0], norm=first[1]).is_far_from(*other):
@@ -83,7 +84,7 @@ class Drift:
             own += [_Digest.of(name, values) for model in self._models() for name, values in common(model)]
             if self._world.rank:
                 numbers = [number for digest in own for number in (digest.sum, digest.norm)]
-                store_mailbox.leave(f"drift/{steps}", self._world.rank, " ".join(map(str, numbers)))
+                publish(f"drift/{steps}", self._world.rank, " ".join(map(str, numbers)))
             else:
                 self._asked[steps] = own
         self.hear()
@@ -92,7 +93,7 @@ class Drift:
         """Rank 0 compares with what the others have written meanwhile."""
         ranks = range(1, self._world.size)
         for steps, own in [*self._asked.items()]:
-            if left := store_mailbox.all_left(f"drift/{steps}", ranks):
+            if left := collect_if_complete(f"drift/{steps}", ranks):
                 del self._asked[steps]
                 for rank, text in zip(ranks, left, strict=True):
                     self._compare(steps, own, rank, [float(number) for number in text.split()])
@@ -107,7 +108,7 @@ class Drift:
     def leave(self) -> None:
         """The job ends. To be called before the last barrier, and `hear_of_steps` after it."""
         rates = [repr(rate) for _, rate in self._rates()]
-        store_mailbox.leave("drift/all", self._world.rank, " ".join([str(self._steps), *rates]))
+        publish("drift/all", self._world.rank, " ".join([str(self._steps), *rates]))
 
     def parted(self) -> str:
         """Which rank has taken more steps than another, in words; empty where none has. To be called after all have left."""
@@ -133,7 +134,7 @@ class Drift:
 
     def _all_left(self) -> list[list[str]]:
         """What each rank has left behind, in their order; nothing where it cannot be had."""
-        return [text.split() for text in store_mailbox.all_left("drift/all", range(self._world.size))]
+        return [text.split() for text in collect_if_complete("drift/all", range(self._world.size))]
 
 
 class _Digest(NamedTuple):
@@ -156,7 +157,7 @@ class _Digest(NamedTuple):
         values = values.detach()
         much = max(_MUCH, 10 * torch.finfo(values.dtype).eps) if values.is_floating_point() else _MUCH
         try:
-            parts = in_parts(torch.view_as_real(values) if values.is_complex() else values)
+            parts = split_for_sum(torch.view_as_real(values) if values.is_complex() else values)
             sum_ = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum().item()
             norms = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts]
             norm = torch.linalg.vector_norm(torch.stack(norms)).item()

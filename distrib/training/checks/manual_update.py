@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distrib.training.checks.cross_rank import total
 from distrib.training.checks.usage import Forgotten
+from distrib.training.checksums import element_sum
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.optimizer_step import Steps
 
@@ -38,12 +38,12 @@ class HandMade:
             nonlocal passes
             passes += 1
             if passes == 1:
-                begun.extend(map(total, learning))
+                begun.extend(map(element_sum, learning))
             elif passes == GOES_ON:
                 self.release(model)
                 self._learns()
                 if not any(steps.trains(learning) for steps in self._steps) and any(
-                    bool(total(parameter) != before) for parameter, before in zip(learning, begun, strict=True)
+                    bool(element_sum(parameter) != before) for parameter, before in zip(learning, begun, strict=True)
                 ):
                     self._forgotten.hand_made(type(unwrap_model(model)).__name__)
 

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler, SequentialLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
-from distrib.training import store_mailbox
 from distrib.training.checks.datasets import CHOOSE_ALIKE
+from distrib.training.collectives import collect_if_complete, publish
 from distrib.training.model_parameters import optimizer_parameters
 from distrib.training.optimizer_step import Steps
 from distrib.training.strategies.base import TrainingStrategy
@@ -213,7 +213,7 @@ class Forgotten:
         if world.size == 1:
             return
         states = "".join(_READ[read.get(number)] for number in range(loaders))
-        store_mailbox.leave("read", world.rank, _ADDED_UP[added_up] + states)
+        publish("read", world.rank, _ADDED_UP[added_up] + states)
 
     def hear_what_was_read(self) -> None:
         """Says what came of loaders that ranks read without a step, each to the end of its share.
@@ -223,7 +223,7 @@ class Forgotten:
         world = self._backend.world
         if world.rank or world.size == 1:
             return
-        left = store_mailbox.all_left("read", range(world.size))
+        left = collect_if_complete("read", range(world.size))
         of_loaders = [*zip(*(text[1:] for text in left), strict=False)]
         told = {
             tuple(r for r, state in enumerate(states) if state == _READ[True])

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distrib.training.checks.cross_rank import differ, gathered
 from distrib.training.checks.datasets import difference, words_of
 from distrib.training.checks.usage import Forgotten
-from distrib.training.collectives import Exchange
+from distrib.training.collectives import JobCollectives, find_differing, gather_objects
 from distrib.training.data.epoch import Lessons
 from distrib.training.data.load_balancing import Balance
 from distrib.training.data.sharded_loader import ShardedLoader
@@ -32,7 +31,7 @@ class Loaders:
     def __init__(
         self,
         backend: TrainingStrategy,
-        exchange: Exchange,
+        exchange: JobCollectives,
         forgotten: Forgotten,
         *,
         elastic: ElasticStrategy | None,
@@ -73,7 +72,7 @@ class Loaders:
         balance = None
         if self._backend.settings.balance and self._world.size > 1:
             balance = Balance(
-                gather=gathered, parameters=lambda: [p for model in self._models() for p in model.parameters()]
+                gather=gather_objects, parameters=lambda: [p for model in self._models() for p in model.parameters()]
             )
         sharded = ShardedLoader(
             loader,
@@ -107,10 +106,10 @@ class Loaders:
         """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
         self.begun = True
         if self._world.size > 1 and not self._elastic:
-            seeds = gathered([self._seed, torch.initial_seed()])
+            seeds = gather_objects([self._seed, torch.initial_seed()])
             # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
             self._noted |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
-            differing = differ([loader.first_read for loader in self._compared]) if self._compared else []
+            differing = find_differing([loader.first_read for loader in self._compared]) if self._compared else []
             streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
             if True in streams:
                 self._forgotten.other_stream()

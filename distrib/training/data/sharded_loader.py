@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 from torch.utils.hooks import RemovableHandle
 
 from distrib.errors import TrainingError
-from distrib.training.checks.cross_rank import digest_of
+from distrib.training.checksums import content_digest
 from distrib.training.data.epoch import Epochs, Lessons, Pass
 from distrib.training.data.load_balancing import Balance
 from distrib.training.data.sampler import ShardSampler
@@ -240,7 +240,7 @@ class ShardedLoader(Iterable[Any]):
 
     def _noting_the_first(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in islice(batches, 1):
-            self._first_batch = digest_of(batch)
+            self._first_batch = content_digest(batch)
             return chain((batch,), batches)  # and keeps none of them
         return batches
 

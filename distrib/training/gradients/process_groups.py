@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from distrib.bandwidth_model.bucketing import AllReduceCost, even_bounds
-from distrib.training.checks.cross_rank import gathered
+from distrib.training.collectives import gather_objects
 from distrib.training.gradients.compression import Way
 from distrib.training.gradients.hierarchical_allreduce import COUNTERS, Engine, Lane, Piece
 from distrib.training.gradients.host_shared_memory import Doorway, Neighbours, this_host
@@ -47,7 +47,7 @@ class Hierarchy:
     def __init__(self, size_bytes: int, way: Way, *, flat: bool, hosts: Sequence[Hashable] | None = None) -> None:
         rank = dist.get_rank()
         doorway = Doorway()
-        cards = gathered((rank if flat else hosts[rank] if hosts else this_host(), doorway.name))
+        cards = gather_objects((rank if flat else hosts[rank] if hosts else this_host(), doorway.name))
         members = hosts_of([card[0] for card in cards])
         mine = next(host for host in members if rank in host)
         lanes = lanes_of(members)

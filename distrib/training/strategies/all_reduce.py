@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.flat import broadcast
+from distrib.training.collectives import broadcast_tensors
 from distrib.training.model_parameters import exclude_model, find_parameter_name, trainable_parameters, unwrap_model
 from distrib.training.strategies.base import TrainingStrategy
 from distrib.training.world import World
@@ -87,7 +87,7 @@ class AllReduceStrategy(TrainingStrategy):
 
     def after_step(self, models: Sequence[nn.Module]) -> None:
         for model in models:
-            broadcast(self._buffers[model].current())
+            broadcast_tensors(self._buffers[model].current())
 
     def synchronize(self) -> None:
         self.after_step(self._models)  # there may have been batches since the last step

@@ -22,8 +22,8 @@ from distrib.bandwidth_model.bucketing import (
 )
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients, Strategy
-from distrib.training.checks.cross_rank import IS_MEAN, gathered, several
-from distrib.training.flat import broadcast
+from distrib.training.checks.cross_rank import several
+from distrib.training.collectives import IS_AVERAGED, broadcast_tensors, gather_objects
 from distrib.training.gradients import sparse
 from distrib.training.gradients.comm_hook import Averaging, GpuAveraging, GpuLowRank, attach, hook_of
 from distrib.training.gradients.host_shared_memory import this_host
@@ -103,14 +103,14 @@ class DdpStrategy(AllReduceStrategy):
                 continue
             inner = unwrap_model(model)
             own = [p.grad for p in self._averaged_by(model) if p.grad is not None]
-            if own and not _was_called(model) and not any(hasattr(gradient, IS_MEAN) for gradient in own):
+            if own and not _was_called(model) and not any(hasattr(gradient, IS_AVERAGED) for gradient in own):
                 raise TrainingError(
                     f"{type(inner).__name__} has gradients, but what job.prepare made of it was never called to train: nobody averages them",
                     hint="model = job.prepare(model), and call model(...) or its methods: neither what it was before nor "
                     "job.unwrap(model), nor a part of it by itself, such as model.encoder(...), and backward where they return; "
                     "a gradient that the script sets itself: p.grad = job.all_reduce(gradient)",
                 )
-            if isinstance(model, Wrapped) and not model.static_graph and not all(hasattr(g, IS_MEAN) for g in own):
+            if isinstance(model, Wrapped) and not model.static_graph and not all(hasattr(g, IS_AVERAGED) for g in own):
                 model.check_once()
             if model.find_unused_parameters or model.static_graph:
                 continue
@@ -165,7 +165,7 @@ def wrap_model(
     if ranks == 1:
         return model
     if not learning:
-        broadcast([*model.parameters(), *model.buffers()])
+        broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
     if device.type == "cuda" and _has_sparse_gradients(model):
         raise TrainingError(
@@ -232,7 +232,7 @@ def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | N
 
 def _each_on_a_host_of_its_own() -> bool:
     """Asked by all ranks at once."""
-    names = gathered(this_host())
+    names = gather_objects(this_host())
     return len(set(names)) == len(names)
 
 

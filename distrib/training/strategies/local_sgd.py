@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
-from distrib.training.checks.cross_rank import differ, sum_of_bits
-from distrib.training.flat import broadcast, flatten, unflatten
+from distrib.training.checksums import bit_sum
+from distrib.training.collectives import broadcast_tensors, find_differing, flatten_tensors, unflatten_tensors
 from distrib.training.model_parameters import exclude_model, optimizer_parameters, trainable_parameters
 from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
 from distrib.training.strategies.base import TrainingStrategy
@@ -46,7 +46,7 @@ class LocalSgdStrategy(TrainingStrategy):
     def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
-            broadcast([*model.parameters(), *model.buffers()])
+            broadcast_tensors([*model.parameters(), *model.buffers()])
             self._models.append(model)
             self._buffers[model] = SynchronizedBuffers(model)
         return model
@@ -165,8 +165,10 @@ class LocalSgdStrategy(TrainingStrategy):
                     others[f"{number}.{name}"] = parameter
             buffers = self._buffers[model].current()  # of what is trained, too, where batches came without steps
             others.update((f"{number}.buffer {place}", buffer) for place, buffer in enumerate(buffers))
-        own = {name: str(sum_of_bits(values)) for name, values in others.items()}
-        apart = [name for name, differs in zip(own, differ([*own.values()]) if own else [], strict=True) if differs]
+        own = {name: str(bit_sum(values)) for name, values in others.items()}
+        apart = [
+            name for name, differs in zip(own, find_differing([*own.values()]) if own else [], strict=True) if differs
+        ]
         for name in apart:
             if others[name].requires_grad:
                 raise TrainingError(
@@ -298,7 +300,7 @@ class Round:
         for fragment in self._fragments:
             if any(parameter in momenta for parameter in fragment.parameters):
                 still = [momenta.get(p, p.new_zeros(_size(p), dtype=torch.float32)) for p in fragment.parameters]
-                fragment.momentum = torch.cat(still).to(flatten(fragment.parameters).dtype)
+                fragment.momentum = torch.cat(still).to(flatten_tensors(fragment.parameters).dtype)
 
     def _offset(self, number: int) -> int:
         """At which step of a round fragment `number` is exchanged; the only one, at the last."""
@@ -330,12 +332,12 @@ class Fragment:
     def begin(self) -> None:
         """Keeps the common parameters, from which this round begins."""
         if self._common is None:
-            self._common = flatten(self.parameters)
+            self._common = flatten_tensors(self.parameters)
 
     def send(self, due: int) -> None:
         """Sends how far this rank has come. Every rank."""
         assert self._common is not None
-        self._way = flatten(self.parameters).neg_().add_(self._common)
+        self._way = flatten_tensors(self.parameters).neg_().add_(self._common)
         if self._dtype is not None:
             self._way = self._way.to(self._dtype)
         self._work = dist.all_reduce(self._way, async_op=True)
@@ -346,7 +348,9 @@ class Fragment:
         assert self._common is not None and self._way is not None
         self._work.wait()
         common = self._outer_step(self._way.to(self._common.dtype).div_(self._ranks))
-        unflatten(torch.lerp(common, flatten(self.parameters), own_share) if own_share else common, self.parameters)
+        unflatten_tensors(
+            torch.lerp(common, flatten_tensors(self.parameters), own_share) if own_share else common, self.parameters
+        )
         # What is common is kept while it is not what the parameters are; otherwise it is read from them, which the
         # script may have changed.
         self._common = common if own_share else None
@@ -372,10 +376,12 @@ def _average(values: Sequence[torch.Tensor], ranks: int) -> None:
     """Running means and the like become the mean of all ranks', what counts that of rank 0. Every rank."""
     means = [one for one in values if one.is_floating_point() or one.is_complex()]
     if means:
-        flat = flatten(means).div_(ranks)  # before they are summed: some are masks of the largest number there is
+        flat = flatten_tensors(means).div_(
+            ranks
+        )  # before they are summed: some are masks of the largest number there is
         dist.all_reduce(flat)
-        unflatten(flat, means)
-    broadcast([one for one in values if not (one.is_floating_point() or one.is_complex())])
+        unflatten_tensors(flat, means)
+    broadcast_tensors([one for one in values if not (one.is_floating_point() or one.is_complex())])
 
 
 def _size(parameter: torch.Tensor) -> int:

@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 from distrib.environment import DISTRIB_ADDRESS, DISTRIB_RESTARTED
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.checks.cross_rank import digest_of, total
-from distrib.training.flat import as_bytes
+from distrib.training.checksums import content_digest, element_sum
+from distrib.training.collectives import to_bytes
 from distrib.training.model_parameters import exclude_model, move_optimizer_state, unwrap_model
 from distrib.training.parameter_server.client import Client
 from distrib.training.parameter_server.host_aggregation.local_socket import open_door
@@ -144,11 +144,11 @@ class ParameterServerStrategy(ElasticStrategy):
 
     def _begin_as_main(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Gives these main's values on every rank. Only what is another on some rank travels, and stays with the servers."""
-        own = [digest_of(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
+        own = [content_digest(value)[:16] if value.layout is torch.strided else "" for value in tensors.values()]
         told = [unpacked(part) for _, part in self._gather(f"{len(own)} values", packed(own))]
         all_told = len(told) == self.world.size
         alike = {n for n, *words in zip(tensors, *told, strict=True) if all_told and words[0] and len({*words}) == 1}
-        content = self.from_main(lambda: as_bytes({n: v.detach() for n, v in tensors.items() if n not in alike}))
+        content = self.from_main(lambda: to_bytes({n: v.detach() for n, v in tensors.items() if n not in alike}))
         with torch.no_grad():
             # In host memory, as a GPU may have no room for a second copy of all of them.
             for name, value in torch.load(io.BytesIO(content), weights_only=True, map_location="cpu").items():
@@ -169,7 +169,7 @@ class ParameterServerStrategy(ElasticStrategy):
 
     def _before_model(self, model: nn.Module, _: Any) -> None:
         if model not in self._begun:
-            self._begun[model] = {name: total(parameter) for name, parameter in model.named_parameters()}
+            self._begun[model] = {name: element_sum(parameter) for name, parameter in model.named_parameters()}
         if not model.training:
             self._refresh()
 
@@ -435,7 +435,7 @@ class ParameterServerStrategy(ElasticStrategy):
             if any(parameter in self._holders for parameter in model.parameters()):
                 continue  # what is left out of its optimizer is left as it is
             for name, parameter in model.named_parameters():
-                if parameter.grad is not None and name in begun and begun[name] != total(parameter):
+                if parameter.grad is not None and name in begun and begun[name] != element_sum(parameter):
                     raise TrainingError(
                         f"{name} has learnt, but no prepared optimizer has it: in mode async every rank has its own",
                         hint="let an optimizer make the update, and prepare it too",
