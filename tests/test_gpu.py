@@ -21,7 +21,7 @@ from distrib.errors import TrainingError
 from distrib.probe.bench import intra_node
 from distrib.probe.host_facts import own_facts
 from distrib.strategy import Outer, Strategy, parse_gradients
-from distrib.training import flat, rendezvous
+from distrib.training import collectives, rendezvous
 from distrib.training import job as job_module
 from distrib.training.gradients.compression import EXACT_STEPS
 from distrib.training.nan_guard import Finite
@@ -299,8 +299,10 @@ def test_buffers_of_all_types_are_sent(group, device):
     tensors = [
         torch.ones(3, dtype=kind, device=device) for kind in (torch.float32, torch.int64, torch.bool, torch.bfloat16)
     ]
-    flat.broadcast(tensors)
-    flat.broadcast([*tensors, torch.ones(3, dtype=torch.int16, device=device)])  # of which NCCL knows nothing
+    collectives.broadcast_tensors(tensors)
+    collectives.broadcast_tensors(
+        [*tensors, torch.ones(3, dtype=torch.int16, device=device)]
+    )  # of which NCCL knows nothing
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 
 
