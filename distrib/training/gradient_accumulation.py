@@ -20,30 +20,6 @@ from distrib.errors import TrainingError
 from distrib.training.model_parameters import optimizer_parameters
 
 
-def all_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """List the parameters of all groups of an optimizer.
-
-    Args:
-        optimizer: The optimizer; torch allows that it has a parameter twice.
-
-    Returns:
-        Each parameter once, in the order of the groups, frozen ones included.
-    """
-    return [*dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])]
-
-
-def trainable_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """List the parameters of an optimizer that require a gradient.
-
-    Args:
-        optimizer: The optimizer.
-
-    Returns:
-        Each parameter once, in the order of the groups.
-    """
-    return [parameter for parameter in all_parameters(optimizer) if parameter.requires_grad]
-
-
 @dataclass(kw_only=True)
 class Samples:
     """How many samples the present batch has on this rank and on all of them, or any numbers in that proportion."""
