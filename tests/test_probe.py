@@ -29,21 +29,21 @@ from distrib.probe.diagnosis import regressions, remeasure, rules
 from distrib.probe.host_facts import ports_of_job, used_ports
 from distrib.probe.probe_report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text, usual_most
 from distrib.probe.records import (
-    CollectiveSeen,
-    Ended,
+    CollectiveMeasurement,
     Facts,
     Gpu,
-    GpusSeen,
-    GroupsSeen,
-    InsideSeen,
+    GpuLinkStates,
     Interface,
-    PairSeen,
-    Started,
-    StepDone,
-    best,
+    IntraNodeMeasurement,
+    PairMeasurement,
+    ProbeEnded,
+    ProbeStarted,
+    SharedLinkSides,
+    StageDone,
+    build_measured,
     decode,
     encode,
-    measured,
+    fastest_measurements,
 )
 from distrib.probe.secondary_networks import other_networks
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
@@ -176,7 +176,7 @@ class Network:
     def records(self, mode=QUICK, facts=()):
         self.streams = mode.streams
         seen = [
-            Started(
+            ProbeStarted(
                 when="2026-01-01T00:00:00+00:00", mode=mode.mode, hosts=tuple(self.names), primary="tcp", facts=facts
             )
         ]
@@ -184,12 +184,12 @@ class Network:
             if step.kind == "transfer" and step.way == "tcp" and not step.both_ways:
                 for number, phase in enumerate(step.phases):
                     seen += self.measure(step.key, step.load, phase, number)
-        pairs = [record for record in seen if isinstance(record, PairSeen)]
+        pairs = [record for record in seen if isinstance(record, PairMeasurement)]
         by_host = {each.host: each for each in facts}
         speeds = cards.card_speeds(by_host, "tcp")
         for a, b in remeasure.second_look(pairs, self.names, "tcp", mode.suspects, by_host, speeds)[0]:
             seen += self.measure("again", "alone", [(self.names.index(a), self.names.index(b))])
-        pairs = [record for record in seen if isinstance(record, PairSeen)]
+        pairs = [record for record in seen if isinstance(record, PairMeasurement)]
         base = remeasure.Baseline(pairs, "tcp")
         for phase in remeasure.slowed_phases(pairs, base, "tcp")[:1]:
             load = tuple((self.names.index(a), self.names.index(b)) for a, b in phase)
@@ -211,13 +211,13 @@ class Network:
                         tuple(self.names[host] for host in found.left),
                         tuple(self.names[host] for host in found.right),
                     )
-                    seen.append(GroupsSeen(sides=sides))
+                    seen.append(SharedLinkSides(sides=sides))
                     break
         return seen
 
     def measure(self, key, load, phase, number=0):
         return [
-            PairSeen(step=key, phase=number, source=self.names[a], target=self.names[b], way="tcp", load=load,
+            PairMeasurement(stage=key, phase=number, source=self.names[a], target=self.names[b], way="tcp", load=load,
                      bandwidth_bytes_per_second=rate, variation=0.01, repetitions=10, seconds=0.1,
                      streams=self.streams)
             for (a, b), rate in self.rates(phase).items()
@@ -260,7 +260,7 @@ def test_an_oversubscribed_uplink_is_found_with_both_sides_and_its_ratio(half, s
     assert [finding.kind for finding in found] == ["oversubscribed_uplink"]
     assert f"n[1-{half}]" in found[0].what and f"n[{half + 1}-{2 * half}]" in found[0].what
     assert found[0].ratio == pytest.approx(ratio, rel=0.05)
-    groups = next(record for record in records if isinstance(record, GroupsSeen))
+    groups = next(record for record in records if isinstance(record, SharedLinkSides))
     assert {frozenset(side) for side in groups.sides} == {
         frozenset(network.names[:half]),
         frozenset(network.names[half:]),
@@ -386,7 +386,7 @@ def test_ways_that_are_narrow_though_most_are_so_are_told_of_once(size, sides):
 
 def test_narrow_ways_without_sides_are_named_by_pairs():
     seen = [
-        PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=rate * MB)
+        PairMeasurement(stage="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=rate * MB)
         for a, b, rate in (("a", "b", 100), ("c", "d", 100), ("a", "c", 10), ("b", "d", 100), ("a", "d", 100), ("b", "c", 20))
     ]  # fmt: skip
     (found,) = slow.narrow_ways(seen, "tcp", [])
@@ -400,7 +400,7 @@ def test_narrow_ways_without_sides_are_named_by_pairs():
 def test_nothing_is_said_of_ways_that_reach_what_their_hosts_do(rates, chance):
     """Whatever the hosts' own rates, and where no pair does less than nine tenths of what its slower one can."""
     seen = [
-        PairSeen(step="s", source=f"n{a}", target=f"n{b}", way="tcp", load=chance.choice(["alone", "together"]),
+        PairMeasurement(stage="s", source=f"n{a}", target=f"n{b}", way="tcp", load=chance.choice(["alone", "together"]),
                  bandwidth_bytes_per_second=min(rates[a], rates[b]) * chance.uniform(0.9, 1.0))
         for a in range(len(rates)) for b in range(len(rates)) if a != b
     ]  # fmt: skip
@@ -412,7 +412,7 @@ def test_nothing_is_said_of_ways_whose_rates_scatter(seed):
     """Of many pairs some are always far below the luckiest."""
     chance = random.Random(seed)
     seen = [
-        PairSeen(step="s", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", bandwidth_bytes_per_second=chance.gauss(100, 10) * MB)
+        PairMeasurement(stage="s", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", bandwidth_bytes_per_second=chance.gauss(100, 10) * MB)
         for a in range(24) for b in range(24) if a != b
     ]  # fmt: skip
     assert slow.narrow_ways(seen, "tcp", []) == []
@@ -422,13 +422,17 @@ def test_a_host_that_freezes_after_it_was_measured_is_blamed():
     hosts = ("a", "b", "c", "d")
     pairs = [(a, b) for a in hosts for b in hosts if a != b]
     together = [
-        PairSeen(step="together", source=a, target=b, way="tcp", load="together", bandwidth_bytes_per_second=100 * MB)
+        PairMeasurement(
+            stage="together", source=a, target=b, way="tcp", load="together", bandwidth_bytes_per_second=100 * MB
+        )
         for a, b in pairs
     ]
     alone = [
-        PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", failed="d did not answer")
+        PairMeasurement(stage="alone", source=a, target=b, way="tcp", load="alone", failed="d did not answer")
         if "d" in (a, b)
-        else PairSeen(step="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=100 * MB)
+        else PairMeasurement(
+            stage="alone", source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=100 * MB
+        )
         for a, b in pairs
     ]
     (found,) = rules._failed([*together, *alone], hosts)
@@ -438,11 +442,11 @@ def test_a_host_that_freezes_after_it_was_measured_is_blamed():
 def test_pairs_that_slow_each_other_down_are_told_of_where_nobody_knows_who_shares():
     racks = [0, 2, 1, 1, 0, 2, 2, 0, 1, 0, 1, 2]  # not in the order of the racks
     records = Network(12, noise=0.005, racks=racks, uplink=119.5 * MB * 2).records()
-    assert not any(isinstance(record, GroupsSeen) for record in records)
+    assert not any(isinstance(record, SharedLinkSides) for record in records)
     (found,) = rules.find(records)
     assert (found.kind, found.severity) == ("oversubscribed_uplink", "warning")
     assert "share seem to be oversubscribed" in found.what
-    busy = [structs.replace(r, busy=0.95) if isinstance(r, PairSeen) else r for r in records]
+    busy = [structs.replace(r, busy=0.95) if isinstance(r, PairMeasurement) else r for r in records]
     assert rules.find(busy) == ()  # the processors may be what the pairs share
     assert "pairs across at once" in found.evidence and " to " in found.evidence and "%" in found.evidence
 
@@ -476,7 +480,7 @@ def test_what_a_ring_gets_through_a_shared_uplink_is_what_one_stream_gets(sizes,
     racks = [rack for rack, size in enumerate(sizes) for _ in range(size)]
     network = Network(len(racks), noise=0.005, racks=racks, uplink=119.5 * MB * uplink)
     nodes = (NodeGroup(hosts=f"n[1-{len(racks)}]"),)
-    topology = Topology(nodes=nodes, measured=measured(network.records(mode)))
+    topology = Topology(nodes=nodes, measured=build_measured(network.records(mode)))
     for count in range(2, len(racks) + 1):
         ring = zip(network.names[:count], [*network.names[1:count], network.names[0]], strict=True)
         for a, b in ring:
@@ -520,7 +524,7 @@ def test_segments_that_were_lost_are_told_of_by_host():
             structs.replace(
                 r, path_mtu=mtu, retransmits=int(0.1 * r.bandwidth_bytes_per_second * r.seconds / (mtu - 52))
             )
-            if isinstance(r, PairSeen) and r.load == "alone" and bad(r)
+            if isinstance(r, PairMeasurement) and r.load == "alone" and bad(r)
             else r
             for r in network.records(DEFAULT)
         ]
@@ -537,7 +541,7 @@ def test_segments_that_were_lost_are_told_of_by_host():
 
 def both_ways(names, part, load="alone"):
     return [
-        PairSeen(step="again/both", source=a, target=b, way="tcp", load=load, both_ways=True,
+        PairMeasurement(stage="again/both", source=a, target=b, way="tcp", load=load, both_ways=True,
                  bandwidth_bytes_per_second=119.5 * MB * part)
         for a, b in (names, names[::-1])
     ]  # fmt: skip
@@ -548,7 +552,7 @@ def test_half_duplex_shows_when_both_send():
     assert rules.find([*records, *both_ways(("n1", "n2"), 0.97)]) == ()
     beside = both_ways(("n1", "n2"), 0.5, "together")  # others may be the reason: it is looked at again
     assert rules.find([*records, *beside]) == ()
-    seen = [record for record in [*records, *beside] if isinstance(record, PairSeen)]
+    seen = [record for record in [*records, *beside] if isinstance(record, PairMeasurement)]
     base = remeasure.Baseline(seen, "tcp")
     assert remeasure.half_duplex(seen, base, "tcp", 9, ()) == [("n1", "n2")]
     assert remeasure.half_duplex(seen, base, "tcp", 9, {"n1"}) == []  # that card is too fast for it
@@ -559,14 +563,14 @@ def test_half_duplex_shows_when_both_send():
     untold = Network(4, rate=1195 * MB).records(DEFAULT)  # a virtual card tells no rate; it shows what it can
     both = both_ways(("n1", "n2"), 5.0)
     assert rules.find([*untold, *both]) == ()
-    seen = [record for record in [*untold, *both] if isinstance(record, PairSeen)]
+    seen = [record for record in [*untold, *both] if isinstance(record, PairMeasurement)]
     assert remeasure.half_duplex(seen, remeasure.Baseline(seen, "tcp"), "tcp", 9, ()) == []
 
 
 def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
     """Behind a narrow link that is full duplex each way gets less than what both hosts have shown elsewhere."""
     records = Network(16, racks=[0] * 8 + [1] * 8, uplink=119.5 * MB * 0.4).records(DEFAULT)
-    seen = [record for record in records if isinstance(record, PairSeen)]
+    seen = [record for record in records if isinstance(record, PairMeasurement)]
     alone = {frozenset((r.source, r.target)) for r in seen if r.load == "alone"}
     never = next(
         r for r in seen if r.bandwidth_bytes_per_second < 40 * MB and not {frozenset((r.source, r.target))} & alone
@@ -577,21 +581,22 @@ def test_no_half_duplex_is_made_up_from_what_hosts_reach_with_others():
 
 def test_pairs_that_failed_are_told_of_with_the_reason():
     records = Network(5).records(DEFAULT)
-    kept = [r for r in records if not (isinstance(r, PairSeen) and {r.source, r.target} == {"n1", "n2"})]
-    lost = PairSeen(
-        step="alone/tcp/0", source="n1", target="n2", way="tcp", load="alone", failed="n2: the stream stands still"
+    kept = [r for r in records if not (isinstance(r, PairMeasurement) and {r.source, r.target} == {"n1", "n2"})]
+    lost = PairMeasurement(
+        stage="alone/tcp/0", source="n1", target="n2", way="tcp", load="alone", failed="n2: the stream stands still"
     )
     found = rules.find([*kept, lost])
     assert [(f.kind, f.severity) for f in found] == [("mtu", "error")]
-    gone = [r for r in records if not (isinstance(r, PairSeen) and "n3" in (r.source, r.target))]
+    gone = [r for r in records if not (isinstance(r, PairMeasurement) and "n3" in (r.source, r.target))]
     gone += [
-        PairSeen(step="alone/tcp/0", source=a, target=b, way="tcp", load="alone", failed="n3 did not answer")
+        PairMeasurement(stage="alone/tcp/0", source=a, target=b, way="tcp", load="alone", failed="n3 did not answer")
         for name in ("n1", "n2", "n4", "n5")
         for a, b in ((name, "n3"), ("n3", name))
     ]
     assert [(f.kind, f.hosts) for f in rules.find(gone)] == [("host_lost", ("n3",))]
     stalled = [
-        structs.replace(r, failed="nearly nothing arrived") if isinstance(r, PairSeen) and r.failed else r for r in gone
+        structs.replace(r, failed="nearly nothing arrived") if isinstance(r, PairMeasurement) and r.failed else r
+        for r in gone
     ]
     assert [(f.kind, f.hosts) for f in rules.find(stalled)] == [("mtu", ("n3",))]
 
@@ -603,7 +608,7 @@ def test_a_host_that_froze_on_the_way_is_named_however_few_waited_for_it():
     def after(peers, why="n3 did not answer"):
         return [
             structs.replace(r, failed=why)
-            if isinstance(r, PairSeen) and {r.source, r.target} in [{"n3", peer} for peer in peers]
+            if isinstance(r, PairMeasurement) and {r.source, r.target} in [{"n3", peer} for peer in peers]
             else r
             for r in records
         ]
@@ -628,7 +633,7 @@ def test_what_fails_over_the_way_that_judges_is_an_error_whatever_the_other_does
     def told(*ways, where=lambda pair: "n3" in pair):
         over = [
             structs.replace(r, way=way, failed="n3: the stream stands still" if way in ways and where((r.source, r.target)) else None)
-            for r in seen if isinstance(r, PairSeen) for way in ("tcp", "mpi")
+            for r in seen if isinstance(r, PairMeasurement) for way in ("tcp", "mpi")
         ]  # fmt: skip
         found = rules.find([structs.replace(start, primary=primary), *over])
         return [(f.kind, f.severity, f.hosts, f"over {other}" in f.what) for f in found]
@@ -644,7 +649,7 @@ def test_a_further_network_that_passes_nothing_is_no_finding():
     records = Network(4).records(DEFAULT)
     names = [f"n{number}" for number in range(1, 5)]
     other = [
-        PairSeen(step="other/0", source=a, target=b, way="tcp", load="together", network="10.9.0.0/16", interface="eth9",
+        PairMeasurement(stage="other/0", source=a, target=b, way="tcp", load="together", network="10.9.0.0/16", interface="eth9",
                  failed=f"{b}: no connection in 2 s")
         for a in names for b in names if a != b
     ]  # fmt: skip
@@ -664,7 +669,7 @@ def facts(host, **changed):
 def test_a_faster_network_that_some_hosts_are_not_on_is_told_of_with_them():
     own = tuple(facts(f"n{number}") for number in (1, 2, 3))
     faster = [
-        PairSeen(step="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
+        PairMeasurement(stage="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
                  bandwidth_bytes_per_second=240 * MB, variation=0.01, repetitions=10, seconds=0.1)
         for a, b in (("n1", "n2"), ("n2", "n1"))
     ]  # fmt: skip
@@ -724,7 +729,7 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
 
 def copies(host, rates, path="PCIe"):
     return [
-        InsideSeen(link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
+        IntraNodeMeasurement(link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
                                                   bandwidth_bytes_per_second=rate, variation=0.01))
         for n, rate in enumerate(rates)
     ]  # fmt: skip
@@ -747,7 +752,7 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
 
     def between(host, slow=None):
         return [
-            InsideSeen(link=InsideLink(
+            IntraNodeMeasurement(link=InsideLink(
                 host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink", variation=0.01,
                 bandwidth_bytes_per_second=(48e9 if (a, b) in mesh else 24e9) * (0.5 if (a, b) == slow else 1.0)))
             for a in range(8) for b in range(a + 1, 8)
@@ -767,8 +772,8 @@ def test_a_narrow_slot_is_known_once_the_gpu_was_used():
     records = Network(2).records(facts=(facts("n1", gpus=(idle,)), facts("n2")))
     assert rules.find(records) == ()
     used = structs.replace(idle, pcie_generation=4)
-    assert [f.kind for f in rules.find([*records, GpusSeen(host="n1", gpus=(used,))])] == ["narrow_pcie"]
-    assert rules.find([*records, GpusSeen(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
+    assert [f.kind for f in rules.find([*records, GpuLinkStates(host="n1", gpus=(used,))])] == ["narrow_pcie"]
+    assert rules.find([*records, GpuLinkStates(host="n1", gpus=(structs.replace(used, pcie_width=16),))]) == ()
 
 
 def test_mpi_that_goes_beside_infiniband_is_told_of():
@@ -787,7 +792,7 @@ def test_gpudirect_is_doubted_only_where_nothing_was_measured():
     assert (found.kind, found.severity, found.hosts) == ("gpudirect_off", "note", ("n1", "n2", "n3"))
     assert found.what.startswith("n[1-3]: GPUDirect RDMA may be off")
     measured = [
-        CollectiveSeen(collective=Collective(
+        CollectiveMeasurement(collective=Collective(
             name="all_reduce", backend="nccl", hosts=("n1", "n2", "n3"), ranks=3, gpudirect=gpudirect,
             curve=(Point(64 << 20, seconds),)))
         for gpudirect, seconds in ((True, 1.0), (False, 1.9))
@@ -841,7 +846,7 @@ def two_networks(rates, hosts=4, gbits=10):
         for n in range(1, hosts + 1)
     )  # fmt: skip
     further = [
-        PairSeen(step="alone/10.1.0.0/16/0", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", network="10.1.0.0/16",
+        PairMeasurement(stage="alone/10.1.0.0/16/0", source=f"n{a}", target=f"n{b}", way="tcp", load="alone", network="10.1.0.0/16",
                  interface="eth1", bandwidth_bytes_per_second=rates(a, b), variation=0.01, repetitions=10, seconds=0.1)
         for a in range(1, hosts + 1) for b in range(a + 1, hosts + 1)
     ]  # fmt: skip
@@ -906,8 +911,8 @@ def test_rdma_is_compared_with_one_of_the_fastest_ports_of_one_kind():
     )
     for rate, kinds in ((23e9, set()), (46e9, set()), (12e9, {"below_nominal"})):
         records = Network(4, rate=rate).records(DEFAULT, facts=said)
-        over_mpi = [structs.replace(r, primary="mpi") if isinstance(r, Started) else structs.replace(r, way="mpi") if
-                    isinstance(r, PairSeen) else r for r in records]  # fmt: skip
+        over_mpi = [structs.replace(r, primary="mpi") if isinstance(r, ProbeStarted) else structs.replace(r, way="mpi") if
+                    isinstance(r, PairMeasurement) else r for r in records]  # fmt: skip
         assert {f.kind for f in rules.find(over_mpi)} == kinds
 
 
@@ -944,8 +949,8 @@ def test_of_two_cards_the_slower_one_is_told_of(gbits):
 def test_a_noisy_link_is_noted():
     records = Network(4).records(DEFAULT)
     shaken = [
-        PairSeen(**{**{k: getattr(r, k) for k in r.__struct_fields__}, "variation": 0.4})
-        if isinstance(r, PairSeen) and (r.source, r.target) == ("n1", "n2")
+        PairMeasurement(**{**{k: getattr(r, k) for k in r.__struct_fields__}, "variation": 0.4})
+        if isinstance(r, PairMeasurement) and (r.source, r.target) == ("n1", "n2")
         else r
         for r in records
     ]
@@ -994,9 +999,11 @@ def test_a_card_that_is_only_in_the_file_is_told_of():
 def test_links_over_rdma_are_measured_against_the_rate_that_the_topology_gives_them(nic, told):
     said = tuple(facts(f"n{n}", rdma_bytes_per_second=25e9, rdma_kind="infiniband") for n in (1, 2, 3))
     records = [
-        structs.replace(record, primary="mpi") if isinstance(record, Started) else structs.replace(record, way="mpi")
+        structs.replace(record, primary="mpi")
+        if isinstance(record, ProbeStarted)
+        else structs.replace(record, way="mpi")
         for record in Network(3, rate=11.5e9).records(DEFAULT, facts=said)
-        if isinstance(record, (Started, PairSeen))
+        if isinstance(record, (ProbeStarted, PairMeasurement))
     ]
     found = rules.find(records, {f"n{n}": (Nic(**nic),) for n in (1, 2, 3)})
     assert {finding.kind for finding in found} == told
@@ -1015,17 +1022,20 @@ def test_a_roce_card_that_is_only_in_the_file_is_told_of(name, kind, told):
 
 def test_one_repetition_is_not_said_to_vary_by_nothing():
     records = [
-        structs.replace(r, repetitions=1, variation=0.0) if isinstance(r, PairSeen) else r for r in Network(3).records()
+        structs.replace(r, repetitions=1, variation=0.0) if isinstance(r, PairMeasurement) else r
+        for r in Network(3).records()
     ]
-    assert "0.0%" not in drawn(links_table(measured(records), records))
+    assert "0.0%" not in drawn(links_table(build_measured(records), records))
     records = Network(3).records()
-    assert "1.0%" in drawn(links_table(measured(records), records))
+    assert "1.0%" in drawn(links_table(build_measured(records), records))
 
 
 def test_the_links_fit_a_terminal_of_80_columns():
     records = Network(12).records(FULL)
-    records += [structs.replace(r, both_ways=True, latency_seconds=1.2e-4) for r in records if isinstance(r, PairSeen)]
-    table = links_table(measured(records), records)
+    records += [
+        structs.replace(r, both_ways=True, latency_seconds=1.2e-4) for r in records if isinstance(r, PairMeasurement)
+    ]
+    table = links_table(build_measured(records), records)
     text = drawn(table, width=80)
     rows = [line for line in text.splitlines() if re.search(r"tcp .* to n\d.* [\d.]+%  +0 of \d+ *$", line)]
     assert len(rows) == table.row_count and "…" not in text, text
@@ -1041,14 +1051,14 @@ def drawn(table, width=200):
 
 
 def test_the_baseline_shows_what_became_worse():
-    before = measured(Network(6).records(DEFAULT))
-    same = measured(Network(6, noise=0.01, seed=3).records(DEFAULT))
+    before = build_measured(Network(6).records(DEFAULT))
+    same = build_measured(Network(6, noise=0.01, seed=3).records(DEFAULT))
     assert regressions.worse(before, same) == ()
-    found = regressions.worse(before, measured(Network(6, slow={2: 0.6}).records(DEFAULT)))
+    found = regressions.worse(before, build_measured(Network(6, slow={2: 0.6}).records(DEFAULT)))
     assert [(f.kind, f.hosts, f.severity) for f in found] == [("worse_than_baseline", ("n3",), "error")]
-    found = regressions.worse(before, measured(Network(6, one_way={(0, 1): 0.8}).records(DEFAULT)))
+    found = regressions.worse(before, build_measured(Network(6, one_way={(0, 1): 0.8}).records(DEFAULT)))
     assert [(f.source, f.target, f.severity) for f in found] == [("n1", "n2", "warning")]
-    assert regressions.worse(measured(Network(6, slow={2: 0.6}).records(DEFAULT)), before) == ()
+    assert regressions.worse(build_measured(Network(6, slow={2: 0.6}).records(DEFAULT)), before) == ()
 
 
 @pytest.mark.parametrize(("gbits", "worse"), [(1, True), (25, False)])
@@ -1057,7 +1067,7 @@ def test_a_fast_link_by_one_stream_is_not_compared_with_four(gbits, worse):
 
     def probe(mode, part=1.0):
         rate = gbits * 125 * MB / (3 if mode is QUICK and gbits > 10 else 1)
-        return measured(Network(6, rate=rate * part).records(mode))
+        return build_measured(Network(6, rate=rate * part).records(mode))
 
     found = regressions.worse(probe(DEFAULT), probe(QUICK))
     assert [f.kind for f in found] == ([] if worse else ["not_compared"])
@@ -1070,15 +1080,15 @@ def test_a_fast_link_by_one_stream_is_not_compared_with_four(gbits, worse):
 
 def test_links_that_were_measured_beside_others_are_compared_where_the_others_are_the_same():
     a, b = schedule.rounds(32)[-1][3]
-    before = measured(Network(32, noise=0.005).records(QUICK))
-    now = measured(Network(32, noise=0.005, seed=1, one_way={(a, b): 0.5}).records(QUICK))
+    before = build_measured(Network(32, noise=0.005).records(QUICK))
+    now = build_measured(Network(32, noise=0.005, seed=1, one_way={(a, b): 0.5}).records(QUICK))
     assert [(f.source, f.target) for f in regressions.worse(before, now)] == [(f"n{a + 1}", f"n{b + 1}")]
-    others = measured(Network(31, noise=0.005).records(QUICK))  # other rounds
+    others = build_measured(Network(31, noise=0.005).records(QUICK))  # other rounds
     assert [(f.kind, f.severity) for f in regressions.worse(others, now)] == [("not_compared", "note")]
 
 
 def test_shares_of_a_narrow_uplink_are_not_compared():
-    before = measured(Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 2).records(QUICK))
+    before = build_measured(Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB * 2).records(QUICK))
     shares = iter([1.3, 0.7] * 100)  # who gets how much of it is chance
     other = structs.replace(
         before,
@@ -1102,7 +1112,7 @@ def further(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 * MB):
 
 
 def test_networks_are_compared_by_themselves():
-    own = measured(Network(4).records(DEFAULT))
+    own = build_measured(Network(4).records(DEFAULT))
     before, now = (
         structs.replace(own, pairs=(*own.pairs, *further("10.9.0.0/24", ("n1", "n2"), rate))) for rate in (1e9, 5e8)
     )
@@ -1116,12 +1126,12 @@ def test_networks_are_compared_by_themselves():
 
 
 def test_where_nearly_all_links_became_worse_that_is_one_finding():
-    before = measured(Network(6).records(DEFAULT))
-    (found,) = regressions.worse(before, measured(Network(6, rate=60 * MB).records(DEFAULT)))
+    before = build_measured(Network(6).records(DEFAULT))
+    (found,) = regressions.worse(before, build_measured(Network(6, rate=60 * MB).records(DEFAULT)))
     assert (found.severity, sorted(found.hosts)) == ("error", sorted(before.hosts))
     assert found.what == "nearly all links have 50% of the bandwidth that they had"
-    few = measured(Network(3).records(DEFAULT))
-    assert len(regressions.worse(few, measured(Network(3, rate=60 * MB).records(DEFAULT)))) > 1
+    few = build_measured(Network(3).records(DEFAULT))
+    assert len(regressions.worse(few, build_measured(Network(3, rate=60 * MB).records(DEFAULT)))) > 1
 
 
 def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
@@ -1174,8 +1184,8 @@ def test_a_host_all_of_whose_copies_became_worse_is_told_of_once():
 def test_records_survive_their_lines_and_other_lines_are_told_apart():
     for record in [
         *Network(3).records(),
-        StepDone(step="a", what="b", done_seconds=1.0, left_seconds=2.0),
-        Ended(seconds=1.0),
+        StageDone(stage="a", what="b", done_seconds=1.0, left_seconds=2.0),
+        ProbeEnded(seconds=1.0),
     ]:
         assert decode(encode(record)) == record
     for line in ("", "hello", '{"type": "pair"', '{"type": "unknown"}', "[1]"):
@@ -1184,34 +1194,36 @@ def test_records_survive_their_lines_and_other_lines_are_told_apart():
 
 def test_of_several_measurements_the_fastest_counts_and_curves_are_kept():
     def seen(rate, **more):
-        return PairSeen(
-            step="x", source="a", target="b", way="mpi", load="alone", bandwidth_bytes_per_second=rate, **more
+        return PairMeasurement(
+            stage="x", source="a", target="b", way="mpi", load="alone", bandwidth_bytes_per_second=rate, **more
         )
 
     slow, fast = (Point(8, 1e-5), Point(64, 2e-5)), (Point(64, 1e-5), Point(512, 1e-4))
-    found = best([seen(1.0, curve=slow, latency_seconds=2.0), seen(2.0, curve=fast), seen(5.0, failed="no")])
+    found = fastest_measurements(
+        [seen(1.0, curve=slow, latency_seconds=2.0), seen(2.0, curve=fast), seen(5.0, failed="no")]
+    )
     (only,) = found.values()
     assert (only.bandwidth_bytes_per_second, only.latency_seconds) == (2.0, 2.0)
     assert only.curve == (slow[0], *fast)
 
 
 def test_what_is_measured_is_what_the_topology_keeps():
-    kept = measured(Network(4).records(DEFAULT))
+    kept = build_measured(Network(4).records(DEFAULT))
     assert isinstance(kept, Measured)
     assert kept.hosts == ("n1", "n2", "n3", "n4")
     assert len({(p.source, p.target) for p in kept.pairs if p.load == "alone"}) == 12
     assert all(isinstance(pair, PairLink) for pair in kept.pairs)
-    assert measured([]) is None
+    assert build_measured([]) is None
 
 
 def test_pairs_that_were_mixed_to_find_a_shared_link_are_none_of_the_bisection():
     records = Network(8, racks=[0] * 4 + [1] * 4, uplink=119.5 * MB).records()
-    kept = {(p.source, p.target): p for p in measured(records).pairs if p.load not in ("alone", "together")}
-    planned = [r for r in records if isinstance(r, PairSeen) and r.step == "bisection"]
+    kept = {(p.source, p.target): p for p in build_measured(records).pairs if p.load not in ("alone", "together")}
+    planned = [r for r in records if isinstance(r, PairMeasurement) and r.stage == "bisection"]
     assert {p: seen.bandwidth_bytes_per_second for p, seen in kept.items()} == {
         (r.source, r.target): r.bandwidth_bytes_per_second for r in planned
     }
-    table = drawn(links_table(measured(records), records))
+    table = drawn(links_table(build_measured(records), records))
     assert f"0 of {10 * len(planned)}" in next(line for line in table.splitlines() if "bisection" in line)
 
 
@@ -1224,7 +1236,7 @@ def test_hosts_that_are_one_machine_are_kept_as_one():
         facts("n5", machine="c", processors=(0, 1, 2, 3), quota=1.5),
         facts("n6", machine="c", processors=(0, 1, 2, 3), quota=1.5),
     )
-    kept = measured(Network(6).records(facts=said))
+    kept = build_measured(Network(6).records(facts=said))
     assert [(one.hosts, one.processors) for one in kept.machines] == [
         (("n1", "n3"), 4), (("n2",), 2), (("n4",), 8), (("n5", "n6"), 3),
     ]  # fmt: skip
@@ -1232,7 +1244,7 @@ def test_hosts_that_are_one_machine_are_kept_as_one():
 
 @pytest.mark.parametrize(("hosts", "width"), [(20, 100), (8, 40), (8, 100)])
 def test_the_heat_map_can_be_read_without_colours(hosts, width):
-    kept = measured(Network(hosts, slow={1: 0.5}).records())
+    kept = build_measured(Network(hosts, slow={1: 0.5}).records())
     console = Console(width=width, file=io.StringIO())
     console.print(heat_map(kept, "tcp", width))
     rows = [line.split() for line in console.file.getvalue().splitlines()]
@@ -1324,7 +1336,7 @@ def test_a_host_that_loses_packets_is_told_of_however_few_there_are(hosts, bad):
         segments = record.bandwidth_bytes_per_second * record.seconds / 1448
         return structs.replace(record, path_mtu=1500, retransmits=int(lost * segments))
 
-    records = [lossy(r) if isinstance(r, PairSeen) and r.way == "tcp" else r for r in Network(hosts).records()]
+    records = [lossy(r) if isinstance(r, PairMeasurement) and r.way == "tcp" else r for r in Network(hosts).records()]
     found = [f for f in rules.find(records) if f.kind == "noisy_link"]
     assert found and all(bad in f.hosts for f in found)
     assert not [f for f in rules.find(Network(hosts).records()) if f.kind == "noisy_link"]
@@ -1349,7 +1361,7 @@ def test_a_link_that_came_and_went_often_is_told_of():
 def test_a_network_is_recommended_where_its_worst_pair_is_better(worst, failed, told):
     names = ("n1", "n2", "n3")
     further = [
-        PairSeen(step="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
+        PairMeasurement(stage="alone/10.1.0.0/16/0", source=a, target=b, way="tcp", load="alone", network="10.1.0.0/16", interface="eth1",
                  bandwidth_bytes_per_second=worst if "n2" in (a, b) else 400 * MB, variation=0.01, repetitions=10, seconds=0.1,
                  failed=failed if "n2" in (a, b) else None)
         for a in names for b in names if a != b

@@ -256,14 +256,14 @@ def test_an_interrupted_probe_goes_on_where_it_stopped(make_cluster, tmp_path):
     assert "going on with the probe of" in done.stderr and str(partial) in done.stderr
     assert not partial.exists()
     again = (tmp_path / "run/ranks/0.out").read_text()
-    finished = [json.loads(line)["step"] for line in before if '"type":"done"' in line]
-    assert finished and all(f'"step":"{step}"' not in again for step in finished)
+    finished = [json.loads(line)["stage"] for line in before if '"type":"done"' in line]
+    assert finished and all(f'"stage":"{step}"' not in again for step in finished)
     pairs = {(p.source, p.target) for p in read_topology(topology).measured.pairs if p.load == "together"}
     assert len(pairs) == 30
 
 
 def wait_for(path, word, seconds=120.0):
     deadline = time.monotonic() + seconds
-    while not (path.exists() and f'"step":"{word}"' in path.read_text()):
+    while not (path.exists() and f'"stage":"{word}"' in path.read_text()):
         assert time.monotonic() < deadline, f"no {word} in {path}"
         time.sleep(0.05)

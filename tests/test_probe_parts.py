@@ -29,7 +29,7 @@ from distrib.probe.bench.polling import ProbeTimeout, wait
 from distrib.probe.host_facts import own_facts
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import AllReduce, Inside
-from distrib.probe.records import Ended, Facts, Started, StepDone, encode
+from distrib.probe.records import Facts, ProbeEnded, ProbeStarted, StageDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 from distrib.utils.cpus import CpuLoad
@@ -347,9 +347,9 @@ def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ra
 
 # -- the launcher's side --------------------------------------------------------------------------------------------------
 
-START = Started(when="2026-01-01T00:00:00+00:00", mode="quick", hosts=("a", "b"), primary="tcp", facts=())
-DONE = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
-UNFINISHED = StepDone(step="together/tcp/1", what="", done_seconds=1.0, left_seconds=1.0, whole=False)
+START = ProbeStarted(when="2026-01-01T00:00:00+00:00", mode="quick", hosts=("a", "b"), primary="tcp", facts=())
+DONE = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+UNFINISHED = StageDone(stage="together/tcp/1", what="", done_seconds=1.0, left_seconds=1.0, whole=False)
 
 
 def test_an_interrupted_probe_is_gone_on_with(tmp_path):
@@ -358,8 +358,8 @@ def test_an_interrupted_probe_is_gone_on_with(tmp_path):
     path.write_text("\n".join(lines))
     journal = Journal(path, ("a", "b"), "quick", None)
     assert journal.done_steps == ("together/tcp/0",)
-    journal.write(encode(Ended(seconds=1.0)))
-    assert journal.read() == [START, DONE, UNFINISHED, Ended(seconds=1.0)]
+    journal.write(encode(ProbeEnded(seconds=1.0)))
+    assert journal.read() == [START, DONE, UNFINISHED, ProbeEnded(seconds=1.0)]
     journal.done()
     assert not path.exists()
 
@@ -405,7 +405,7 @@ def test_why_a_file_cannot_be_written_is_told(tmp_path, monkeypatch, flags, why)
 @pytest.mark.parametrize("change", ["hosts", "mode", "way", "ended", "asked"])
 def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     path = tmp_path / "t.yaml.partial.jsonl"
-    lines = [encode(START), encode(DONE), *([encode(Ended(seconds=1.0))] if change == "ended" else [])]
+    lines = [encode(START), encode(DONE), *([encode(ProbeEnded(seconds=1.0))] if change == "ended" else [])]
     path.write_text("\n".join(lines) + "\n")
     hosts = ("a", "c") if change == "hosts" else ("a", "b")
     mode = "full" if change == "mode" else "quick"

@@ -16,21 +16,21 @@ from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
 from distrib.probe import __main__ as rank_of_probe
 from distrib.probe import coordinator
-from distrib.probe.coordinator import Leader
+from distrib.probe.coordinator import Coordinator
 from distrib.probe.diagnosis import rules
 from distrib.probe.matrix_plot import draw
 from distrib.probe.protocol import AllReduce, Arrived, Hello, Inside, Leave, Reply, Setup, Spec, Task, Transfer
 from distrib.probe.records import (
-    CollectiveSeen,
-    Ended,
+    CollectiveMeasurement,
     Facts,
     Gpu,
-    GroupsSeen,
-    InsideSeen,
     Interface,
-    PairSeen,
-    Started,
-    StepDone,
+    IntraNodeMeasurement,
+    PairMeasurement,
+    ProbeEnded,
+    ProbeStarted,
+    SharedLinkSides,
+    StageDone,
     encode,
 )
 from distrib.probe.settings import DEFAULT
@@ -96,7 +96,7 @@ class Cluster:
         """The records of a probe of these hosts."""
         found = []
         spec = Spec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
-        Leader(self, self, spec, self.hellos, found.append, before).run()
+        Coordinator(self, self, spec, self.hellos, found.append, before).run()
         return found
 
 
@@ -126,7 +126,7 @@ def of(kind, records):
 
 
 def notes(records):
-    return [note for record in of(StepDone, records) for note in record.notes]
+    return [note for record in of(StageDone, records) for note in record.notes]
 
 
 def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts():
@@ -145,7 +145,7 @@ def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts()
         False,
         True,
     ]  # rank 0 asks itself
-    assert sorted(record.link.host for record in of(InsideSeen, records)) == ["n1", "n2", "n3", "n4"]
+    assert sorted(record.link.host for record in of(IntraNodeMeasurement, records)) == ["n1", "n2", "n3", "n4"]
 
 
 def test_what_an_all_reduce_failed_of_and_where_is_told():
@@ -156,8 +156,8 @@ def test_what_an_all_reduce_failed_of_and_where_is_told():
 
     records = Cluster(3, ranks=2, answer=answer).probe()
     assert notes(records) == ["all-reduce failed: CUDA out of memory (n3)"]
-    assert not next(record for record in of(StepDone, records) if record.step == "all-reduce").whole
-    assert of(CollectiveSeen, records)
+    assert not next(record for record in of(StageDone, records) if record.stage == "all-reduce").whole
+    assert of(CollectiveMeasurement, records)
 
 
 def test_all_reduce_is_left_out_aloud_where_a_host_does_not_answer():
@@ -174,20 +174,20 @@ def test_a_host_that_was_late_once_takes_part_in_all_reduce():
         return None if rank == 2 and isinstance(task, Inside) else usual(rank, task)
 
     records = Cluster(3, answer=answer).probe()
-    assert of(CollectiveSeen, records)
+    assert of(CollectiveMeasurement, records)
     assert notes(records) == ["inside the hosts not everything was measured: no answer came in time (n3)"]
 
 
 def test_an_answer_that_comes_late_is_waited_for_before_all_reduce():
     def answer(rank, task):
-        last = isinstance(task, Transfer) and task.step == "together/mpi/2" and task.source == 1
+        last = isinstance(task, Transfer) and task.stage == "together/mpi/2" and task.source == 1
         if rank == 1 and last:
             cluster.late.append((usual(rank, task), False))
             return None
         return usual(rank, task)
 
     cluster = Cluster(3, answer=answer)
-    assert of(CollectiveSeen, cluster.probe())
+    assert of(CollectiveMeasurement, cluster.probe())
 
 
 @pytest.mark.parametrize("answers", [0, 4])
@@ -201,16 +201,16 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
         return None if rank == 2 and len(given) > answers else usual(rank, task)
 
     records = Cluster(8, answer=answer, networks=2).probe("quick")
-    assert len([task for task in given if task.step.startswith("together")]) < 10
-    mine = [r for r in of(PairSeen, records) if "n3" in (r.source, r.target)]
+    assert len([task for task in given if task.stage.startswith("together")]) < 10
+    mine = [r for r in of(PairMeasurement, records) if "n3" in (r.source, r.target)]
     assert {r.failed for r in mine if r.failed} == {"n3 did not answer"}
     assert {r.interface for r in mine if r.network} == {"eth1"}
     assert len({(r.source, r.target) for r in mine}) == 14
-    failed = {r.step for r in mine if r.failed}
-    assert failed == {r.step for r in of(StepDone, records) if not r.whole} - {"inside", "all-reduce"}
+    failed = {r.stage for r in mine if r.failed}
+    assert failed == {r.stage for r in of(StageDone, records) if not r.whole} - {"inside", "all-reduce"}
     found = {(f.kind, f.severity, f.hosts) for f in rules.find(records) if f.severity == "error"}
     assert found == {("host_lost", "error", ("n3",))}
-    assert of(Ended, records)[0].notes[-1] == "no answer came from n3 when last asked"
+    assert of(ProbeEnded, records)[0].notes[-1] == "no answer came from n3 when last asked"
 
 
 def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
@@ -229,7 +229,7 @@ def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
 
     cluster = Cluster(8, answer=answer)
     records = cluster.probe()
-    assert len(given) > 20 and of(CollectiveSeen, records)
+    assert len(given) > 20 and of(CollectiveMeasurement, records)
     assert not [finding for finding in rules.find(records) if finding.kind == "host_lost"]
 
 
@@ -238,8 +238,8 @@ def test_rank_0_knows_who_is_silent_at_the_end():
         cluster = Cluster(3, answer=answer)
         spec = Spec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
         found = []
-        (led := Leader(cluster, cluster, spec, cluster.hellos, found.append)).run()
-        return led.silent, of(Ended, found)[0].notes
+        (led := Coordinator(cluster, cluster, spec, cluster.hellos, found.append)).run()
+        return led.silent, of(ProbeEnded, found)[0].notes
 
     assert silent_after(usual) == ("", ())
     silent = lambda rank, task: None if rank == 2 else usual(rank, task)  # noqa: E731
@@ -265,7 +265,7 @@ def test_one_stream_is_enough_for_cards_that_are_known_to_be_slow(mode, speeds, 
         for hello, speed in zip(cluster.hellos, speeds, strict=True)
     ]  # fmt: skip
     records = cluster.probe(mode)
-    assert {record.streams for record in of(PairSeen, records) if record.way == "tcp"} == streams
+    assert {record.streams for record in of(PairMeasurement, records) if record.way == "tcp"} == streams
 
 
 def test_ways_inside_a_host_are_kept_when_others_fail():
@@ -274,7 +274,7 @@ def test_ways_inside_a_host_are_kept_when_others_fail():
         return msgspec.structs.replace(reply, failed="gpu3: no memory") if isinstance(task, Inside) and rank else reply
 
     records = Cluster(2, answer=answer).probe("quick")
-    assert {record.link.host for record in of(InsideSeen, records)} == {"n1", "n2"}
+    assert {record.link.host for record in of(IntraNodeMeasurement, records)} == {"n1", "n2"}
     assert notes(records) == ["inside the hosts not everything was measured: gpu3: no memory (n2)"]
 
 
@@ -292,11 +292,13 @@ def fails_on(network, where):
 
 def test_a_further_network_on_which_nothing_passes_is_given_up():
     records = Cluster(6, networks=2, answer=fails_on("10.1.", lambda a, b: True)).probe()
-    assert len([record for record in of(PairSeen, records) if record.network == OTHER_NETWORK]) == 3
+    assert len([record for record in of(PairMeasurement, records) if record.network == OTHER_NETWORK]) == 3
     [note] = notes(records)
     assert note.startswith(f"{OTHER_NETWORK} was given up") and "timed out" in note
-    assert not any(record.whole for record in of(StepDone, records) if record.step.startswith(f"alone/{OTHER_NETWORK}"))
-    assert len({(r.source, r.target) for r in of(PairSeen, records) if r.network is None}) == 30
+    assert not any(
+        record.whole for record in of(StageDone, records) if record.stage.startswith(f"alone/{OTHER_NETWORK}")
+    )
+    assert len({(r.source, r.target) for r in of(PairMeasurement, records) if r.network is None}) == 30
 
 
 def test_a_way_that_does_not_judge_the_links_is_given_up_where_nothing_passes():
@@ -306,14 +308,14 @@ def test_a_way_that_does_not_judge_the_links_is_given_up_where_nothing_passes():
         return usual(rank, task)
 
     records = Cluster(4, answer=answer).probe()
-    assert len([record for record in of(PairSeen, records) if record.way == "mpi"]) < 6
+    assert len([record for record in of(PairMeasurement, records) if record.way == "mpi"]) < 6
     assert notes(records)[0].startswith("mpi was given up")
 
 
 @pytest.mark.parametrize("hosts", [3, 4, 6])
 def test_a_network_is_not_given_up_for_one_host(hosts):
     records = Cluster(hosts, networks=2, answer=fails_on("10.1.", lambda a, b: 1 in (a, b))).probe()
-    seen = {(r.source, r.target) for r in of(PairSeen, records) if r.network and not r.failed}
+    seen = {(r.source, r.target) for r in of(PairMeasurement, records) if r.network and not r.failed}
     assert len(seen) == (hosts - 1) * (hosts - 2)
     assert notes(records) == []
 
@@ -328,33 +330,36 @@ def uplink(rank, task):
 @pytest.mark.parametrize("mode", ["quick", "default"])
 def test_a_probe_that_was_interrupted_in_its_second_look_looks_again(mode):
     first = Cluster(8, answer=uplink).probe(mode)
-    finished = [record for record in of(StepDone, first) if not record.step.startswith(("again", SECOND_LOOK, "all"))]
+    finished = [record for record in of(StageDone, first) if not record.stage.startswith(("again", SECOND_LOOK, "all"))]
     before = [
         record
         for record in first
-        if isinstance(record, Started) or (isinstance(record, PairSeen) and record.step in {s.step for s in finished})
+        if isinstance(record, ProbeStarted)
+        or (isinstance(record, PairMeasurement) and record.stage in {s.stage for s in finished})
     ]
     second = Cluster(8, answer=uplink)
-    records = second.probe(mode, tuple(record.step for record in finished), before)
-    assert [record.step for record in of(PairSeen, records) if not record.step.startswith(("again", "sharing"))] == []
-    assert any(record.step.startswith("sharing") for record in of(PairSeen, records))
-    assert of(GroupsSeen, records) or notes(records)
+    records = second.probe(mode, tuple(record.stage for record in finished), before)
+    assert [
+        record.stage for record in of(PairMeasurement, records) if not record.stage.startswith(("again", "sharing"))
+    ] == []
+    assert any(record.stage.startswith("sharing") for record in of(PairMeasurement, records))
+    assert of(SharedLinkSides, records) or notes(records)
     # After the second look it is not taken again.
-    done = tuple(record.step for record in of(StepDone, first))
+    done = tuple(record.stage for record in of(StageDone, first))
     third = Cluster(8, answer=uplink).probe(mode, tuple(step for step in done if step != "all-reduce"), before)
-    assert of(PairSeen, third) == []
+    assert of(PairMeasurement, third) == []
     # That the all-reduces begin is said each time.
-    assert [record.step for record in of(StepDone, third)] == (["links", "all-reduce"] if mode == "default" else [])
+    assert [record.stage for record in of(StageDone, third)] == (["links", "all-reduce"] if mode == "default" else [])
 
 
 def test_what_was_measured_over_another_network_does_not_count():
     first = Cluster(3, networks=2, net=0).probe("quick")
-    done = tuple(record.step for record in of(StepDone, first))
-    before = [record for record in first if isinstance(record, (Started, PairSeen))]
+    done = tuple(record.stage for record in of(StageDone, first))
+    before = [record for record in first if isinstance(record, (ProbeStarted, PairMeasurement))]
     same = Cluster(3, networks=2, net=0).probe("quick", done, before)
-    assert of(PairSeen, same) == []
+    assert of(PairMeasurement, same) == []
     other = Cluster(3, networks=2, net=1).probe("quick", done, before)
-    assert {(r.source, r.target) for r in of(PairSeen, other) if r.step.startswith("together/")} == {
+    assert {(r.source, r.target) for r in of(PairMeasurement, other) if r.stage.startswith("together/")} == {
         (a, b) for a in ("n1", "n2", "n3") for b in ("n1", "n2", "n3") if a != b
     }
 
@@ -379,9 +384,9 @@ def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
     asked = [task for task in cluster.tasks if isinstance(task, AllReduce)]
     assert {(task.ranks, task.counts) for task in asked} == {(on_gpus, (2,))}
     assert len(asked) == (4 if first else 3)  # rank 0 asks itself
-    assert of(CollectiveSeen, records)
+    assert of(CollectiveMeasurement, records)
     assert notes(records) == [f"all-reduce is that of GPUs, without {'n1' if first else 'n3'}"]
-    assert all(record.whole for record in of(StepDone, records))
+    assert all(record.whole for record in of(StageDone, records))
     # Those that have not loaded torch would wait at MPI's end for the others.
     assert [task.at_once for task in cluster.tasks if isinstance(task, Leave)] == [True] * 5
 
@@ -403,10 +408,10 @@ def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, 
 def test_one_machine_has_an_all_reduce_over_its_ranks():
     cluster = Cluster(1, ranks=4)
     records = cluster.probe()
-    assert [record.step for record in of(StepDone, records)] == ["inside", SECOND_LOOK, "links", "all-reduce"]
+    assert [record.stage for record in of(StageDone, records)] == ["inside", SECOND_LOOK, "links", "all-reduce"]
     assert {task.counts for task in cluster.tasks if isinstance(task, AllReduce)} == {(1,)}
-    assert of(CollectiveSeen, records) and of(InsideSeen, records) and not notes(records)
-    assert [r.step for r in of(StepDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
+    assert of(CollectiveMeasurement, records) and of(IntraNodeMeasurement, records) and not notes(records)
+    assert [r.stage for r in of(StageDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -469,7 +474,10 @@ def jobs(monkeypatch, tmp_path):
     """Jobs that print what `jobs.records` says instead of being started."""
     monkeypatch.chdir(tmp_path)
     made = SimpleNamespace(
-        specs=[], inputs=[], plans=[], records=lambda spec: [*Network(len(spec.hosts)).records(), Ended(seconds=1.0)]
+        specs=[],
+        inputs=[],
+        plans=[],
+        records=lambda spec: [*Network(len(spec.hosts)).records(), ProbeEnded(seconds=1.0)],
     )
 
     def launch(plan, options, *, streams, script_input=b"", input_ranks=None):
@@ -479,7 +487,7 @@ def jobs(monkeypatch, tmp_path):
         made.inputs.append((script_input, input_ranks))
         for record in made.records(spec):
             streams[0].write(f"[0@{spec.present[0]}] {encode(record)}\n")
-        whole = made.records(spec) and isinstance(made.records(spec)[-1], Ended)
+        whole = made.records(spec) and isinstance(made.records(spec)[-1], ProbeEnded)
         failure = results.Failure(
             rank=1, host="unknown", time=0.0, exit_code=1, signal=None, message="rank 1 died", traceback="", log=""
         )
@@ -549,7 +557,7 @@ def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):
 
 
 def test_that_no_link_was_measured_is_not_passed_off_as_none_that_is_slow(jobs, capsys):
-    jobs.records = lambda spec: [Network(2).records()[0], Ended(seconds=1.0)]
+    jobs.records = lambda spec: [Network(2).records()[0], ProbeEnded(seconds=1.0)]
     assert probe("-H", "n1,n2") == 0
     assert "no findings: no link was measured" in capsys.readouterr().out
 
@@ -559,11 +567,11 @@ def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs
     start, *pairs = Network(4).records()
     failed = [
         msgspec.structs.replace(r, failed="timed out")
-        for r in of(PairSeen, pairs)
+        for r in of(PairMeasurement, pairs)
         if {r.source, r.target} != {"n1", "n2"}
     ]
-    kept = [r for r in of(PairSeen, pairs) if {r.source, r.target} == {"n1", "n2"}]
-    jobs.records = lambda spec: [start, *kept, *failed, Ended(seconds=1.0)]
+    kept = [r for r in of(PairMeasurement, pairs) if {r.source, r.target} == {"n1", "n2"}]
+    jobs.records = lambda spec: [start, *kept, *failed, ProbeEnded(seconds=1.0)]
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 1
     out, err = capsys.readouterr()
     assert "could not be measured" in out
@@ -611,7 +619,7 @@ def test_what_is_not_measured_again_is_said_beforehand(jobs, capsys, words, has,
 
 
 def test_that_nothing_became_worse_is_said(jobs, capsys):
-    jobs.records = lambda spec: [*Network(4).records(), Ended(seconds=1.0)]
+    jobs.records = lambda spec: [*Network(4).records(), ProbeEnded(seconds=1.0)]
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 0
     assert probe("-H", "n[1-4]", "--baseline", "t.yaml") == 0
     assert (
@@ -621,7 +629,7 @@ def test_that_nothing_became_worse_is_said(jobs, capsys):
 
 
 def test_several_pictures_are_drawn(jobs, tmp_path):
-    jobs.records = lambda spec: [*Network(2).records(), Ended(seconds=1.0)]
+    jobs.records = lambda spec: [*Network(2).records(), ProbeEnded(seconds=1.0)]
     assert probe("-H", "n[1-2]", "--plot", "a.png", "--plot", "b.svg") == 0
     assert (tmp_path / "a.png").stat().st_size > 1000
     assert (tmp_path / "b.svg").stat().st_size > 1000
@@ -650,7 +658,7 @@ def test_a_file_that_cannot_take_what_is_measured_is_refused_before_the_probe(jo
 def test_findings_are_shown_whatever_becomes_of_the_file(jobs, capsys, tmp_path):
     def records(spec):
         (tmp_path / "t.yaml").write_text("{nodes: [{hosts: 'n[1-4]'}]}\n")
-        return [*Network(4, slow={2: 0.5}).records(), Ended(seconds=1.0)]
+        return [*Network(4, slow={2: 0.5}).records(), ProbeEnded(seconds=1.0)]
 
     jobs.records = records
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 2
@@ -667,7 +675,7 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
     def records(spec):
         if not spec.gpudirect:
             raise LaunchError("mpirun did not start")
-        return [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
+        return [*Network(2).records(), CollectiveMeasurement(collective=made), ProbeEnded(seconds=1.0)]
 
     jobs.records = records
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
@@ -692,11 +700,11 @@ def fails_in_all_reduce(monkeypatch, host):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monkeypatch, capsys, tmp_path, resumed):
     fails_in_all_reduce(monkeypatch, "n2")
-    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
     jobs.records = lambda spec: [start, *seen, begins]
     if resumed:  # and all but the all-reduces was done before
-        kept = (start, *seen, msgspec.structs.replace(begins, step=SECOND_LOOK), begins)
+        kept = (start, *seen, msgspec.structs.replace(begins, stage=SECOND_LOOK), begins)
         (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in kept))
         jobs.records = lambda spec: [start, begins]
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
@@ -710,9 +718,9 @@ def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monke
 
 def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monkeypatch, tmp_path):
     fails_in_all_reduce(monkeypatch, "n2")
-    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
-    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in (start, *seen, begins)))
     jobs.records = lambda spec: [start, done]  # what had failed before is measured again
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
@@ -721,10 +729,10 @@ def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monke
 
 def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_there(jobs, monkeypatch, capsys):
     fails_in_all_reduce(monkeypatch, "localhost")
-    start = Started(when="2026-01-01", mode="default", hosts=("localhost",), primary="tcp", facts=())
+    start = ProbeStarted(when="2026-01-01", mode="default", hosts=("localhost",), primary="tcp", facts=())
     link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
-    begins = StepDone(step=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
-    jobs.records = lambda spec: [start, InsideSeen(link=link), begins]
+    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    jobs.records = lambda spec: [start, IntraNodeMeasurement(link=link), begins]
     assert topo.main(["probe", "-H", "localhost:4", "-o", "t.yaml"]) == 1
     assert "all-reduce failed: killed by SIGABRT (localhost)" in capsys.readouterr().out
     assert len(jobs.specs) == 1 and read_topology("t.yaml").measured.inside == (link,)
@@ -733,7 +741,7 @@ def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_the
 def test_the_look_without_gpudirect_is_without_it_whatever_was_set(jobs):
     curve = (Point(1 << 20, 1.0),)
     made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
-    jobs.records = lambda spec: [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
+    jobs.records = lambda spec: [*Network(2).records(), CollectiveMeasurement(collective=made), ProbeEnded(seconds=1.0)]
     assert probe("-H", "n1,n2", "-x", "NCCL_NET_GDR_LEVEL=SYS") == 0
     assert [plan.ranks[0].environment["NCCL_NET_GDR_LEVEL"] for plan in jobs.plans] == ["SYS", "LOC"]
 
@@ -743,7 +751,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
     """Whether this process hears of Ctrl-C, or the job's supervision does."""
     curve = (Point(1 << 20, 1.0),)
     made = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, gpudirect=True, curve=curve)
-    whole = [*Network(2).records(), CollectiveSeen(collective=made), Ended(seconds=1.0)]
+    whole = [*Network(2).records(), CollectiveMeasurement(collective=made), ProbeEnded(seconds=1.0)]
     jobs.records = lambda spec: whole
     launch = runner.launch
 
@@ -772,8 +780,12 @@ def test_a_probe_that_cannot_be_gone_on_with_leaves_nothing(jobs, capsys, tmp_pa
 def test_what_a_probe_found_is_shown_though_a_rank_had_to_end_it(jobs, monkeypatch, capsys):
     """Rank 0 fails where another one is frozen; then that is what people must hear of."""
     start, *seen = Network(2).records()
-    failed = [msgspec.structs.replace(r, failed="n2 did not answer") for r in seen if isinstance(r, PairSeen)]
-    jobs.records = lambda spec: [start, *failed, Ended(seconds=1.0, notes=("no answer came from n2 when last asked",))]
+    failed = [msgspec.structs.replace(r, failed="n2 did not answer") for r in seen if isinstance(r, PairMeasurement)]
+    jobs.records = lambda spec: [
+        start,
+        *failed,
+        ProbeEnded(seconds=1.0, notes=("no answer came from n2 when last asked",)),
+    ]
     launch = runner.launch
     monkeypatch.setattr(
         runner, "launch", lambda *plan, **to: msgspec.structs.replace(launch(*plan, **to), status="failed")
@@ -788,8 +800,8 @@ def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
     def records(spec):
         if "n3" in spec.present:
             raise PreflightError("n3: no route to host", hosts={"n3": "no route to host"})
-        seen = [r for r in of(PairSeen, Network(4).records()) if "n3" not in (r.source, r.target)]
-        return [Network(4).records()[0], *seen, Ended(seconds=1.0)]
+        seen = [r for r in of(PairMeasurement, Network(4).records()) if "n3" not in (r.source, r.target)]
+        return [Network(4).records()[0], *seen, ProbeEnded(seconds=1.0)]
 
     jobs.records = records
     assert probe("-H", "n[1-4]") == 3
@@ -807,13 +819,13 @@ def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
 def test_what_was_measured_of_a_host_that_became_unfit_is_kept(jobs, capsys, tmp_path):
     start, *seen = Network(3).records()
     start = msgspec.structs.replace(start, facts=tuple(facts(f"n{n + 1}") for n in range(3)))
-    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
 
     def records(spec):
         if "n3" in spec.present:
             raise PreflightError("n3: no route to host", hosts={"n3": "no route to host"})
-        return [msgspec.structs.replace(start, facts=start.facts[:2]), Ended(seconds=1.0)]
+        return [msgspec.structs.replace(start, facts=start.facts[:2]), ProbeEnded(seconds=1.0)]
 
     jobs.records = records
     assert probe("-H", "n[1-3]", "-o", "t.yaml", "--drop-bad-hosts") == 0
@@ -832,9 +844,9 @@ def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):
 
 @pytest.mark.parametrize("words", [(), ("-H", "localhost")])
 def test_this_machine_alone_can_be_probed(jobs, capsys, words):
-    start = Started(when="2026-01-01", mode="quick", hosts=("localhost",), primary="tcp", facts=())
+    start = ProbeStarted(when="2026-01-01", mode="quick", hosts=("localhost",), primary="tcp", facts=())
     link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
-    jobs.records = lambda spec: [start, InsideSeen(link=link), Ended(seconds=1.0)]
+    jobs.records = lambda spec: [start, IntraNodeMeasurement(link=link), ProbeEnded(seconds=1.0)]
     assert probe(*words, "-o", "t.yaml") == 0
     out = capsys.readouterr().out
     assert (
@@ -848,7 +860,7 @@ def test_this_machine_alone_can_be_probed(jobs, capsys, words):
 
 def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0_alone(jobs, capsys, tmp_path):
     start, *seen = Network(2).records()
-    done = StepDone(step="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
     err = capsys.readouterr().err

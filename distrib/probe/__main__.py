@@ -19,7 +19,7 @@ from distrib.environment import DISTRIB_ADDRESS, DISTRIB_DEVICE, GROUP_RANK, LOC
 from distrib.probe import host_facts, secondary_networks
 from distrib.probe.bench import tcp
 from distrib.probe.bench.polling import wait
-from distrib.probe.coordinator import Leader
+from distrib.probe.coordinator import Coordinator
 from distrib.probe.protocol import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
 from distrib.probe.records import Record, decode, encode
 from distrib.probe.worker import Worker
@@ -55,7 +55,7 @@ def main() -> int:
         worker.setup = setup
         lines = sys.stdin.buffer if spec.resumed else ()
         before = [record for line in lines if (record := decode(line))]
-        leader = Leader(comm, worker, spec, hellos, _print, before)
+        leader = Coordinator(comm, worker, spec, hellos, _print, before)
         leader.run()
         if leader.silent:
             # MPI's end would wait for that rank, and so would the launcher, but for a rank that fails: that ends the job.

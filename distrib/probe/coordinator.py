@@ -19,21 +19,21 @@ from distrib.probe.diagnosis import remeasure
 from distrib.probe.diagnosis.nics import card_speeds
 from distrib.probe.protocol import REPLY, TASK, AllReduce, Hello, Inside, Leave, Reply, Spec, Task, Transfer
 from distrib.probe.records import (
-    CollectiveSeen,
-    Ended,
-    GpusSeen,
-    GroupsSeen,
-    InsideSeen,
-    PairSeen,
+    CollectiveMeasurement,
+    GpuLinkStates,
+    IntraNodeMeasurement,
+    PairMeasurement,
+    ProbeEnded,
+    ProbeStarted,
     Record,
-    Started,
-    StepDone,
-    by_machine,
+    SharedLinkSides,
+    StageDone,
+    group_by_machine,
 )
 from distrib.probe.schedule import Pair, Round
 from distrib.probe.secondary_networks import other_networks
-from distrib.probe.settings import FAST_STREAMS, GPUDIRECT_LEVEL, MODES, NEVER, ONE_STREAM_BYTES_PER_SECOND, Way
-from distrib.probe.stages import COLLECTIVE_START_SECONDS, LINKS_DONE, Step, alone_share, steps
+from distrib.probe.settings import FAST_STREAMS, GPUDIRECT_LEVEL, MODES, NEVER, ONE_STREAM_BYTES_PER_SECOND, Transport
+from distrib.probe.stages import COLLECTIVE_START_SECONDS, LINKS_DONE, Stage, alone_share, steps
 from distrib.probe.worker import Worker
 from distrib.units import format_size
 
@@ -58,7 +58,7 @@ SECOND_LOOK = "second look"
 """The step that stands for it in what is done."""
 
 
-class Leader:
+class Coordinator:
     """Runs the whole probe; `emit` takes each record as it is made, `before` are those of a probe that was interrupted."""
 
     def __init__(
@@ -83,8 +83,8 @@ class Leader:
         known = {facts.host: facts for start in starts for facts in start.facts}
         known |= {facts.host: facts for facts in self.facts.values()}
         rdma = all(facts.rdma_bytes_per_second and facts.mpi_over_rdma for facts in known.values())
-        self.primary: Way = spec.primary or ("mpi" if rdma else "tcp")
-        self.start = Started(
+        self.primary: Transport = spec.primary or ("mpi" if rdma else "tcp")
+        self.start = ProbeStarted(
             when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             mode=spec.mode,
             hosts=spec.hosts,
@@ -110,14 +110,16 @@ class Leader:
         cards_of[None] = {each.host: each.interface for each in self.facts.values()}
         self._streams = {name: self._streams_on(cards) for name, cards in cards_of.items()}
         """The TCP connections of a link, by network."""
-        self.seen: list[PairSeen] = [] if anew else [record for record in before if isinstance(record, PairSeen)]
+        self.seen: list[PairMeasurement] = (
+            [] if anew else [record for record in before if isinstance(record, PairMeasurement)]
+        )
         self.sick: dict[int, int] = {}
         """Ranks that did not answer, by how often; after the second time they are asked no more, until they have answered all."""
         self._asked: dict[int, Task] = {}
         """The last task of each rank."""
         self._silent: set[int] = set()
         """Those that did not answer when they were last asked, nor since."""
-        self._hopeless: set[tuple[str | None, Way]] = set()
+        self._hopeless: set[tuple[str | None, Transport]] = set()
         """Networks and ways that were given up; never those that judge the links."""
         self._left_out = self._rounds_left_out()
         self._number = 0
@@ -136,7 +138,7 @@ class Leader:
         return self.settings.streams if slow else max(self.settings.streams, FAST_STREAMS)
 
     def emit(self, record: Record) -> None:
-        if isinstance(record, PairSeen):
+        if isinstance(record, PairMeasurement):
             self.seen.append(record)
         self.emit_record(record)
 
@@ -159,10 +161,10 @@ class Leader:
             self._step(step, left)
         if self.spec.gpudirect and (before_collectives or SECOND_LOOK not in self.done):
             notes = self._look_again(left)
-            self._done(Step(key=SECOND_LOOK, what="a second look"), left, notes=notes)
+            self._done(Stage(key=SECOND_LOOK, what="a second look"), left, notes=notes)
         collectives = todo[len(before_collectives) :]
         if collectives and self.spec.gpudirect is not False:
-            self._done(Step(key=LINKS_DONE, what="all but all-reduce"), left)
+            self._done(Stage(key=LINKS_DONE, what="all but all-reduce"), left)
         for step in collectives:
             left -= step.estimate_seconds
             self._step(step, left)
@@ -174,11 +176,11 @@ class Leader:
         said = list(self._left_out)
         if self.silent:  # perhaps since the last step: then no pair tells of it
             said.append(f"no answer came from {self.silent} when last asked")
-        self.emit(Ended(seconds=time.monotonic() - self._begun, notes=tuple(said)))
+        self.emit(ProbeEnded(seconds=time.monotonic() - self._begun, notes=tuple(said)))
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _step(self, step: Step, left_seconds: float) -> None:
+    def _step(self, step: Stage, left_seconds: float) -> None:
         whole = True
         notes: list[str] = []
         if step.kind == "inside":
@@ -197,16 +199,16 @@ class Leader:
                 notes.append(f"{step.network or step.way} was given up, as nothing passes between hosts ({why})")
         self._done(step, left_seconds, whole=whole, notes=notes)
 
-    def _done(self, step: Step, left_seconds: float, *, whole: bool = True, notes: Sequence[str] = ()) -> None:
+    def _done(self, step: Stage, left_seconds: float, *, whole: bool = True, notes: Sequence[str] = ()) -> None:
         done = time.monotonic() - self._begun
         self.emit(
-            StepDone(
-                step=step.key, what=step.what, done_seconds=done, left_seconds=left_seconds, whole=whole,
+            StageDone(
+                stage=step.key, what=step.what, done_seconds=done, left_seconds=left_seconds, whole=whole,
                 without=tuple(self.spec.hosts[number] for number in self.missing), notes=tuple(notes),
             )
         )  # fmt: skip
 
-    def _is_hopeless(self, network: str | None, way: Way) -> str:
+    def _is_hopeless(self, network: str | None, way: Transport) -> str:
         """How a pair of a further network or way failed, where enough of them did to give it up; empty where there is hope."""
         seen = [record for record in self.seen if (record.network, record.way) == (network, way)]
         hosts = [{record.source, record.target} for record in seen]
@@ -219,7 +221,7 @@ class Leader:
         self._number += 1
         gpus = max(len(facts.gpus) for facts in self.facts.values())
         seconds = self.settings.inside_seconds
-        same_memory = {first.host: further for first, *further in by_machine(self.facts.values())}
+        same_memory = {first.host: further for first, *further in group_by_machine(self.facts.values())}
         # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
         patience_seconds = INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1)
         tasks: dict[int, Task] = {
@@ -236,12 +238,12 @@ class Leader:
         for rank, reply in replies.items():
             host = self._host_names[rank]
             for link in reply.inside:
-                self.emit(InsideSeen(link=link))
+                self.emit(IntraNodeMeasurement(link=link))
                 if link.source == link.target == "memory":
                     for other in same_memory[host]:
-                        self.emit(InsideSeen(link=msgspec.structs.replace(link, host=other.host)))
+                        self.emit(IntraNodeMeasurement(link=msgspec.structs.replace(link, host=other.host)))
             if reply.gpus:
-                self.emit(GpusSeen(host=host, gpus=reply.gpus))
+                self.emit(GpuLinkStates(host=host, gpus=reply.gpus))
         notes = self._failures(tasks, replies, "inside the hosts not everything was measured")
         return not notes, notes
 
@@ -259,7 +261,7 @@ class Leader:
         """The hosts of these ranks."""
         return name_hosts(self._host_names[rank] for rank in sorted(ranks))
 
-    def _all_reduce(self, step: Step) -> tuple[bool, list[str]]:
+    def _all_reduce(self, step: Stage) -> tuple[bool, list[str]]:
         """Whether all was measured, and what was not."""
 
         def all_there() -> bool:
@@ -291,7 +293,7 @@ class Leader:
             notes.append(f"{step.what} is that of GPUs, without {self._named(left_out)}")
         first = replies.get(self._reducing[0])
         for collective in first.collectives if first else ():
-            self.emit(CollectiveSeen(collective=collective))
+            self.emit(CollectiveMeasurement(collective=collective))
             largest = collective.curve[-1].size_bytes if collective.curve else 0
             if largest < task.sizes[-1]:
                 notes.append(
@@ -318,7 +320,7 @@ class Leader:
         is_on = self.spec.gpudirect and os.environ.get(GPUDIRECT_LEVEL, "").upper() not in NEVER
         return is_on if able and len(hosts) > 1 else None
 
-    def _transfer(self, step: Step, phase: Round, number: int = 0) -> list[PairSeen]:
+    def _transfer(self, step: Stage, phase: Round, number: int = 0) -> list[PairMeasurement]:
         """Measure the pairs of a phase at once, those whose hosts are there."""
         there = schedule.without(phase, self.missing)
         if step.network:
@@ -335,7 +337,7 @@ class Leader:
             share = step.seconds
             transfers[source, target] = Transfer(
                 number=self._number,
-                step=step.key,
+                stage=step.key,
                 source=self.ranks[source],
                 target=self.ranks[target],
                 addresses=(self._address(source, step.network), self._address(target, step.network)),
@@ -372,12 +374,12 @@ class Leader:
             self.emit(record)
         return found
 
-    def _not_asked(self, step: Step, pair: Pair) -> PairSeen:
+    def _not_asked(self, step: Stage, pair: Pair) -> PairMeasurement:
         """What is known of a pair of which one does not answer any more: without it the step would pass for whole."""
         source, target = (self.spec.hosts[host] for host in pair)
         silent = next(self.spec.hosts[host] for host in pair if self._is_sick(host))
-        return PairSeen(
-            step=step.key, source=source, target=target, way=step.way, load=step.load, both_ways=step.both_ways,
+        return PairMeasurement(
+            stage=step.key, source=source, target=target, way=step.way, load=step.load, both_ways=step.both_ways,
             failed=f"{silent} did not answer",
         )  # fmt: skip
 
@@ -386,7 +388,9 @@ class Leader:
             return self.facts[host].address
         return self.networks[network].cards[self.spec.hosts[host]][1]
 
-    def _records(self, transfer: Transfer, source: int, target: int, replies: dict[int, Reply]) -> list[PairSeen]:
+    def _records(
+        self, transfer: Transfer, source: int, target: int, replies: dict[int, Reply]
+    ) -> list[PairMeasurement]:
         ends = [replies.get(transfer.source), replies.get(transfer.target)]
         names = self.spec.hosts
         failures = [
@@ -400,8 +404,8 @@ class Leader:
         found = []
         for sender, receiver, out, came in directions:
             seen = came.arrived if came else None
-            record = PairSeen(
-                step=transfer.step,
+            record = PairMeasurement(
+                stage=transfer.stage,
                 source=names[sender],
                 target=names[receiver],
                 way=transfer.way,
@@ -432,7 +436,7 @@ class Leader:
         def look(key: str, pairs: Collection[tuple[str, str]], seconds: float, *, both_ways: bool = False) -> None:
             if pairs:
                 phases = tuple(((numbers[a], numbers[b]),) for a, b in pairs)
-                step = Step(
+                step = Stage(
                     key=key, what="a second look", way=way, load="alone", both_ways=both_ways, phases=phases, seconds=seconds
                 )  # fmt: skip
                 self._step(step, left_seconds)
@@ -449,7 +453,7 @@ class Leader:
         worst: Round = tuple((numbers[a], numbers[b]) for a, b in phases[0])
 
         def run(key: str, phase: Round) -> dict[Pair, float]:
-            step = Step(
+            step = Stage(
                 key=f"sharing/{key}", what="who shares", way=self.primary, load="sharing", phases=(phase,),
                 # The last phase gives the ratio: long, so that it matters little that not all begin and end at once.
                 seconds=CROSSING_SECONDS if key == "crossing" else self.settings.stream_seconds,
@@ -482,7 +486,7 @@ class Leader:
             why = "; the processors were busy throughout" if busy else ""
             return (f"pairs slow each other down, but not as hosts on two sides of one link would{why}",)
         names = self.spec.hosts
-        self.emit(GroupsSeen(sides=(tuple(names[n] for n in found.left), tuple(names[n] for n in found.right))))
+        self.emit(SharedLinkSides(sides=(tuple(names[n] for n in found.left), tuple(names[n] for n in found.right))))
         return ()
 
     # -- orders and answers -------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from distrib.errors import ConfigError
-from distrib.probe.records import Ended, PairSeen, Record, Started, decode, encode
+from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, decode, encode
 from distrib.probe.resume import current, done_steps, other_network, starts
-from distrib.probe.settings import Mode, Way
+from distrib.probe.settings import Mode, Transport
 
 FRESH_SECONDS = 3600.0
 """An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
@@ -25,7 +25,7 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, way: Way | None = None
+        self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, way: Transport | None = None
     ) -> None:
         self.path = path
         self.done_steps: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Journal:
         old = path.read_bytes().splitlines() if resume is not False else []
         records = current(_decoded(old))
         start = next(iter(starts(records)), None)
-        ended = any(isinstance(record, Ended) for record in records)
+        ended = any(isinstance(record, ProbeEnded) for record in records)
         fits = start and (start.hosts, start.mode) == (hosts, mode) and way in (None, start.primary)
         if fits and not ended and (fresh or resume):
             self.done_steps = done_steps(records)
@@ -66,7 +66,7 @@ class Journal:
     def write(self, line: str) -> str | None:
         """Keep the line of a record. Returns what people must be told: that an interrupted probe is gone on with, or why not."""
         said = None
-        if line.startswith('{"type":"started"') and isinstance(now := decode(line), Started):
+        if line.startswith('{"type":"started"') and isinstance(now := decode(line), ProbeStarted):
             before = starts(self.read())
             if why := next(filter(None, (other_network(start, now) for start in before)), None):
                 said = f"distrib-topo: what {self.path} has of {before[0].when} does not count: {why}; beginning anew"
@@ -98,9 +98,13 @@ class Journal:
         """What rank 0 must know of what is done: how the probe began, and the links between those hosts, without their curves."""
         kept: list[Record] = []
         for record in self.read():
-            if isinstance(record, Started):
+            if isinstance(record, ProbeStarted):
                 kept.append(record)
-            elif isinstance(record, PairSeen) and not record.failed and {record.source, record.target} <= set(present):
+            elif (
+                isinstance(record, PairMeasurement)
+                and not record.failed
+                and {record.source, record.target} <= set(present)
+            ):
                 kept.append(msgspec.structs.replace(record, curve=()))
         return "".join(encode(record) + "\n" for record in kept).encode()
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from distrib.cluster.measurements import Collective, Measured, PairLink
 from distrib.probe.diagnosis.finding import Finding
-from distrib.probe.records import PairSeen, Record, Started
+from distrib.probe.records import PairMeasurement, ProbeStarted, Record
 from distrib.units import format_duration, format_rate, format_size
 
 NUMBERS_UP_TO = 16
@@ -34,7 +34,7 @@ def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str,
 
 def show(console: Console, measured: Measured, records: Sequence[Record], findings: Sequence[Finding]) -> None:
     """Print everything."""
-    start = next(record for record in records if isinstance(record, Started))
+    start = next(record for record in records if isinstance(record, ProbeStarted))
     parts: list[RenderableType] = []
     if len(measured.hosts) > 1:
         parts += [heat_map(measured, start.primary, console.width), links_table(measured, records)]
@@ -138,7 +138,7 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
     table = _table(f"links, {name}")
     for column in ("way", "load", "links", "median", "slowest", "latency", "varies", "outliers"):
         table.add_column(column, justify="left" if column in ("way", "load", "slowest") else "right")
-    raw = [record for record in records if isinstance(record, PairSeen) and not record.failed]
+    raw = [record for record in records if isinstance(record, PairMeasurement) and not record.failed]
     for kind in sorted({_kind(pair) for pair in measured.pairs}):
         way, load, both, network = kind
         pairs = [pair for pair in measured.pairs if _kind(pair) == kind]
@@ -159,13 +159,13 @@ def links_table(measured: Measured, records: Sequence[Record]) -> Table:
     return table
 
 
-def _variation(seen: Sequence[PairSeen]) -> str:
+def _variation(seen: Sequence[PairMeasurement]) -> str:
     """The median of those links that were measured more than once: one repetition varies from nothing."""
     known = [record.variation for record in seen if record.repetitions > 1]
     return f"{statistics.median(known):.1%}" if known else "-"
 
 
-def _kind(pair: PairLink | PairSeen) -> tuple[str, str, bool, str]:
+def _kind(pair: PairLink | PairMeasurement) -> tuple[str, str, bool, str]:
     return pair.way, pair.load, pair.both_ways, pair.network or ""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from distrib.cluster.measurements import Collective, InsideLink, Point
-from distrib.probe.records import Facts, Gpu, Load
-from distrib.probe.settings import Mode, Way
+from distrib.probe.records import Facts, Gpu, LoadPattern
+from distrib.probe.settings import Mode, Transport
 
 HELLO, SETUP, TASK, REPLY = 1, 2, 3, 4
 """Tags."""
@@ -22,7 +22,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     done: tuple[str, ...] = ()
     resumed: bool = False
     """What was measured before stands on rank 0's standard input, a record on each line."""
-    primary: Way | None = None
+    primary: Transport | None = None
     """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
     gpudirect: bool = True
     """False: NCCL was told to do without GPUDirect RDMA, and all-reduce is measured alone."""
@@ -51,12 +51,12 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     """
 
     number: int
-    step: str
+    stage: str
     source: int
     target: int
     addresses: tuple[str, str]
-    way: Way
-    load: Load
+    way: Transport
+    load: LoadPattern
     both_ways: bool = False
     seconds: float
     longest: float = 0.0

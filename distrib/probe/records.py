@@ -11,9 +11,9 @@ from typing import Literal
 import msgspec
 
 from distrib.cluster.measurements import Collective, InsideLink, Machine, Measured, PairLink, Point
-from distrib.probe.settings import Mode, Way
+from distrib.probe.settings import Mode, Transport
 
-Load = Literal["alone", "together", "bisection", "sharing"]
+LoadPattern = Literal["alone", "together", "bisection", "sharing"]
 """Beside whom a pair was measured; `sharing`: others that were chosen to find out who shares a link, so that it says little of the pair."""
 
 
@@ -76,30 +76,30 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return next((each for each in self.interfaces if each.name == interface), None)
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+class ProbeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     """The first line: what is going to be measured. `primary` is the way that judges the links."""
 
     when: str
     mode: Mode
     hosts: tuple[str, ...]
-    primary: Way
+    primary: Transport
     facts: tuple[Facts, ...]
 
 
-class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
+class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     """One direction between two hosts, measured once.
 
     `busy` is the part of the time for which the busier of the two hosts' processors were; where it is near 1, they and
     not the wire may have been the limit. `failed` says why there is no rate.
     """
 
-    step: str
+    stage: str
     phase: int = 0
     """Pairs of the same step and phase were measured at once."""
     source: str
     target: str
-    way: Way
-    load: Load
+    way: Transport
+    load: LoadPattern
     both_ways: bool = False
     network: str | None = None
     """The subnet whose cards carried it; None for the network of the job."""
@@ -123,38 +123,38 @@ class PairSeen(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
         return self.source, self.target, self.way, self.load, self.both_ways, self.network
 
 
-class InsideSeen(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
+class IntraNodeMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
     """A way inside a host."""
 
     link: InsideLink
 
 
-class GpusSeen(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
+class GpuLinkStates(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
     """The PCIe links of a host's GPUs right after they were used."""
 
     host: str
     gpus: tuple[Gpu, ...]
 
 
-class CollectiveSeen(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
+class CollectiveMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="collective"):
     """A collective over some hosts."""
 
     collective: Collective
 
 
-class GroupsSeen(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
+class SharedLinkSides(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
     """Hosts on either side of a shared link, found by who slows whom down."""
 
     sides: tuple[tuple[str, ...], tuple[str, ...]]
 
 
-class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+class StageDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     """Progress. `whole`: nothing of the step failed, so it need not be done again, but for hosts that it was done `without`.
 
     `notes`: what failed or was left out.
     """
 
-    step: str
+    stage: str
     what: str
     done_seconds: float
     left_seconds: float
@@ -163,14 +163,23 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
     notes: tuple[str, ...] = ()
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+class ProbeEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """The last line: everything that was planned has been tried."""
 
     seconds: float
     notes: tuple[str, ...] = ()
 
 
-Record = Started | PairSeen | InsideSeen | GpusSeen | CollectiveSeen | GroupsSeen | StepDone | Ended
+Record = (
+    ProbeStarted
+    | PairMeasurement
+    | IntraNodeMeasurement
+    | GpuLinkStates
+    | CollectiveMeasurement
+    | SharedLinkSides
+    | StageDone
+    | ProbeEnded
+)
 _DECODER = msgspec.json.Decoder(Record)
 
 
@@ -188,12 +197,14 @@ def decode(line: str | bytes) -> Record | None:
     return record
 
 
-def best(records: Iterable[PairSeen]) -> dict[tuple[str, str, str, str, bool, str | None], PairSeen]:
+def fastest_measurements(
+    records: Iterable[PairMeasurement],
+) -> dict[tuple[str, str, str, str, bool, str | None], PairMeasurement]:
     """Of every link, way and load the fastest measurement: whatever else goes on can only make a link look slower.
 
     Curves are joined, and of each size the shortest time is kept; so is the lowest latency.
     """
-    found: dict[tuple[str, str, str, str, bool, str | None], PairSeen] = {}
+    found: dict[tuple[str, str, str, str, bool, str | None], PairMeasurement] = {}
     for record in records:
         if record.failed:
             continue
@@ -218,21 +229,21 @@ def _joined(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ..
     return tuple(points[size] for size in sorted(points))
 
 
-def measured(records: Iterable[Record]) -> Measured | None:
+def build_measured(records: Iterable[Record]) -> Measured | None:
     """What the topology file keeps of a probe; None where nothing was measured."""
     kept = list(records)
-    start = next((r for r in kept if isinstance(r, Started)), None)
+    start = next((r for r in kept if isinstance(r, ProbeStarted)), None)
     if start is None:
         return None
-    facts = {host.host: host for r in kept if isinstance(r, Started) for host in r.facts}
-    pairs = best(r for r in kept if isinstance(r, PairSeen) and r.load != "sharing")
+    facts = {host.host: host for r in kept if isinstance(r, ProbeStarted) for host in r.facts}
+    pairs = fastest_measurements(r for r in kept if isinstance(r, PairMeasurement) and r.load != "sharing")
     return Measured(
         when=start.when,
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
         machines=tuple(
             Machine(hosts=tuple(facts.host for facts in same), processors=_processors(same))
-            for same in by_machine(facts.values())
+            for same in group_by_machine(facts.values())
         ),
         pairs=tuple(
             PairLink(
@@ -252,19 +263,21 @@ def measured(records: Iterable[Record]) -> Measured | None:
             for seen in pairs.values()
         ),
         inside=tuple(
-            {(r.link.host, r.link.source, r.link.target): r.link for r in kept if isinstance(r, InsideSeen)}.values()
+            {
+                (r.link.host, r.link.source, r.link.target): r.link for r in kept if isinstance(r, IntraNodeMeasurement)
+            }.values()
         ),
         collectives=tuple(
             {
                 (r.collective.hosts, r.collective.ranks, r.collective.gpudirect): r.collective
                 for r in kept
-                if isinstance(r, CollectiveSeen)
+                if isinstance(r, CollectiveMeasurement)
             }.values()
         ),
     )
 
 
-def by_machine(hosts: Iterable[Facts]) -> list[list[Facts]]:
+def group_by_machine(hosts: Iterable[Facts]) -> list[list[Facts]]:
     """The hosts that are one machine, together; one that does not tell is a machine by itself."""
     on: dict[str, list[Facts]] = {}
     for facts in hosts:

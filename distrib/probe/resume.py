@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from distrib.probe.records import Record, Started, StepDone
+from distrib.probe.records import ProbeStarted, Record, StageDone
 
 
-def other_network(before: Started, now: Started) -> str:
+def other_network(before: ProbeStarted, now: ProbeStarted) -> str:
     """Why what was measured then would not be what is measured now; empty where it would.
 
     Hosts that are missing in one of them, lost or not there yet, are not compared.
@@ -28,18 +28,18 @@ def current(records: Iterable[Record]) -> list[Record]:
     """The records without those of probes over another network, after which one was begun anew."""
     kept: list[Record] = []
     for record in records:
-        if isinstance(record, Started) and any(other_network(start, record) for start in starts(kept)):
+        if isinstance(record, ProbeStarted) and any(other_network(start, record) for start in starts(kept)):
             kept = []
         kept.append(record)
     return kept
 
 
-def starts(records: Iterable[Record]) -> list[Started]:
+def starts(records: Iterable[Record]) -> list[ProbeStarted]:
     """The first lines of a probe and of each time that it was gone on with."""
-    return [record for record in records if isinstance(record, Started)]
+    return [record for record in records if isinstance(record, ProbeStarted)]
 
 
 def done_steps(records: Iterable[Record], present: Collection[str] = ()) -> tuple[str, ...]:
     """The steps that need not be done again with the hosts that are `present`."""
-    done = (record for record in records if isinstance(record, StepDone) and record.whole)
-    return tuple(dict.fromkeys(record.step for record in done if set(record.without).isdisjoint(present)))
+    done = (record for record in records if isinstance(record, StageDone) and record.whole)
+    return tuple(dict.fromkeys(record.stage for record in done if set(record.without).isdisjoint(present)))

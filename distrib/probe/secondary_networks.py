@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from distrib.probe.records import Facts, PairSeen
+from distrib.probe.records import Facts, PairMeasurement
 
 CARDS = frozenset({"physical", "bond", "team", "vlan", "ipoib", "veth", "macvlan", "ipvlan", "unknown"})
 """Kinds of interfaces that may lead to another host; tunnels, and bridges without a card in them, do not."""
@@ -36,7 +36,7 @@ def other_networks(facts: Sequence[Facts]) -> tuple[Network, ...]:
     )
 
 
-def measured_cards(seen: Sequence[PairSeen], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
+def measured_cards(seen: Sequence[PairMeasurement], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
     """By network and host, the cards that were measured there, the job's own network left out.
 
     Records name the source's card, and `--quick` has some hosts as targets only.

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 Mode = Literal["quick", "default", "full"]
-Way = Literal["mpi", "tcp"]
+Transport = Literal["mpi", "tcp"]
 
 GPUDIRECT_LEVEL = "NCCL_NET_GDR_LEVEL"
 """How far apart GPU and network card may be for NCCL to use GPUDirect RDMA."""

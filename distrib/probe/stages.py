@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.probe import schedule
-from distrib.probe.records import Load
+from distrib.probe.records import LoadPattern
 from distrib.probe.schedule import Round
-from distrib.probe.settings import Settings, Way
+from distrib.probe.settings import Settings, Transport
 
 OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
@@ -25,14 +25,14 @@ LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
 """How long a round of large messages may last, least and most, and all rounds together."""
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """`phases` are rounds of (source, target) by the number of the host; none for steps that are no transfers."""
 
     key: str
     what: str
     kind: str = "transfer"
-    way: Way = "tcp"
-    load: Load = "alone"
+    way: Transport = "tcp"
+    load: LoadPattern = "alone"
     both_ways: bool = False
     network: str | None = None
     """The subnet whose cards are measured; None for the network of the job."""
@@ -43,12 +43,12 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     estimate_seconds: float = 0.0
 
 
-def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] = ()) -> tuple[Step, ...]:
+def steps(hosts: int, settings: Settings, primary: Transport, networks: Sequence[str] = ()) -> tuple[Stage, ...]:
     """All steps of a probe of so many hosts, links first and in the order in which they tell most.
 
     `networks` are the subnets of further cards.
     """
-    found = [Step(key="inside", what="inside the hosts", kind="inside", estimate_seconds=0.5)]
+    found = [Stage(key="inside", what="inside the hosts", kind="inside", estimate_seconds=0.5)]
     found += _together(hosts, settings, primary)
     found += _alone(hosts, settings, primary)
     for network in networks:
@@ -79,7 +79,7 @@ def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] 
             for n, r in enumerate(schedule.rounds(hosts))
         ]
     if settings.second_way:
-        second: Way = "mpi" if primary == "tcp" else "tcp"
+        second: Transport = "mpi" if primary == "tcp" else "tcp"
         found += _alone(hosts, settings, second)
         if settings.together_sizes:
             found += _large(hosts, settings)
@@ -87,18 +87,18 @@ def steps(hosts: int, settings: Settings, primary: Way, networks: Sequence[str] 
             found += _together(hosts, settings, second)
     if settings.collective_sizes:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
-        found.append(Step(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
+        found.append(Stage(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
     return tuple(found)
 
 
-def _large(hosts: int, settings: Settings) -> list[Step]:
+def _large(hosts: int, settings: Settings) -> list[Stage]:
     """Messages that take long, one way: each pair alone where there is time for that, else all of a round at once."""
     rounds = schedule.rounds(hosts)
     pairs = sum(map(len, rounds))
     alone = pairs * LARGE_SECONDS[0] <= LARGE_BUDGET_SECONDS
     share = LARGE_BUDGET_SECONDS / max(1, pairs if alone else len(rounds))
     seconds = min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1])
-    load: Load = "alone" if alone else "together"
+    load: LoadPattern = "alone" if alone else "together"
     return [
         _step(
             f"large/{number}", f"large messages, round {number + 1}", "mpi", load,
@@ -123,7 +123,7 @@ def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:
     return max(1, min(len(rounds), int(settings.alone_budget_seconds / per_round))), least
 
 
-def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
+def _together(hosts: int, settings: Settings, way: Transport) -> list[Stage]:
     return [
         _step(
             f"together/{way}/{n}",
@@ -137,7 +137,7 @@ def _together(hosts: int, settings: Settings, way: Way) -> list[Step]:
     ]
 
 
-def _alone(hosts: int, settings: Settings, way: Way, network: str | None = None) -> list[Step]:
+def _alone(hosts: int, settings: Settings, way: Transport, network: str | None = None) -> list[Stage]:
     count, seconds = alone_share(hosts, settings)
     found = []
     for number, round_ in enumerate(schedule.rounds(hosts)[:count]):
@@ -161,10 +161,10 @@ def _alone(hosts: int, settings: Settings, way: Way, network: str | None = None)
 
 
 def _step(
-    key: str, what: str, way: Way, load: Load, phases: tuple[Round, ...], seconds: float,
+    key: str, what: str, way: Transport, load: LoadPattern, phases: tuple[Round, ...], seconds: float,
     *, both: bool = False, sizes: tuple[int, ...] = (), network: str | None = None,
-) -> Step:  # fmt: skip
-    return Step(
+) -> Stage:  # fmt: skip
+    return Stage(
         key=key, what=what, way=way, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
         network=network, estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import msgspec
 from distrib.errors import DistribError, LaunchError, PreflightError
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import Spec
-from distrib.probe.records import CollectiveSeen, Ended, PairSeen, Record, Started, StepDone
+from distrib.probe.records import CollectiveMeasurement, PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone
 from distrib.probe.settings import GPUDIRECT_LEVEL, NEVER
 from distrib.probe.stages import LINKS_DONE
 from distrib.utils import signals
@@ -100,7 +100,7 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
             print(f"distrib-topo: {error}", file=sys.stderr)
             break
         attempt += 1
-        if result.status != "failed" or any(isinstance(record, Ended) for record in journal.read()):
+        if result.status != "failed" or any(isinstance(record, ProbeEnded) for record in journal.read()):
             break
         failure = result.first_failure
         vanished = failure and failure.rank is not None and failure.exit_code is None and failure.signal is None
@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace, hosts: tuple[str, ...], journal: Journa
         why, outcome.stopped = _without_gpudirect(options, hosts, present, journal, run_dir / "no-gpudirect")
         if why:
             outcome.notes.append(f"all-reduce without GPUDirect RDMA was not measured to its end: {why}")
-    told = outcome.without_all_reduce or any(_is_pair(r) or isinstance(r, Ended) for r in journal.read())
+    told = outcome.without_all_reduce or any(_is_pair(r) or isinstance(r, ProbeEnded) for r in journal.read())
     if last and last.status == "failed" and not told:
         failure = last.first_failure
         raise LaunchError(
@@ -171,7 +171,7 @@ def _say_lost(hosts: Mapping[str, str]) -> None:
 
 def _gpudirect_matters(records: Sequence[Record]) -> bool:
     """Whether all-reduce was measured with GPUDirect RDMA, and not yet without."""
-    seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveSeen)}
+    seen = {record.collective.gpudirect for record in records if isinstance(record, CollectiveMeasurement)}
     return True in seen and False not in seen
 
 
@@ -179,15 +179,15 @@ def _links_done(records: Sequence[Record]) -> bool:
     """Whether the last job has come to its all-reduces."""
     done = False
     for record in records:
-        if isinstance(record, Started):
+        if isinstance(record, ProbeStarted):
             done = False
-        elif isinstance(record, StepDone):
-            done |= record.step == LINKS_DONE
+        elif isinstance(record, StageDone):
+            done |= record.stage == LINKS_DONE
     return done
 
 
 def _is_pair(record: Record) -> bool:
-    return isinstance(record, PairSeen) and not record.failed
+    return isinstance(record, PairMeasurement) and not record.failed
 
 
 def _launch(

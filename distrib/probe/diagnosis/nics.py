@@ -12,9 +12,9 @@ from distrib.cluster.measurements import Collective
 from distrib.cluster.node import Nic, shown_hosts
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.remeasure import class_of_pair, classes_of, one_way
-from distrib.probe.records import Facts, Gpu, Load, PairSeen
+from distrib.probe.records import Facts, Gpu, LoadPattern, PairMeasurement
 from distrib.probe.secondary_networks import measured_cards
-from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND, Way
+from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND, Transport
 from distrib.units import format_size
 
 OF_USABLE = 0.75
@@ -30,7 +30,7 @@ GPUDIRECT_GAIN = 1.05
 """Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
 
 
-def card_speeds(facts: Mapping[str, Facts], way: Way, cards: Mapping[str, str] | None = None) -> dict[str, float]:
+def card_speeds(facts: Mapping[str, Facts], way: Transport, cards: Mapping[str, str] | None = None) -> dict[str, float]:
     """The nominal rates of the cards that are used, by host; none unless all are known. `cards`: which, where not the job's own."""
     found = {}
     for host, each in facts.items():
@@ -95,8 +95,8 @@ def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
 
 def of_facts(
     facts: Mapping[str, Facts],
-    seen: Sequence[PairSeen],
-    way: Way,
+    seen: Sequence[PairMeasurement],
+    way: Transport,
     collectives: Sequence[Collective],
     described: Mapping[str, Sequence[Nic]],
     used: Mapping[str, Sequence[Gpu]],
@@ -131,14 +131,14 @@ def of_facts(
 
 
 def _below_nominal(
-    facts: Mapping[str, Facts], seen: Sequence[PairSeen], way: Way, described: Mapping[str, Sequence[Nic]]
+    facts: Mapping[str, Facts], seen: Sequence[PairMeasurement], way: Transport, described: Mapping[str, Sequence[Nic]]
 ) -> list[Finding]:
     """Hosts that at best, with cards as fast as their own, reach less than the catalogue expects over this way."""
     cards = {host: card for host, each in facts.items() if (card := _card(each, way, described.get(host, ())))}
     classes = classes_of({host: card.rate_bytes_per_second for host, card in cards.items()})
     best: dict[str, tuple[float, Link]] = {}
     # Beside others a card can do no more than alone; and some pairs may never have been alone.
-    for record in (record for load in get_args(Load) for record in one_way(seen, way, load)):
+    for record in (record for load in get_args(LoadPattern) for record in one_way(seen, way, load)):
         rate = class_of_pair(classes, record)
         tells = ONE_STREAM_BYTES_PER_SECOND if record.streams == 1 else ONE_RECEIVER_BYTES_PER_SECOND
         if way == "tcp" and rate > tells:
@@ -195,7 +195,7 @@ def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]
     ]  # fmt: skip
 
 
-def _card(facts: Facts, way: Way, described: Sequence[Nic]) -> Link | None:
+def _card(facts: Facts, way: Transport, described: Sequence[Nic]) -> Link | None:
     """The card that a host uses, as people say it is, else as it says itself; of several RDMA ports one, as MPI need not
     use them all."""
     if way == "mpi":

@@ -15,8 +15,8 @@ from distrib.cluster.shared_links import groups_of
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.oversubscription import ACROSS, PAIRS_SHOWN
 from distrib.probe.diagnosis.remeasure import SLOW, Baseline, class_of_pair, classes_of, one_way
-from distrib.probe.records import PairSeen, best
-from distrib.probe.settings import Way
+from distrib.probe.records import PairMeasurement, fastest_measurements
+from distrib.probe.settings import Transport
 
 BAD = 0.75
 """Below this part of what is usual a link is an error, above it a warning."""
@@ -31,7 +31,9 @@ DEVIATIONS = 6.0
 """How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
 
 
-def slow_hosts(seen: Sequence[PairSeen], way: Way, speeds: Mapping[str, float] | None = None) -> list[Finding]:
+def slow_hosts(
+    seen: Sequence[PairMeasurement], way: Transport, speeds: Mapping[str, float] | None = None
+) -> list[Finding]:
     """Hosts that are slower than the others of their class with every other host, outwards or inwards."""
     classes = classes_of(speeds or {})
     pairs = {(record.source, record.target) for load in ("alone", "together") for record in one_way(seen, way, load)}
@@ -51,7 +53,7 @@ def slow_hosts(seen: Sequence[PairSeen], way: Way, speeds: Mapping[str, float] |
     ]
 
 
-def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[PairSeen]) -> list[Finding]:
+def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[PairMeasurement]) -> list[Finding]:
     found = []
     limit, usual = _limit([max(shown.values()) for shown in rates.values()])
     for host, shown in rates.items():
@@ -79,7 +81,10 @@ def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[Pai
 
 
 def _shown(
-    seen: Sequence[PairSeen], way: Way, ends: Sequence[Literal["source", "target"]], classes: Mapping[str, float]
+    seen: Sequence[PairMeasurement],
+    way: Transport,
+    ends: Sequence[Literal["source", "target"]],
+    classes: Mapping[str, float],
 ) -> dict[str, float]:
     """By host, the rate that it has shown alone at these ends of its links: the upper quartile over its peers.
 
@@ -89,7 +94,7 @@ def _shown(
     """
     rates: dict[str, dict[str, list[float]]] = {"alone": {}, "together": {}}
     for load, of_host in rates.items():
-        for record in best(one_way(seen, way, load)).values():
+        for record in fastest_measurements(one_way(seen, way, load)).values():
             for host in (getattr(record, end) for end in ends):
                 if class_of_pair(classes, record) >= classes.get(host, 0.0):
                     of_host.setdefault(host, []).append(record.bandwidth_bytes_per_second)
@@ -110,21 +115,21 @@ def upper_quartile(values: Sequence[float]) -> float:
 
 
 def slow_links(
-    seen: Sequence[PairSeen], way: Way, slow: set[str], speeds: Mapping[str, float] | None = None
+    seen: Sequence[PairMeasurement], way: Transport, slow: set[str], speeds: Mapping[str, float] | None = None
 ) -> list[Finding]:
     """Pairs of good hosts that are slower than the other pairs of their class, both ways or one way only."""
     classes = classes_of(speeds or {})
     # What was looked at again was picked because it looked bad: it does not say what is usual.
-    planned = {(r.source, r.target) for r in one_way(seen, way, "alone") if r.step != "again"}
+    planned = {(r.source, r.target) for r in one_way(seen, way, "alone") if r.stage != "again"}
     by_class: dict[float, dict[tuple[str, str], float]] = {}
-    for record in best(one_way(seen, way, "alone")).values():
+    for record in fastest_measurements(one_way(seen, way, "alone")).values():
         if not slow & {record.source, record.target}:
             good = by_class.setdefault(class_of_pair(classes, record), {})
             good[record.source, record.target] = record.bandwidth_bytes_per_second
     return [finding for good in by_class.values() for finding in _slow_links_of_class(good, planned)]
 
 
-def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> list[Finding]:
+def narrow_ways(seen: Sequence[PairMeasurement], way: Transport, told: Sequence[Finding]) -> list[Finding]:
     """Pairs that get far less, alone, than both hosts do with others, and of which nothing was `told`: one finding.
 
     Where most ways are narrow they are what is usual among links, but not for hosts that do more with a neighbour; and they
@@ -135,7 +140,7 @@ def narrow_ways(seen: Sequence[PairSeen], way: Way, told: Sequence[Finding]) -> 
     baseline = Baseline(seen, way)
     rates = {
         (r.source, r.target): r.bandwidth_bytes_per_second
-        for r in best(one_way(seen, way, "alone")).values()
+        for r in fastest_measurements(one_way(seen, way, "alone")).values()
         if not slow & {r.source, r.target} and frozenset((r.source, r.target)) not in known
     }
     parts = {pair: rate / baseline.of_hosts(*pair) for pair, rate in rates.items()}

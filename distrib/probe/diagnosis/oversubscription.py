@@ -10,8 +10,8 @@ from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.remeasure import SHARED_BUSY, Baseline, one_way, processors_shared
-from distrib.probe.records import GroupsSeen, PairSeen
-from distrib.probe.settings import Way
+from distrib.probe.records import PairMeasurement, SharedLinkSides
+from distrib.probe.settings import Transport
 
 ACROSS = 0.8
 """Hosts are said to stand in groups where so many of the pairs across are slowed, and none inside."""
@@ -20,7 +20,7 @@ PAIRS_SHOWN = 6
 
 
 def oversubscribed(
-    seen: Sequence[PairSeen], groups: Sequence[GroupsSeen], way: Way, hosts: Sequence[str]
+    seen: Sequence[PairMeasurement], groups: Sequence[SharedLinkSides], way: Transport, hosts: Sequence[str]
 ) -> list[Finding]:
     """Links that several hosts share and that are too narrow for them: one with two sides, or those of several racks."""
     baseline = Baseline(seen, way)
@@ -30,7 +30,7 @@ def oversubscribed(
         return _several(seen, baseline, way, hosts)
     left, right = (set(side) for side in groups[-1].sides)
     crossing = [
-        r for r in seen if r.step == "sharing/crossing" and not r.failed and r.source in left and r.target in right
+        r for r in seen if r.stage == "sharing/crossing" and not r.failed and r.source in left and r.target in right
     ]
     if not crossing:
         return []
@@ -39,9 +39,11 @@ def oversubscribed(
     return [_finding(f"the uplink between {one} and {other} is", crossing, baseline, sides)]
 
 
-def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequence[str]) -> list[Finding]:
+def _several(
+    seen: Sequence[PairMeasurement], baseline: Baseline, way: Transport, hosts: Sequence[str]
+) -> list[Finding]:
     """Where pairs slow each other down, twice, and are not on two sides of one link."""
-    phases: dict[tuple[str, int], list[PairSeen]] = {}
+    phases: dict[tuple[str, int], list[PairMeasurement]] = {}
     again: dict[tuple[str, str], float] = {}
     parts: dict[frozenset[str], float] = {}
     for load in ("together", "bisection", "sharing"):
@@ -50,11 +52,11 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
             if not own or record.busy > SHARED_BUSY:
                 continue
             part = record.bandwidth_bytes_per_second / own
-            if record.step == "sharing/once more":
+            if record.stage == "sharing/once more":
                 pair = record.source, record.target
                 again[pair] = max(part, again.get(pair, 0.0))
             elif load != "sharing":
-                phases.setdefault((record.step, record.phase), []).append(record)
+                phases.setdefault((record.stage, record.phase), []).append(record)
                 both = frozenset((record.source, record.target))
                 parts[both] = min(part, parts.get(both, 1.0))
     slowed = {pair for pair, part in parts.items() if part < SLOWED}
@@ -65,7 +67,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
     across = [pair for pair in parts if len({group_of[host] for host in pair}) > 1]
     known = len(groups) > 1 and len(slowed) >= ACROSS * len(across)
 
-    def lost(records: Sequence[PairSeen]) -> float:
+    def lost(records: Sequence[PairMeasurement]) -> float:
         return sum(baseline.of(r.source, r.target) - r.bandwidth_bytes_per_second for r in records)
 
     if known:
@@ -85,7 +87,7 @@ def _several(seen: Sequence[PairSeen], baseline: Baseline, way: Way, hosts: Sequ
     return [msgspec.structs.replace(found, evidence=f"{found.evidence}: {pairs}{more}")]
 
 
-def _finding(what: str, crossing: Sequence[PairSeen], baseline: Baseline, hosts: tuple[str, ...]) -> Finding:
+def _finding(what: str, crossing: Sequence[PairMeasurement], baseline: Baseline, hosts: tuple[str, ...]) -> Finding:
     # What the hosts could send, not what one pair gets alone: an uplink may be narrower than a single host.
     wanted = sum(baseline.of_hosts(record.source, record.target) for record in crossing)
     had = sum(record.bandwidth_bytes_per_second for record in crossing)

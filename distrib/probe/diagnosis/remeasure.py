@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from distrib.cluster.shared_links import SLOWED
-from distrib.probe.records import Facts, Load, PairSeen
-from distrib.probe.settings import Way
+from distrib.probe.records import Facts, LoadPattern, PairMeasurement
+from distrib.probe.settings import Transport
 
 SLOW = 0.95
 """A host or link that reaches less of what is usual is looked at again, and if it stays so, told of."""
@@ -35,10 +35,10 @@ PEERS = 3
 class Baseline:
     """What each pair reaches alone: as measured, else what both its hosts have shown that they can do."""
 
-    def __init__(self, seen: Iterable[PairSeen], way: Way) -> None:
+    def __init__(self, seen: Iterable[PairMeasurement], way: Transport) -> None:
         self._pairs: dict[tuple[str, str], float] = {}
         self._hosts: dict[str, float] = {}
-        for load in get_args(Load):
+        for load in get_args(LoadPattern):
             for record in one_way(seen, way, load):
                 rate = record.bandwidth_bytes_per_second
                 pair = record.source, record.target
@@ -61,7 +61,7 @@ class Baseline:
         return min(self._hosts.get(source, 0.0), self._hosts.get(target, 0.0))
 
 
-def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]:
+def one_way(seen: Iterable[PairMeasurement], way: Transport, load: str) -> Iterator[PairMeasurement]:
     """The measurements of one way and load that gave a rate, on the job's own network."""
     for record in seen:
         wanted = record.way == way and record.load == load and record.network is None
@@ -69,7 +69,7 @@ def one_way(seen: Iterable[PairSeen], way: Way, load: str) -> Iterator[PairSeen]
             yield record
 
 
-def between_machines(seen: Sequence[PairSeen], facts: Mapping[str, Facts]) -> list[PairSeen]:
+def between_machines(seen: Sequence[PairMeasurement], facts: Mapping[str, Facts]) -> list[PairMeasurement]:
     """What went from machine to machine: containers of one machine reach each other without a wire.
 
     All, where all hosts are on one machine, as far as they tell.
@@ -80,7 +80,9 @@ def between_machines(seen: Sequence[PairSeen], facts: Mapping[str, Facts]) -> li
     return [r for r in seen if machines.get(r.source, r.source) != machines.get(r.target, r.target)]
 
 
-def neighbours(seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int) -> list[tuple[str, str]]:
+def neighbours(
+    seen: Sequence[PairMeasurement], hosts: Sequence[str], way: Transport, most: int
+) -> list[tuple[str, str]]:
     """Hosts that follow each other in a ring over all, as training has them, and that others slowed down: they were never alone.
 
     What they reach alone is what such a ring gets. Left out is what processors may have slowed.
@@ -108,9 +110,9 @@ def full_duplex_only(facts: Mapping[str, Facts]) -> set[str]:
 
 
 def second_look(
-    seen: Sequence[PairSeen],
+    seen: Sequence[PairMeasurement],
     hosts: Sequence[str],
-    way: Way,
+    way: Transport,
     most: int,
     facts: Mapping[str, Facts],
     speeds: Mapping[str, float],
@@ -132,13 +134,17 @@ def classes_of(speeds: Mapping[str, float]) -> dict[str, float]:
     return {host: min(speed, *second) for host, speed in speeds.items()}
 
 
-def class_of_pair(classes: Mapping[str, float], record: PairSeen) -> float:
+def class_of_pair(classes: Mapping[str, float], record: PairMeasurement) -> float:
     """That of the slower card; 0 where no card's rate is known."""
     return min(classes.get(host, 0.0) for host in (record.source, record.target))
 
 
 def directions(
-    seen: Sequence[PairSeen], hosts: Sequence[str], way: Way, most: int, speeds: Mapping[str, float] | None = None
+    seen: Sequence[PairMeasurement],
+    hosts: Sequence[str],
+    way: Transport,
+    most: int,
+    speeds: Mapping[str, float] | None = None,
 ) -> list[tuple[str, str]]:
     """Directions to measure again alone, worst first, at most so many.
 
@@ -177,7 +183,7 @@ def directions(
 
 
 def _slow_together(
-    seen: Sequence[PairSeen], way: Way, classes: Mapping[str, float]
+    seen: Sequence[PairMeasurement], way: Transport, classes: Mapping[str, float]
 ) -> tuple[dict[tuple[str, bool], float], dict[tuple[str, str], float]]:
     """What was slow while all pairs of a round sent, each with its part of what is usual.
 
@@ -192,7 +198,7 @@ def _slow_together(
             # With a slower card, that would be the one that is seen.
             if class_of_pair(classes, record) >= classes.get(host, 0.0):
                 rates.setdefault((host, sends), []).append(record.bandwidth_bytes_per_second)
-        rounds.setdefault((record.step, record.phase), []).append(record.bandwidth_bytes_per_second)
+        rounds.setdefault((record.stage, record.phase), []).append(record.bandwidth_bytes_per_second)
     # Of two, the better one: the other may be the one that is looked for.
     usual = {end: statistics.median_high(values) for end, values in rates.items()}
     hosts: dict[tuple[str, bool], float] = {}
@@ -204,14 +210,14 @@ def _slow_together(
     pairs: dict[tuple[str, str], float] = {}
     for record in records:
         ends = (record.source, True), (record.target, False)
-        expected = min(of_round[record.step, record.phase], *(usual[end] for end in ends if end in usual))
+        expected = min(of_round[record.stage, record.phase], *(usual[end] for end in ends if end in usual))
         if record.bandwidth_bytes_per_second < SLOW * expected:
             pairs[record.source, record.target] = record.bandwidth_bytes_per_second / expected
     return hosts, pairs
 
 
 def half_duplex(
-    seen: Sequence[PairSeen], baseline: Baseline, way: Way, most: int, never: Collection[str]
+    seen: Sequence[PairMeasurement], baseline: Baseline, way: Transport, most: int, never: Collection[str]
 ) -> list[tuple[str, str]]:
     """Pairs to measure again alone and both ways at once, because beside others they then shared one rate.
 
@@ -232,18 +238,20 @@ def half_duplex(
     return sorted(found, key=lambda pair: found[pair])[:most]
 
 
-def processors_shared(seen: Iterable[PairSeen], way: Way) -> bool:
+def processors_shared(seen: Iterable[PairMeasurement], way: Transport) -> bool:
     """Whether processors were busy in most of what was measured beside others: then nothing can be told of shared links."""
     beside = [record for load in ("together", "bisection") for record in one_way(seen, way, load)]
     return 2 * sum(record.busy > SHARED_BUSY for record in beside) > len(beside)
 
 
-def slowed_phases(seen: Iterable[PairSeen], baseline: Baseline, way: Way) -> list[tuple[tuple[str, str], ...]]:
+def slowed_phases(
+    seen: Iterable[PairMeasurement], baseline: Baseline, way: Transport
+) -> list[tuple[tuple[str, str], ...]]:
     """Pairs that ran at once and slowed each other down, the phase that lost most first."""
-    phases: dict[tuple[str, int], list[PairSeen]] = {}
+    phases: dict[tuple[str, int], list[PairMeasurement]] = {}
     for load in ("together", "bisection"):
         for record in one_way(seen, way, load):
-            phases.setdefault((record.step, record.phase), []).append(record)
+            phases.setdefault((record.stage, record.phase), []).append(record)
     found = []
     for records in phases.values():
         slow = []

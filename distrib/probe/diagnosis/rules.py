@@ -24,18 +24,18 @@ from distrib.probe.diagnosis.remeasure import (
     one_way,
 )
 from distrib.probe.records import (
-    CollectiveSeen,
+    CollectiveMeasurement,
     Facts,
-    GpusSeen,
-    GroupsSeen,
-    InsideSeen,
-    PairSeen,
+    GpuLinkStates,
+    IntraNodeMeasurement,
+    PairMeasurement,
+    ProbeStarted,
     Record,
-    Started,
-    best,
+    SharedLinkSides,
+    fastest_measurements,
 )
 from distrib.probe.secondary_networks import measured_cards
-from distrib.probe.settings import Way
+from distrib.probe.settings import Transport
 
 LOSSY = 0.02
 """Segments sent again, as a part of all, from which a way is said to lose packets."""
@@ -57,12 +57,12 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
 
     `described`: the network cards that people say a host has.
     """
-    start = next((record for record in records if isinstance(record, Started)), None)
+    start = next((record for record in records if isinstance(record, ProbeStarted)), None)
     if start is None:
         return ()
-    every = [record for record in records if isinstance(record, PairSeen)]
-    facts = {each.host: each for record in records if isinstance(record, Started) for each in record.facts}
-    groups = [record for record in records if isinstance(record, GroupsSeen)]
+    every = [record for record in records if isinstance(record, PairMeasurement)]
+    facts = {each.host: each for record in records if isinstance(record, ProbeStarted) for each in record.facts}
+    groups = [record for record in records if isinstance(record, SharedLinkSides)]
     seen = between_machines(every, facts)
     speeds = card_speeds(facts, start.primary)
     slow = slow_hosts(seen, start.primary, speeds)
@@ -74,11 +74,11 @@ def find(records: Sequence[Record], described: Mapping[str, Sequence[Nic]] | Non
     found += uplinks or [hashed(finding, facts) for finding in narrow_ways(seen, start.primary, [*slow, *links])]
     found += half_duplex(seen, start.primary, full_duplex_only(facts))
     found += [*noisy(seen, start.primary), *_mtu(facts), *_flapping(facts), *_lossy(seen, start.hosts)]
-    collectives = [record.collective for record in records if isinstance(record, CollectiveSeen)]
-    used = {record.host: record.gpus for record in records if isinstance(record, GpusSeen)}
+    collectives = [record.collective for record in records if isinstance(record, CollectiveMeasurement)]
+    used = {record.host: record.gpus for record in records if isinstance(record, GpuLinkStates)}
     found += of_facts(facts, seen, start.primary, collectives, described or {}, used)
     found += gpudirect_idle(collectives)
-    found += slow_copies([record.link for record in records if isinstance(record, InsideSeen)], facts)
+    found += slow_copies([record.link for record in records if isinstance(record, IntraNodeMeasurement)], facts)
     return ranked(found)
 
 
@@ -91,7 +91,7 @@ def lost_host(host: str, why: str) -> Finding:
     )  # fmt: skip
 
 
-def other_cards(seen: Sequence[PairSeen], way: Way, facts: Mapping[str, Facts]) -> list[Finding]:
+def other_cards(seen: Sequence[PairMeasurement], way: Transport, facts: Mapping[str, Facts]) -> list[Finding]:
     """What is slow on the networks that the job does not use; and that one of them is faster than the one that it uses."""
     found: list[Finding] = []
     own = [record.bandwidth_bytes_per_second for record in one_way(seen, way, "alone")]
@@ -146,14 +146,14 @@ def hashed(finding: Finding, facts: Mapping[str, Facts]) -> Finding:
     )  # fmt: skip
 
 
-def half_duplex(seen: Sequence[PairSeen], way: Way, never: Collection[str]) -> list[Finding]:
+def half_duplex(seen: Sequence[PairMeasurement], way: Transport, never: Collection[str]) -> list[Finding]:
     """Pairs that, alone and sending both ways at once, share one rate: a half-duplex port, or one that was set by hand."""
     if way == "mpi":
         return []
     baseline = Baseline(seen, way)
     both = {
         (r.source, r.target): r
-        for r in best(s for s in seen if s.way == way and s.both_ways).values()
+        for r in fastest_measurements(s for s in seen if s.way == way and s.both_ways).values()
         if r.load == "alone"
     }
     found = []
@@ -183,9 +183,9 @@ def half_duplex(seen: Sequence[PairSeen], way: Way, never: Collection[str]) -> l
     return found
 
 
-def noisy(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
+def noisy(seen: Sequence[PairMeasurement], way: Transport) -> list[Finding]:
     """Links whose rate varies much more than that of the others, though nothing else was measured."""
-    calm: dict[tuple[str, str], PairSeen] = {}
+    calm: dict[tuple[str, str], PairMeasurement] = {}
     for record in one_way(seen, way, "alone"):
         pair = record.source, record.target
         if pair not in calm or record.variation < calm[pair].variation:
@@ -210,7 +210,7 @@ def noisy(seen: Sequence[PairSeen], way: Way) -> list[Finding]:
     ]
 
 
-def _lossy(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
+def _lossy(seen: Sequence[PairMeasurement], hosts: Sequence[str]) -> list[Finding]:
     """Ways on which TCP must send again though they were used alone; by host where that has most of them."""
     parts: dict[tuple[str, str], float] = {}
     for record in seen:
@@ -278,7 +278,7 @@ def _flapping(facts: Mapping[str, Facts]) -> list[Finding]:
 # -- what failed, and what the hosts say of themselves -----------------------------------------------------------------------
 
 
-def _failed(seen: Sequence[PairSeen], hosts: Sequence[str]) -> list[Finding]:
+def _failed(seen: Sequence[PairMeasurement], hosts: Sequence[str]) -> list[Finding]:
     """Pairs that could not be measured; where small messages pass and large ones do not, it is the MTU."""
     last = {(r.source, r.target): r.failed or "" for r in seen}
     # That a pair was measured does not say that its hosts are there: one may have fallen silent since.
@@ -350,7 +350,7 @@ def _failed_pair(source: str, target: str, why: str) -> Finding:
     )  # fmt: skip
 
 
-def _failed_by_way(every: Sequence[PairSeen], start: Started) -> list[Finding]:
+def _failed_by_way(every: Sequence[PairMeasurement], start: ProbeStarted) -> list[Finding]:
     """What failed on the job's network: over the way that judges the links, and what else failed over the other one."""
     seen = [record for record in every if record.network is None]
     found = _failed([record for record in seen if record.way == start.primary], start.hosts)

@@ -21,7 +21,7 @@ from distrib.cluster.measurements import Measured
 from distrib.errors import ConfigError, DistribError, LaunchError
 from distrib.probe import output as probefile
 from distrib.probe.journal import Journal
-from distrib.probe.records import Ended, PairSeen, Record, Started, StepDone, measured
+from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.utils import files, signals
 from distrib_launch import host_selection, probe_job
 from distrib_launch.cli.options import add_hosts, add_ways
@@ -220,26 +220,26 @@ def _output(
     lost = [each for each in found if (each.kind, each.severity) == ("host_lost", "error")]
     told = {host for each in lost for host in each.hosts}
     gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
-    now = measured(records) or Measured(when="", software={}, hosts=hosts)
+    now = build_measured(records) or Measured(when="", software={}, hosts=hosts)
     # One that is unfit by now, but was measured before the probe was interrupted, is in what was measured.
-    known = {facts.host for record in records if isinstance(record, Started) for facts in record.facts}
+    known = {facts.host for record in records if isinstance(record, ProbeStarted) for facts in record.facts}
     there = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
     now = msgspec.structs.replace(now, hosts=there)
     worse = baseline.worse(before, now) if before else ()
     compared = [baseline.unchanged(before, now)] if before and not worse else []
-    seen = [record for record in records if isinstance(record, PairSeen) and not record.failed]
+    seen = [record for record in records if isinstance(record, PairMeasurement) and not record.failed]
     # What was said of a step counts until the step is done again.
-    by_step = {record.step: record.notes for record in records if isinstance(record, StepDone)}
+    by_step = {record.stage: record.notes for record in records if isinstance(record, StageDone)}
     notes = [
         f"{host} was left out {'when the probe was gone on with' if host in known else 'from the beginning'}: {why}"
         for host, why in outcome.left_out.items()
     ]
     notes += [note for of_step in by_step.values() for note in of_step]
-    notes += [note for record in records if isinstance(record, Ended) for note in record.notes]
+    notes += [note for record in records if isinstance(record, ProbeEnded) for note in record.notes]
     return Output(
         mode=options.mode,
         seconds=seconds,
-        whole=any(isinstance(record, Ended) for record in records),
+        whole=any(isinstance(record, ProbeEnded) for record in records),
         hosts=hosts,
         lost_hosts=tuple(host for host in hosts if host in outcome.lost or host in told),
         left_out_hosts=tuple(outcome.left_out),
@@ -276,7 +276,7 @@ def _tell(
     Of hosts that were lost the job went on without, so that what it has of the others is whole. So are the links where only
     the all-reduces failed.
     """
-    start = next((record for record in records if isinstance(record, Started)), None)
+    start = next((record for record in records if isinstance(record, ProbeStarted)), None)
     problems: list[DistribError] = []
     done = []
     if options.output:
@@ -310,7 +310,7 @@ def _tell(
     return problems
 
 
-def _show(output: Output, records: Sequence[Record], start: Started | None, done: Sequence[str]) -> None:
+def _show(output: Output, records: Sequence[Record], start: ProbeStarted | None, done: Sequence[str]) -> None:
     if start:
         from rich.console import Console
 

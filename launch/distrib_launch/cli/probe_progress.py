@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
-from distrib.probe.records import Record, StepDone, decode
+from distrib.probe.records import Record, StageDone, decode
 
 LINE_SECONDS = 2.0
 LAUNCHER = "distrib-launch: "
@@ -79,7 +79,7 @@ class View:
         self._show(record)
 
     def _show(self, record: Record) -> None:
-        if not isinstance(record, StepDone):
+        if not isinstance(record, StageDone):
             return
         still = max(0.0, record.left_seconds)
         part = record.done_seconds / max(record.done_seconds + still, 1e-9)
