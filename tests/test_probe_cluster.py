@@ -229,7 +229,7 @@ def test_a_host_that_freezes_is_blamed_and_keeps_nobody_waiting(make_cluster, tm
         "findings"
     ]
     (lost,) = [each for each in output["findings"] if each["kind"] == "host_lost"]
-    assert "n3 did not answer" in lost["evidence"]
+    assert "n3 did not reply" in lost["evidence"]
     assert "no answer came from n3 when last asked" in output["notes"]
     assert "last words: n3 does not answer any more; the probe ends without it" in err
     assert cluster.left_over(within_seconds=6) == {}

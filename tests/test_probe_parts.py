@@ -237,7 +237,7 @@ def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, 
     monkeypatch.setattr(FakeTorch, "gpus", 8)
     monkeypatch.setattr(FakeTorch, "rates", {"between": 3e9, "memory": 6e9})
     begun = FakeTorch.cuda.clock
-    found, _ = intra_node.gpu_links("here", FakeTorch, MODES[mode].inside_seconds, backwards=mode != "quick")
+    found, _ = intra_node.gpu_links("here", FakeTorch, MODES[mode].gpu_copy_seconds, backwards=mode != "quick")
     assert FakeTorch.cuda.clock - begun < most
     pairs = {frozenset((link.source, link.target)) for link in found}
     assert len(pairs) == 8 + 8 + 28

@@ -16,9 +16,11 @@ from distrib.cluster.node import name_hosts
 from distrib.probe import resume, schedule
 from distrib.probe.bench.polling import ProbeTimeout, wait
 from distrib.probe.diagnosis import remeasure
-from distrib.probe.diagnosis.nics import card_speeds
+from distrib.probe.diagnosis.check_inputs import CheckInputs, collect_inputs
+from distrib.probe.diagnosis.oversubscription import cpus_saturated
 from distrib.probe.protocol import REPLY, TASK, AllReduce, Hello, Inside, Leave, Reply, Spec, Task, Transfer
 from distrib.probe.records import (
+    NO_REPLY,
     CollectiveMeasurement,
     GpuLinkStates,
     IntraNodeMeasurement,
@@ -32,7 +34,15 @@ from distrib.probe.records import (
 )
 from distrib.probe.schedule import Pair, Round
 from distrib.probe.secondary_networks import other_networks
-from distrib.probe.settings import FAST_STREAMS, GPUDIRECT_LEVEL, MODES, NEVER, ONE_STREAM_BYTES_PER_SECOND, Transport
+from distrib.probe.settings import (
+    GPUDIRECT_OFF_VALUES,
+    GPUDIRECT_VARIABLE,
+    LIMITS,
+    MIN_FAST_LINK_STREAMS,
+    MODES,
+    SINGLE_STREAM_BYTES_PER_SECOND,
+    Transport,
+)
 from distrib.probe.stages import COLLECTIVE_START_SECONDS, LINKS_DONE, Stage, alone_share, steps
 from distrib.probe.worker import Worker
 from distrib.units import format_size
@@ -134,8 +144,8 @@ class Coordinator:
         """Where all of these cards, by host, are known to be slow, as many as the mode has; where machines are rented each connection
         may be limited, and their cards tell no rate."""
         known = [each.named(cards[each.host]) for each in self.facts.values() if each.host in cards]
-        slow = all(card and 0 < (card.speed_bytes_per_second or 0) <= ONE_STREAM_BYTES_PER_SECOND for card in known)
-        return self.settings.streams if slow else max(self.settings.streams, FAST_STREAMS)
+        slow = all(card and 0 < (card.speed_bytes_per_second or 0) <= SINGLE_STREAM_BYTES_PER_SECOND for card in known)
+        return self.settings.streams if slow else max(self.settings.streams, MIN_FAST_LINK_STREAMS)
 
     def emit(self, record: Record) -> None:
         if isinstance(record, PairMeasurement):
@@ -187,16 +197,16 @@ class Coordinator:
             whole, notes = self._inside()
         elif step.kind == "all_reduce":
             whole, notes = self._all_reduce(step)
-        further = step.network is not None or step.way != self.primary
+        further = step.network is not None or step.transport != self.primary
         for number, phase in enumerate(step.phases):
-            if (step.network, step.way) in self._hopeless:
+            if (step.network, step.transport) in self._hopeless:
                 whole = False
                 break
             seen = self._transfer(step, phase, number)
             whole &= all(record.failed is None for record in seen)
-            if further and not whole and (why := self._is_hopeless(step.network, step.way)):
-                self._hopeless.add((step.network, step.way))
-                notes.append(f"{step.network or step.way} was given up, as nothing passes between hosts ({why})")
+            if further and not whole and (why := self._is_hopeless(step.network, step.transport)):
+                self._hopeless.add((step.network, step.transport))
+                notes.append(f"{step.network or step.transport} was given up, as nothing passes between hosts ({why})")
         self._done(step, left_seconds, whole=whole, notes=notes)
 
     def _done(self, step: Stage, left_seconds: float, *, whole: bool = True, notes: Sequence[str] = ()) -> None:
@@ -208,9 +218,9 @@ class Coordinator:
             )
         )  # fmt: skip
 
-    def _is_hopeless(self, network: str | None, way: Transport) -> str:
+    def _is_hopeless(self, network: str | None, transport: Transport) -> str:
         """How a pair of a further network or way failed, where enough of them did to give it up; empty where there is hope."""
-        seen = [record for record in self.seen if (record.network, record.way) == (network, way)]
+        seen = [record for record in self.seen if (record.network, record.transport) == (network, transport)]
         hosts = [{record.source, record.target} for record in seen]
         if len(seen) < HOPELESS or set.intersection(*hosts) or not all(record.failed for record in seen):
             return ""
@@ -220,7 +230,7 @@ class Coordinator:
         """Whether all was measured, and what was not."""
         self._number += 1
         gpus = max(len(facts.gpus) for facts in self.facts.values())
-        seconds = self.settings.inside_seconds
+        seconds = self.settings.gpu_copy_seconds
         same_memory = {first.host: further for first, *further in group_by_machine(self.facts.values())}
         # Each GPU with the memory and with each other, both ways; and a slow way takes longer than it should.
         patience_seconds = INSIDE_PATIENCE_SECONDS + 4 * seconds * gpus * (gpus + 1)
@@ -317,7 +327,7 @@ class Coordinator:
         hosts = self._reducing_hosts()
         able = all(f.gpus and f.rdma_bytes_per_second for f in self.facts.values() if f.host in hosts)
         # Whoever probes may have turned it off: then there is nothing to compare.
-        is_on = self.spec.gpudirect and os.environ.get(GPUDIRECT_LEVEL, "").upper() not in NEVER
+        is_on = self.spec.gpudirect and os.environ.get(GPUDIRECT_VARIABLE, "").upper() not in GPUDIRECT_OFF_VALUES
         return is_on if able and len(hosts) > 1 else None
 
     def _transfer(self, step: Stage, phase: Round, number: int = 0) -> list[PairMeasurement]:
@@ -329,7 +339,7 @@ class Coordinator:
         pairs = [pair for pair in there if not any(map(self._is_sick, pair))]
         tasks: dict[int, Task] = {}
         transfers: dict[Pair, Transfer] = {}
-        sizes = step.sizes or ((STREAM_SIZE,) if step.way == "mpi" else ())
+        sizes = step.sizes or ((STREAM_SIZE,) if step.transport == "mpi" else ())
         patience_seconds = 8 * step.seconds + PATIENCE_SECONDS
         alone = step.load == "alone" and not step.both_ways
         for source, target in pairs:
@@ -341,13 +351,13 @@ class Coordinator:
                 source=self.ranks[source],
                 target=self.ranks[target],
                 addresses=(self._address(source, step.network), self._address(target, step.network)),
-                way=step.way,
+                transport=step.transport,
                 load=step.load,
                 both_ways=step.both_ways,
                 # Over MPI the curve takes one part of the time and the largest messages another.
-                seconds=share / 2 if step.way == "mpi" and len(sizes) > 1 else share,
+                seconds=share / 2 if step.transport == "mpi" and len(sizes) > 1 else share,
                 longest=(share / 2 if len(sizes) > 1 else share)
-                if step.way == "mpi"
+                if step.transport == "mpi"
                 else (2 * share if alone else share),
                 variation=self.settings.variation if alone else None,
                 streams=self._streams[step.network],
@@ -379,8 +389,8 @@ class Coordinator:
         source, target = (self.spec.hosts[host] for host in pair)
         silent = next(self.spec.hosts[host] for host in pair if self._is_sick(host))
         return PairMeasurement(
-            stage=step.key, source=source, target=target, way=step.way, load=step.load, both_ways=step.both_ways,
-            failed=f"{silent} did not answer",
+            stage=step.key, source=source, target=target, transport=step.transport, load=step.load, both_ways=step.both_ways,
+            failed=f"{silent} {NO_REPLY}",
         )  # fmt: skip
 
     def _address(self, host: int, network: str | None) -> str:
@@ -394,7 +404,7 @@ class Coordinator:
         ends = [replies.get(transfer.source), replies.get(transfer.target)]
         names = self.spec.hosts
         failures = [
-            f"{names[host]}: {reply.failed}" if reply else f"{names[host]} did not answer"
+            f"{names[host]}: {reply.failed}" if reply else f"{names[host]} {NO_REPLY}"
             for host, reply in zip((source, target), ends, strict=True)
             if reply is None or reply.failed
         ]
@@ -408,10 +418,10 @@ class Coordinator:
                 stage=transfer.stage,
                 source=names[sender],
                 target=names[receiver],
-                way=transfer.way,
+                transport=transfer.transport,
                 load=transfer.load,
                 both_ways=transfer.both_ways,
-                streams=transfer.streams if transfer.way == "tcp" else 1,
+                streams=transfer.streams if transfer.transport == "tcp" else 1,
                 busy=max((reply.busy for reply in ends if reply), default=0.0),
                 seconds=max((reply.seconds for reply in ends if reply), default=0.0),
                 retransmits=out.retransmits if out else 0,
@@ -428,50 +438,47 @@ class Coordinator:
     def _look_again(self, left_seconds: float) -> tuple[str, ...]:
         """Measure again, alone, what looked slow; find who shares a link with whom."""
         numbers = {host: number for number, host in enumerate(self.spec.hosts)}
-        facts = {facts.host: facts for facts in self.facts.values()}
-        way, most = self.primary, self.settings.suspects
-        seen = remeasure.between_machines(self.seen, facts)
-        again, both = remeasure.second_look(seen, self.spec.hosts, way, most, facts, card_speeds(facts, way))
-
-        def look(key: str, pairs: Collection[tuple[str, str]], seconds: float, *, both_ways: bool = False) -> None:
-            if pairs:
-                phases = tuple(((numbers[a], numbers[b]),) for a, b in pairs)
-                step = Stage(
-                    key=key, what="a second look", way=way, load="alone", both_ways=both_ways, phases=phases, seconds=seconds
-                )  # fmt: skip
-                self._step(step, left_seconds)
-
-        look("again", again, max(self.settings.stream_seconds, alone_share(len(self.spec.hosts), self.settings)[1]))
-        look("again/both", both, self.settings.stream_seconds, both_ways=True)
-        seen = remeasure.between_machines(self.seen, facts)
-        baseline = remeasure.Baseline(seen, way)
-        phases = remeasure.slowed_phases(seen, baseline, way)
-        if not phases:
+        again = remeasure.links_to_remeasure(self._inputs(), self.settings.max_remeasured)
+        if again:
+            phases = tuple(((numbers[a], numbers[b]),) for a, b in again)
+            seconds = max(self.settings.concurrent_seconds, alone_share(len(self.spec.hosts), self.settings)[1])
+            self._step(
+                Stage(key="again", what="a second look", transport=self.primary, phases=phases, seconds=seconds),
+                left_seconds,
+            )
+        inputs = self._inputs()
+        baseline = inputs.alone
+        slowed_pairs = remeasure.concurrent_pairs_slowed(inputs)
+        if not slowed_pairs:
             return ()
-        if remeasure.processors_shared(seen, way):
-            return ("pairs slow each other down, and processors were busy: whether they share links cannot be told",)
-        worst: Round = tuple((numbers[a], numbers[b]) for a, b in phases[0])
+        if cpus_saturated(inputs):
+            return ("pairs slow each other down, and CPUs were busy: whether they share links is unknown",)
+        worst: Round = tuple((numbers[a], numbers[b]) for a, b in slowed_pairs[0])
 
         def run(key: str, phase: Round) -> dict[Pair, float]:
             step = Stage(
-                key=f"sharing/{key}", what="who shares", way=self.primary, load="sharing", phases=(phase,),
+                key=f"sharing/{key}", what="who shares", transport=self.primary, load="sharing", phases=(phase,),
                 # The last phase gives the ratio: long, so that it matters little that not all begin and end at once.
-                seconds=CROSSING_SECONDS if key == "crossing" else self.settings.stream_seconds,
+                seconds=CROSSING_SECONDS if key == "crossing" else self.settings.concurrent_seconds,
             )  # fmt: skip
             parts = {}
             for record in self._transfer(step, phase):
                 if record.failed is None:
-                    own = baseline.of(record.source, record.target)
+                    own = baseline.expected(record.source, record.target)
                     pair = numbers[record.source], numbers[record.target]
                     parts[pair] = record.bandwidth_bytes_per_second / own if own else 1.0
             if len(parts) < len(phase):
-                raise ProbeTimeout("a host did not answer")
+                raise ProbeTimeout(f"a host {NO_REPLY}")
             return parts
 
         try:
             found, slowed = None, False
             for _ in range(ATTEMPTS):
+<<<<<<< HEAD
                 load = shared_links.slowed_pairs(run("once more", worst))
+=======
+                load = shared_links.slowed_pairs(run("repeat", worst))
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
                 slowed |= bool(load)
                 paired = {host for pair in load for host in pair}
                 others = tuple(n for n in self.ranks if n not in paired and not self._is_sick(n))
@@ -482,12 +489,17 @@ class Coordinator:
         except ProbeTimeout as problem:
             return (f"who shares a link could not be found: {problem}",)
         if found is None:
-            busy = max(record.busy for record in self.seen if record.load == "sharing") > remeasure.BUSY
+            busy = max(record.busy for record in self.seen if record.load == "sharing") > LIMITS.saturated_cpu_fraction
             why = "; the processors were busy throughout" if busy else ""
             return (f"pairs slow each other down, but not as hosts on two sides of one link would{why}",)
         names = self.spec.hosts
         self.emit(SharedLinkSides(sides=(tuple(names[n] for n in found.left), tuple(names[n] for n in found.right))))
         return ()
+
+    def _inputs(self) -> CheckInputs:
+        inputs = collect_inputs([self.start, *self.seen])
+        assert inputs
+        return inputs
 
     # -- orders and answers -------------------------------------------------------------------------------------------
 

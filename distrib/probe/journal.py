@@ -25,7 +25,7 @@ class Journal:
     """
 
     def __init__(
-        self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, way: Transport | None = None
+        self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, transport: Transport | None = None
     ) -> None:
         self.path = path
         self.done_steps: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Journal:
         records = current(_decoded(old))
         start = next(iter(starts(records)), None)
         ended = any(isinstance(record, ProbeEnded) for record in records)
-        fits = start and (start.hosts, start.mode) == (hosts, mode) and way in (None, start.primary)
+        fits = start and (start.hosts, start.mode) == (hosts, mode) and transport in (None, start.primary)
         if fits and not ended and (fresh or resume):
             self.done_steps = done_steps(records)
         elif resume:

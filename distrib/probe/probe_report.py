@@ -166,7 +166,8 @@ def _variation(seen: Sequence[PairMeasurement]) -> str:
 
 
 def _kind(pair: PairLink | PairMeasurement) -> tuple[str, str, bool, str]:
-    return pair.way, pair.load, pair.both_ways, pair.network or ""
+    transport = pair.way if isinstance(pair, PairLink) else pair.transport
+    return transport, pair.load, pair.both_ways, pair.network or ""
 
 
 def curve_table(measured: Measured) -> Table | None:

@@ -55,7 +55,7 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
     source: int
     target: int
     addresses: tuple[str, str]
-    way: Transport
+    transport: Transport
     load: LoadPattern
     both_ways: bool = False
     seconds: float

@@ -13,6 +13,13 @@ import msgspec
 from distrib.cluster.measurements import Collective, InsideLink, Machine, Measured, PairLink, Point
 from distrib.probe.settings import Mode, Transport
 
+STREAM_STALLED, NEARLY_NOTHING = "the stream stalled", "nearly nothing arrived"
+STALL_MESSAGES = STREAM_STALLED, NEARLY_NOTHING
+"""Failures of a stream after a connection was made and pings were answered."""
+
+NO_REPLY = "did not reply"
+"""Failure of a host from which no reply came in time; its name comes before it."""
+
 LoadPattern = Literal["alone", "together", "bisection", "sharing"]
 """Beside whom a pair was measured; `sharing`: others that were chosen to find out who shares a link, so that it says little of the pair."""
 
@@ -98,7 +105,7 @@ class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     """Pairs of the same step and phase were measured at once."""
     source: str
     target: str
-    way: Transport
+    transport: Transport
     load: LoadPattern
     both_ways: bool = False
     network: str | None = None
@@ -120,7 +127,7 @@ class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
 
     @property
     def key(self) -> tuple[str, str, str, str, bool, str | None]:
-        return self.source, self.target, self.way, self.load, self.both_ways, self.network
+        return self.source, self.target, self.transport, self.load, self.both_ways, self.network
 
 
 class IntraNodeMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
@@ -249,7 +256,7 @@ def build_measured(records: Iterable[Record]) -> Measured | None:
             PairLink(
                 source=seen.source,
                 target=seen.target,
-                way=seen.way,
+                way=seen.transport,
                 load=seen.load,  # type: ignore[arg-type]
                 both_ways=seen.both_ways,
                 interface=seen.interface or (facts[seen.source].interface if seen.source in facts else None),
@@ -257,7 +264,7 @@ def build_measured(records: Iterable[Record]) -> Measured | None:
                 latency_seconds=seen.latency_seconds,
                 bandwidth_bytes_per_second=seen.bandwidth_bytes_per_second,
                 variation=seen.variation,
-                streams=seen.streams if seen.way == "tcp" else None,
+                streams=seen.streams if seen.transport == "tcp" else None,
                 curve=seen.curve,
             )
             for seen in pairs.values()

@@ -36,7 +36,7 @@ def other_networks(facts: Sequence[Facts]) -> tuple[Network, ...]:
     )
 
 
-def measured_cards(seen: Sequence[PairMeasurement], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
+def measured_nics(seen: Sequence[PairMeasurement], facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
     """By network and host, the cards that were measured there, the job's own network left out.
 
     Records name the source's card, and `--quick` has some hosts as targets only.

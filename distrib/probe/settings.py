@@ -1,6 +1,6 @@
-"""How much is measured, and how long: `--quick`, the default, `--full`. Pure.
+"""Probe settings: durations and message sizes of each mode, and the limits of the diagnosis.
 
-Every link is measured for a time, not for a number of bytes: a slow link must not make the probe last.
+Every link is measured for a duration, not for a number of bytes, so that slow links do not prolong the probe.
 """
 
 from __future__ import annotations
@@ -12,70 +12,108 @@ import msgspec
 Mode = Literal["quick", "default", "full"]
 Transport = Literal["mpi", "tcp"]
 
-GPUDIRECT_LEVEL = "NCCL_NET_GDR_LEVEL"
-"""How far apart GPU and network card may be for NCCL to use GPUDirect RDMA."""
+GPUDIRECT_VARIABLE = "NCCL_NET_GDR_LEVEL"
+"""NCCL's maximum distance between GPU and NIC for GPUDirect RDMA."""
 
-NEVER = "LOC", "0"
-"""Values of it with which it does not."""
+GPUDIRECT_OFF_VALUES = "LOC", "0"
+"""Values of `GPUDIRECT_VARIABLE` that turn GPUDirect RDMA off."""
+
+SINGLE_STREAM_BYTES_PER_SECOND = 1.25e9
+"""Fastest link that one TCP connection fills (10 Gb/s)."""
+
+MIN_FAST_LINK_STREAMS = 4
+"""TCP connections of a link that is, or may be, faster than `SINGLE_STREAM_BYTES_PER_SECOND`."""
 
 KIB, MIB = 1024, 1024 * 1024
 
 
-def doubling(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
-    """Sizes from `first` to `last`, each `factor` times the one before."""
+def geometric_sizes(first: int, last: int, factor: int = 2) -> tuple[int, ...]:
+    """List message sizes in geometric progression.
+
+    Args:
+        first: Smallest size in bytes.
+        last: Upper bound in bytes, included if the progression reaches it.
+        factor: Ratio of neighbouring sizes.
+    """
     sizes = [first]
     while sizes[-1] * factor <= last:
         sizes.append(sizes[-1] * factor)
     return tuple(sizes)
 
 
-ONE_STREAM_BYTES_PER_SECOND = 1.25e9
-"""One TCP connection fills links of this rate; a faster one tells nothing of itself by a single one."""
-
-FAST_STREAMS = 4
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one probe does. Sizes in bytes, times in seconds.
-
-    `inside_seconds` is how long each way between GPUs and memory of a host is used. `stream_seconds` is how long a link is filled while others are too. All directions alone share
-    `alone_budget_seconds` for each way; each gets at least `alone_seconds[0]` and at most `alone_seconds[1]`, and where
-    the least is too much, as many rounds as fit are measured alone. `variation` is the coefficient of variation of the
-    median at which repeating ends early. `streams` are the TCP connections of a link; of one that is faster than
-    `ONE_STREAM_BYTES_PER_SECOND`, or may be, there are `FAST_STREAMS` at least.
-    """
+class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations (seconds) and sizes (bytes) of one probe mode."""
 
     mode: Mode
-    inside_seconds: float
-    stream_seconds: float
+    gpu_copy_seconds: float
+    """Duration of the copies between one pair of GPUs, or one GPU and host memory."""
+    concurrent_seconds: float
+    """Duration of a stream while other pairs send too."""
     alone_seconds: tuple[float, float]
+    """Minimum and maximum duration of one direction measured alone."""
     alone_budget_seconds: float
+    """Duration of all directions alone, per transport; as many rounds as fit in it are measured."""
     streams: int
+    """TCP connections per link."""
     pings: int
     variation: float
+    """Coefficient of variation of the median at which a stream ends early."""
     sizes: tuple[int, ...]
-    together_sizes: tuple[int, ...]
+    concurrent_sizes: tuple[int, ...]
     collective_sizes: tuple[int, ...]
     collective_seconds: float
     both_ways: bool
-    second_way: bool
-    suspects: int
-    """How many directions may be measured again because they looked bad."""
+    second_transport: bool
+    max_remeasured: int
+    """Directions that may be measured again because they looked slow."""
 
 
-QUICK = Settings(
-    mode="quick", inside_seconds=0.05, stream_seconds=0.12, alone_seconds=(0.12, 0.12), alone_budget_seconds=0.8, streams=1, pings=15,
-    variation=0.03, sizes=(), together_sizes=(), collective_sizes=(), collective_seconds=0.0, both_ways=False,
-    second_way=False, suspects=12,
+QUICK = ProbeSettings(
+    mode="quick", gpu_copy_seconds=0.05, concurrent_seconds=0.12, alone_seconds=(0.12, 0.12), alone_budget_seconds=0.8,
+    streams=1, pings=15, variation=0.03, sizes=(), concurrent_sizes=(), collective_sizes=(), collective_seconds=0.0,
+    both_ways=False, second_transport=False, max_remeasured=12,
 )  # fmt: skip
-DEFAULT = Settings(
-    mode="default", inside_seconds=0.1, stream_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0, streams=4, pings=30,
-    variation=0.01, sizes=doubling(8, 8 * MIB, 4), together_sizes=(), collective_sizes=doubling(KIB, 64 * MIB, 4),
-    collective_seconds=6.0, both_ways=True, second_way=True, suspects=24,
+DEFAULT = ProbeSettings(
+    mode="default", gpu_copy_seconds=0.1, concurrent_seconds=0.2, alone_seconds=(0.15, 0.6), alone_budget_seconds=10.0,
+    streams=4, pings=30, variation=0.01, sizes=geometric_sizes(8, 8 * MIB, 4), concurrent_sizes=(),
+    collective_sizes=geometric_sizes(KIB, 64 * MIB, 4), collective_seconds=6.0, both_ways=True, second_transport=True,
+    max_remeasured=24,
 )  # fmt: skip
-FULL = Settings(
-    mode="full", inside_seconds=0.2, stream_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=5.6, streams=4, pings=30,
-    variation=0.01, sizes=doubling(8, 4 * MIB), together_sizes=doubling(8 * MIB, 64 * MIB),
-    collective_sizes=doubling(KIB, 256 * MIB), collective_seconds=13.5, both_ways=True, second_way=True, suspects=32,
+FULL = ProbeSettings(
+    mode="full", gpu_copy_seconds=0.2, concurrent_seconds=0.25, alone_seconds=(0.1, 1.0), alone_budget_seconds=5.6,
+    streams=4, pings=30, variation=0.01, sizes=geometric_sizes(8, 4 * MIB),
+    concurrent_sizes=geometric_sizes(8 * MIB, 64 * MIB), collective_sizes=geometric_sizes(KIB, 256 * MIB),
+    collective_seconds=13.5, both_ways=True, second_transport=True, max_remeasured=32,
 )  # fmt: skip
-MODES: dict[Mode, Settings] = {"quick": QUICK, "default": DEFAULT, "full": FULL}
+MODES: dict[Mode, ProbeSettings] = {"quick": QUICK, "default": DEFAULT, "full": FULL}
+
+
+class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits beyond which a measurement becomes a finding. Fractions are of the median of comparable links."""
+
+    slow_fraction: float = 0.95
+    """A host or link below it is measured again, and reported if it stays there. Clean links scatter by 1 to 2 %."""
+    severe_fraction: float = 0.75
+    """A finding below it is an error, above it a warning. Also the limit for NICs and GPU copies below their rating."""
+    min_deviations: float = 6.0
+    """Robust standard deviations below the median, besides `slow_fraction`, of a slow host or link."""
+    noisy_variation: float = 0.15
+    """Coefficient of variation of a noisy link."""
+    retransmitted_fraction: float = 0.02
+    """TCP segments sent again, of all, on a lossy link."""
+    min_carrier_changes: int = 20
+    """Link-down and link-up events of a flapping NIC. Reboots and maintenance cause some."""
+    saturated_cpu_fraction: float = 0.9
+    """Above it, busy CPUs may be what concurrent streams share, not a link."""
+    faster_network_factor: float = 1.25
+    """Median rate of another network, over the used one's, at which it is recommended."""
+    gpudirect_gain: float = 1.05
+    """All-reduce time without GPUDirect RDMA over the time with it. Measured elsewhere: 1.2 (NCCL issue 1579), 2 (465)."""
+    regression_fraction: float = 0.9
+    """A bandwidth below it of an earlier probe's is a regression."""
+    latency_factor: float = 2.0
+    latency_increase_seconds: float = 50e-6
+    """A latency is a regression if both this increase and `latency_factor` are exceeded."""
+
+
+LIMITS = DiagnosisLimits()

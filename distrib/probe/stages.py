@@ -12,7 +12,7 @@ import msgspec
 from distrib.probe import schedule
 from distrib.probe.records import LoadPattern
 from distrib.probe.schedule import Round
-from distrib.probe.settings import Settings, Transport
+from distrib.probe.settings import ProbeSettings, Transport
 
 OVERHEAD_SECONDS = 0.03
 """What a phase costs beside its stream: orders, connections, answers."""
@@ -31,7 +31,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     what: str
     kind: str = "transfer"
-    way: Transport = "tcp"
+    transport: Transport = "tcp"
     load: LoadPattern = "alone"
     both_ways: bool = False
     network: str | None = None
@@ -43,7 +43,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     estimate_seconds: float = 0.0
 
 
-def steps(hosts: int, settings: Settings, primary: Transport, networks: Sequence[str] = ()) -> tuple[Stage, ...]:
+def steps(hosts: int, settings: ProbeSettings, primary: Transport, networks: Sequence[str] = ()) -> tuple[Stage, ...]:
     """All steps of a probe of so many hosts, links first and in the order in which they tell most.
 
     `networks` are the subnets of further cards.
@@ -62,7 +62,7 @@ def steps(hosts: int, settings: Settings, primary: Transport, networks: Sequence
                 primary,
                 "bisection",
                 (round_, schedule.backward(round_)),
-                settings.stream_seconds,
+                settings.concurrent_seconds,
             )
         )
     if settings.both_ways:
@@ -73,15 +73,15 @@ def steps(hosts: int, settings: Settings, primary: Transport, networks: Sequence
                 primary,
                 "together",
                 (r,),
-                settings.stream_seconds,
+                settings.concurrent_seconds,
                 both=True,
             )
             for n, r in enumerate(schedule.rounds(hosts))
         ]
-    if settings.second_way:
+    if settings.second_transport:
         second: Transport = "mpi" if primary == "tcp" else "tcp"
         found += _alone(hosts, settings, second)
-        if settings.together_sizes:
+        if settings.concurrent_sizes:
             found += _large(hosts, settings)
         elif hosts > 3:  # of fewer, a round is one pair, which was alone
             found += _together(hosts, settings, second)
@@ -91,7 +91,7 @@ def steps(hosts: int, settings: Settings, primary: Transport, networks: Sequence
     return tuple(found)
 
 
-def _large(hosts: int, settings: Settings) -> list[Stage]:
+def _large(hosts: int, settings: ProbeSettings) -> list[Stage]:
     """Messages that take long, one way: each pair alone where there is time for that, else all of a round at once."""
     rounds = schedule.rounds(hosts)
     pairs = sum(map(len, rounds))
@@ -102,13 +102,13 @@ def _large(hosts: int, settings: Settings) -> list[Stage]:
     return [
         _step(
             f"large/{number}", f"large messages, round {number + 1}", "mpi", load,
-            tuple((pair,) for pair in round_) if alone else (round_,), seconds, sizes=settings.together_sizes,
+            tuple((pair,) for pair in round_) if alone else (round_,), seconds, sizes=settings.concurrent_sizes,
         )
         for number, round_ in enumerate(rounds)
     ]  # fmt: skip
 
 
-def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:
+def alone_share(hosts: int, settings: ProbeSettings) -> tuple[int, float]:
     """How many rounds are measured pair by pair, and for how long each direction."""
     rounds = schedule.rounds(hosts)
     if not rounds:
@@ -123,33 +123,33 @@ def alone_share(hosts: int, settings: Settings) -> tuple[int, float]:
     return max(1, min(len(rounds), int(settings.alone_budget_seconds / per_round))), least
 
 
-def _together(hosts: int, settings: Settings, way: Transport) -> list[Stage]:
+def _together(hosts: int, settings: ProbeSettings, transport: Transport) -> list[Stage]:
     return [
         _step(
-            f"together/{way}/{n}",
-            f"all pairs of round {n + 1}, {way}",
-            way,
+            f"together/{transport}/{n}",
+            f"all pairs of round {n + 1}, {transport}",
+            transport,
             "together" if len(r) > 1 else "alone",  # of two or three hosts
             (r, schedule.backward(r)),
-            settings.stream_seconds,
+            settings.concurrent_seconds,
         )
         for n, r in enumerate(schedule.rounds(hosts))
     ]
 
 
-def _alone(hosts: int, settings: Settings, way: Transport, network: str | None = None) -> list[Stage]:
+def _alone(hosts: int, settings: ProbeSettings, transport: Transport, network: str | None = None) -> list[Stage]:
     count, seconds = alone_share(hosts, settings)
     found = []
     for number, round_ in enumerate(schedule.rounds(hosts)[:count]):
         phases = [(pair,) for pair in round_]
         if settings.mode != "quick":
             phases += [(pair,) for pair in schedule.backward(round_)]
-        sizes = settings.sizes if way == "mpi" else ()
+        sizes = settings.sizes if transport == "mpi" else ()
         found.append(
             _step(
-                f"alone/{network or way}/{number}",
-                f"each pair alone, {network or way}, round {number + 1}",
-                way,
+                f"alone/{network or transport}/{number}",
+                f"each pair alone, {network or transport}, round {number + 1}",
+                transport,
                 "alone",
                 tuple(phases),
                 seconds,
@@ -161,10 +161,10 @@ def _alone(hosts: int, settings: Settings, way: Transport, network: str | None =
 
 
 def _step(
-    key: str, what: str, way: Transport, load: LoadPattern, phases: tuple[Round, ...], seconds: float,
+    key: str, what: str, transport: Transport, load: LoadPattern, phases: tuple[Round, ...], seconds: float,
     *, both: bool = False, sizes: tuple[int, ...] = (), network: str | None = None,
 ) -> Stage:  # fmt: skip
     return Stage(
-        key=key, what=what, way=way, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
+        key=key, what=what, transport=transport, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
         network=network, estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from distrib.probe.bench import intra_node, mpi, statistics, tcp
 from distrib.probe.bench.polling import ProbeTimeout
 from distrib.probe.host_facts import gpu_links
 from distrib.probe.protocol import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
+from distrib.probe.records import NEARLY_NOTHING
 from distrib.probe.stages import COLLECTIVE_START_SECONDS
 from distrib.utils.cpus import CpuLoad
 
@@ -73,7 +74,7 @@ class Worker:
             task = msgspec.structs.replace(task, seconds=seconds)
             return Reply(number=task.number, rank=self.rank, collectives=self._collective.measure(task))
         assert isinstance(task, Transfer)
-        return self._mpi(task, deadline) if task.way == "mpi" else self._tcp(task, deadline)
+        return self._mpi(task, deadline) if task.transport == "mpi" else self._tcp(task, deadline)
 
     def _buffer(self, name: str, size: int) -> memoryview:
         """Memory of at least `size` bytes, touched before anything is timed; `name` keeps what is read and written apart."""
@@ -143,7 +144,7 @@ class Worker:
         if isinstance(told, Exception):
             raise told
         if seen is not None and seen.rate is None:
-            raise ProbeTimeout("nearly nothing arrived")
+            raise ProbeTimeout(NEARLY_NOTHING)
         return Reply(
             number=task.number, rank=self.rank, retransmits=told.retransmits, path_mtu=told.path_mtu,
             busy=max(told.busy, seen.busy if seen else 0.0),

@@ -15,7 +15,7 @@ from distrib.errors import DistribError, LaunchError, PreflightError
 from distrib.probe.journal import Journal
 from distrib.probe.protocol import Spec
 from distrib.probe.records import CollectiveMeasurement, PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone
-from distrib.probe.settings import GPUDIRECT_LEVEL, NEVER
+from distrib.probe.settings import GPUDIRECT_OFF_VALUES, GPUDIRECT_VARIABLE
 from distrib.probe.stages import LINKS_DONE
 from distrib.utils import signals
 
@@ -216,7 +216,9 @@ def _launch(
     if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
         words += ["-np", str(len(present)), "--spread"]
     # Of several values of a variable the last one counts.
-    variables = options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_LEVEL}={NEVER[0]}"]
+    variables = (
+        options.environment if gpudirect else [*options.environment, f"{GPUDIRECT_VARIABLE}={GPUDIRECT_OFF_VALUES[0]}"]
+    )
     wanted = _launcher_options(options, words, msgspec.json.encode(spec).decode(), variables)
     without = [host for host in hosts if host not in present]
     plan = _plan(wanted, without)

@@ -17,6 +17,7 @@ import msgspec
 from distrib.cluster.measurements import Point
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeout, wait
+from distrib.probe.records import STREAM_STALLED
 
 FIRST_TAG = 16
 """Each exchange has tags of its own, so that what is left of one that was given up meets no other."""
@@ -221,7 +222,7 @@ class Receiver:
         part = [self._buffer[:size], self._mpi.BYTE]
         self._block = [self._comm.Irecv(part, self._peer, self._tags.data) for _ in range(count)]
         self._order(Order(size, count))
-        self._spin_all(self._block, "the stream stands still")
+        self._spin_all(self._block, STREAM_STALLED)
 
     def _spin(self, request: Any, what: str) -> None:
         if self._sender:

@@ -18,7 +18,12 @@ import msgspec
 
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import ProbeTimeout
+<<<<<<< HEAD
 from distrib.utils.cpus import CpuLoad
+=======
+from distrib.probe.records import STREAM_STALLED
+from distrib.utils.cpus import CpuLoad
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")
@@ -222,7 +227,7 @@ def _drain(
         ends = begun + seconds
         waited = 0.0
         while True:
-            ready = selector.select(min(CHECK_SECONDS, _left(deadline, "the stream stands still")))
+            ready = selector.select(min(CHECK_SECONDS, _left(deadline, STREAM_STALLED)))
             for key, _ in ready:
                 try:
                     count = key.fileobj.recv_into(chunk)  # type: ignore[union-attr]

@@ -1,1 +1,1 @@
-"""Findings: what the measurements say about hosts, NICs and links."""
+"""Diagnosis of a probe's measurements: a table of checks, each of which reports findings about hosts, NICs or links."""

@@ -1,4 +1,4 @@
-"""A finding: something that is wrong with the wire, with its evidence and what to do about it."""
+"""Findings: defects of hosts, NICs or links, with evidence and advice."""
 
 from __future__ import annotations
 
@@ -10,34 +10,51 @@ import msgspec
 from distrib.units import format_rate
 
 Kind = Literal[
-    "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "half_duplex", "mtu",
-    "noisy_link", "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline",
-    "mixed_cards", "not_compared", "no_such_card", "slow_copies",
+    "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "mtu", "noisy_link",
+    "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline", "mixed_nics",
+    "not_compared", "unknown_nic", "slow_copies",
 ]  # fmt: skip
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that is wrong. `ratio` is found over expected (for an uplink: wanted over had); `loss` ranks findings."""
+    """A defect of the cluster."""
 
     kind: Kind
     severity: Severity
     what: str
+    """The affected host or link, and the defect."""
     evidence: str
+    """Measured and expected values."""
     advice: str
     hosts: tuple[str, ...]
     source: str | None = None
     target: str | None = None
     ratio: float | None = None
+    """Measured over expected rate; of an uplink, the rate that its hosts can send over the rate they got."""
     loss: float = 0.0
+    """Rank among findings of one severity, 0 to 1: the estimated fraction of speed that a job over all hosts loses."""
 
 
-def ranked(found: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors first, and what costs most first among equals."""
-    return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
+def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Sort findings by severity, then by loss.
+
+    Args:
+        findings: Findings of any kinds, in any order.
+    """
+    return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
 
 
+<<<<<<< HEAD
 def bit_rate_text(bytes_per_second: float) -> str:
     """A rate as people say it of networks: in bits."""
+=======
+def format_bit_rate(bytes_per_second: float) -> str:
+    """Format a rate in bits per second, as networks are rated.
+
+    Args:
+        bytes_per_second: The rate.
+    """
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     return format_rate(bytes_per_second, digits=3, bits=True)

@@ -1,13 +1,13 @@
-"""What the hosts' own descriptions show: cards of several rates, or slower than they could be, GPUDirect RDMA, PCIe. Pure."""
+"""Checks of the NICs: different rates, rates below the nominal one, NICs that the job does not use or that do not exist."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence
 
 from distrib.cluster.hardware_catalog import LinkKind
 from distrib.cluster.link_spec import Link, parse_network
+<<<<<<< HEAD
 from distrib.cluster.measurements import Collective
 from distrib.cluster.node import Nic, shown_hosts
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
@@ -16,37 +16,30 @@ from distrib.probe.records import Facts, Gpu, LoadPattern, PairMeasurement
 from distrib.probe.secondary_networks import measured_cards
 from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND, Transport
 from distrib.units import format_size
+=======
+from distrib.cluster.node import Nic, name_hosts, shown_hosts
+from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
+from distrib.probe.diagnosis.finding import Finding, format_bit_rate
+from distrib.probe.records import Facts
+from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND, Transport
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
-OF_USABLE = 0.75
-"""Of what the catalogue expects of such a card; below this something is wrong."""
+ONE_THREAD_BYTES_PER_SECOND = 12.5e9
+"""Over TCP one thread of the probe receives everything; it does not fill faster NICs (100 Gb/s)."""
 
-ALIKE = 1.1
-"""Hosts that all reach the same, but for so much, have the same limit."""
+MAX_COMMON_SPREAD = 1.1
+"""Hosts whose best rates differ less than this have one common limit, such as the switch."""
 
-ONE_RECEIVER_BYTES_PER_SECOND = 12.5e9
-"""Over TCP a host is sent everything to one thread of the probe, which copies it: faster cards tell nothing of themselves so."""
-
-GPUDIRECT_GAIN = 1.05
-"""Staged through host memory 4 x 200 Gb/s reach 0.83 of what they do with GPUDirect RDMA (NCCL issue 1579), 100 Gb/s half (465)."""
-
-
-def card_speeds(facts: Mapping[str, Facts], way: Transport, cards: Mapping[str, str] | None = None) -> dict[str, float]:
-    """The nominal rates of the cards that are used, by host; none unless all are known. `cards`: which, where not the job's own."""
-    found = {}
-    for host, each in facts.items():
-        name = cards.get(host) if cards is not None else each.interface
-        if cards is None or name:
-            card = each.named(name)
-            speed = card.speed_bytes_per_second if card else None
-            found[host] = each.rdma_bytes_per_second if way == "mpi" else speed
-    return {host: speed for host, speed in found.items() if speed} if all(found.values()) else {}
+MIN_FASTER_NIC_FACTOR = 1.5
+"""Nominal rate of another NIC, over that of the used one, at which it is recommended."""
 
 
-def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
-    """Hosts whose cards are slower than most: they are judged among themselves, and a job over all waits for them.
+def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report hosts with slower NICs than most: they are compared among themselves, and a job over all hosts waits for them.
 
-    One host alone more likely has a bad cable, with which its card agreed on a lower rate.
+    A single such host more likely has a bad cable, which made its NIC negotiate a lower rate.
     """
+<<<<<<< HEAD
     if not speeds:
         return []
     usual = statistics.mode(sorted(speeds.values(), reverse=True))  # of equally common ones the faster
@@ -64,158 +57,107 @@ def mixed_cards(speeds: Mapping[str, float]) -> list[Finding]:
                 "or see whether cable and switch port allow no more (ethtool)",
                 hosts=hosts, ratio=speed / usual, loss=1 - speed / usual,
             )
+=======
+    rates = inputs.nic_rates
+    if not rates:
+        return
+    usual = statistics.mode(sorted(rates.values(), reverse=True))
+    most = 2 * sum(rate == usual for rate in rates.values()) > len(rates)
+    for rate in sorted({rate for rate in rates.values() if rate < usual}):
+        hosts = tuple(host for host, own in rates.items() if own == rate)
+        yield Finding(
+            kind="mixed_nics", severity="note" if len(hosts) > 1 else "warning",
+            what=f"{shown_hosts(hosts)}: NIC rate {format_bit_rate(rate)}, {'most' if most else 'other'} hosts have "
+            f"{format_bit_rate(usual)}",
+            evidence="rates reported by the NICs; links are compared with those of the same rate",
+            advice="a job over all hosts runs at the speed of the slowest: use slower hosts in jobs of their own, or check "
+            "cable and switch port (ethtool)",
+            hosts=hosts, ratio=rate / usual, loss=1 - rate / usual,
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
         )  # fmt: skip
-    return found
 
 
-def gpudirect_idle(collectives: Sequence[Collective]) -> list[Finding]:
-    """An all-reduce of the whole cluster that is no faster with GPUDirect RDMA than without."""
-    times: dict[bool, dict[int, float]] = {}
-    most = max((each.ranks for each in collectives), default=0)
-    for each in collectives:
-        if each.ranks == most and each.gpudirect is not None:
-            times[each.gpudirect] = {point.size_bytes: point.seconds for point in each.curve}
-    shared = set(times.get(True, ())) & set(times.get(False, ()))
-    if not shared:
-        return []
-    size = max(shared)
-    ratio = times[False][size] / times[True][size]
-    if ratio > GPUDIRECT_GAIN:
-        return []
-    return [
-        Finding(
-            kind="gpudirect_off", severity="note",
-            what="all-reduce is no faster with GPUDirect RDMA than without: it is not used, or host memory keeps up with the cards",
-            evidence=f"{format_size(size, binary=True)} take {ratio:.2f} times as long without it (NCCL_NET_GDR_LEVEL=LOC)",
-            advice="see NCCL_DEBUG=INFO for GDRDMA, whether nvidia_peermem is loaded, and that GPU and card share a PCIe switch",
-            hosts=collectives[-1].hosts, ratio=ratio, loss=0.3,
+def find_nics_below_nominal(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report hosts that reach much less than the catalogue expects of their NIC, with peers as fast as they are."""
+    best = _best_nominal_fractions(inputs)
+    low = {host: best[host] for host in inputs.facts if host in best and best[host][0] < LIMITS.severe_fraction}
+    rates = [fraction * nic.usable_bytes_per_second for fraction, nic in low.values()]
+    if len(low) == len(best) > 2 and max(rates) < MAX_COMMON_SPREAD * min(rates):
+        fraction, nic = max(low.values(), key=lambda each: each[0])
+        advice = (
+            "all hosts have the same limit: check the switch; if machines are rented, the provider limits the rate: give it as "
+            "the NIC's rate in the topology file"
         )
-    ]  # fmt: skip
-
-
-def of_facts(
-    facts: Mapping[str, Facts],
-    seen: Sequence[PairMeasurement],
-    way: Transport,
-    collectives: Sequence[Collective],
-    described: Mapping[str, Sequence[Nic]],
-    used: Mapping[str, Sequence[Gpu]],
-) -> list[Finding]:
-    """Rate below the card's, wrong interface, cards that are only on paper, GPUDirect RDMA off, narrow PCIe.
-
-    `used`: GPUs as they were right after they were used, by host.
-    """
-    found = [
-        *_below_nominal(facts, seen, way, described),
-        *_not_there(facts, described),
-        *_mpi_beside_rdma(facts),
-        *_gpudirect(facts, collectives),
-    ]
-    tried = measured_cards(seen, facts).values()
-    for host, each in facts.items():
-        if way == "tcp":
-            found += _faster_interface(each, {cards[host] for cards in tried if host in cards})
-        for gpu in used.get(host, each.gpus):
-            width, possible = gpu.pcie_width, gpu.pcie_width_possible
-            awake = host in used or gpu.pcie_generation == gpu.pcie_generation_possible  # an idle link saves power
-            if awake and width and possible and width < possible:
-                found.append(
-                    Finding(
-                        kind="narrow_pcie", severity="warning",
-                        what=f"{host}: GPU {gpu.index} has a PCIe x{width} link where x{possible} is possible",
-                        evidence=f"NVML, {gpu.name}", advice="reseat the card, and look at its riser: what is possible here counts the slot already",
-                        hosts=(host,), ratio=width / possible, loss=0.3 * (1 - width / possible),
-                    )
-                )  # fmt: skip
-    return found
-
-
-def _below_nominal(
-    facts: Mapping[str, Facts], seen: Sequence[PairMeasurement], way: Transport, described: Mapping[str, Sequence[Nic]]
-) -> list[Finding]:
-    """Hosts that at best, with cards as fast as their own, reach less than the catalogue expects over this way."""
-    cards = {host: card for host, each in facts.items() if (card := _card(each, way, described.get(host, ())))}
-    classes = classes_of({host: card.rate_bytes_per_second for host, card in cards.items()})
-    best: dict[str, tuple[float, Link]] = {}
-    # Beside others a card can do no more than alone; and some pairs may never have been alone.
-    for record in (record for load in get_args(LoadPattern) for record in one_way(seen, way, load)):
-        rate = class_of_pair(classes, record)
-        tells = ONE_STREAM_BYTES_PER_SECOND if record.streams == 1 else ONE_RECEIVER_BYTES_PER_SECOND
-        if way == "tcp" and rate > tells:
-            continue
-        for host, other in ((record.source, record.target), (record.target, record.source)):
-            if rate and rate >= classes[host]:
-                card = min(cards[host], cards[other], key=lambda link: link.rate_bytes_per_second)
-                part = record.bandwidth_bytes_per_second / card.usable_bytes_per_second
-                if host not in best or part > best[host][0]:
-                    best[host] = part, card
-    low = {host: best[host] for host in facts if host in best and best[host][0] < OF_USABLE}
-    rates = [part * card.usable_bytes_per_second for part, card in low.values()]
-    if len(low) == len(best) > 2 and max(rates) < ALIKE * min(rates):
-        part, card = max(low.values(), key=lambda each: each[0])
-        limit = (
-            "all have the same limit: look at the switch; where machines are rented it is what the provider allows, "
-            "whatever the card says, and belongs into the topology file as the card's rate"
-        )
-        return [_below(f"{shown_hosts(tuple(low))}: each", tuple(low), part, card, limit)]
-    slot = (
-        "see whether one processor is busy with the card's interrupts, the PCIe slot is narrow, "
-        "or the switch is slower than the card"
+        yield _below_nominal(f"{shown_hosts(tuple(low))}: each", tuple(low), fraction, nic, advice)
+        return
+    advice = (
+        "check for one CPU core busy with the NIC's interrupts, a narrow PCIe slot, or a switch slower than the NIC"
     )
-    return [_below(f"{host}:", (host,), part, card, slot) for host, (part, card) in low.items()]
+    for host, (fraction, nic) in low.items():
+        yield _below_nominal(f"{host}:", (host,), fraction, nic, advice)
 
 
-def _below(who: str, hosts: tuple[str, ...], part: float, card: Link, advice: str) -> Finding:
+def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, Link]]:
+    """Return each host's best rate as a fraction of what the slower NIC of the pair should carry, with that NIC."""
+    nics = {
+        host: nic
+        for host, facts in inputs.facts.items()
+        if (nic := _used_nic(facts, inputs.transport, inputs.configured_nics.get(host, ())))
+    }
+    classes = rate_classes({host: nic.rate_bytes_per_second for host, nic in nics.items()})
+    best: dict[str, tuple[float, Link]] = {}
+    for record in inputs.rated:  # of any load: a NIC carries no more beside other traffic
+        ends = record.source, record.target
+        rate = min(classes.get(host, 0.0) for host in ends)
+        fills = SINGLE_STREAM_BYTES_PER_SECOND if record.streams == 1 else ONE_THREAD_BYTES_PER_SECOND
+        if not rate or (inputs.transport == "tcp" and rate > fills):
+            continue
+        slower = min((nics[host] for host in ends), key=lambda nic: nic.rate_bytes_per_second)
+        fraction = record.bandwidth_bytes_per_second / slower.usable_bytes_per_second
+        for host in ends:
+            if rate >= classes[host] and (host not in best or fraction > best[host][0]):
+                best[host] = fraction, slower
+    return best
+
+
+def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: Link, advice: str) -> Finding:
+    usable = nic.usable_bytes_per_second
     return Finding(
+<<<<<<< HEAD
         kind="below_nominal", severity="warning", what=f"{who} reaches {part:.0%} of what its card is good for",
         evidence=f"{bit_rate_text(part * card.usable_bytes_per_second)} at best, of about "
         f"{bit_rate_text(card.usable_bytes_per_second)} that a card of {bit_rate_text(card.rate_bytes_per_second)} brings",
         advice=advice, hosts=hosts, ratio=part, loss=0.3 * (1 - part),
+=======
+        kind="below_nominal", severity="warning", what=f"{subject} reaches {fraction:.0%} of the usable rate of its NIC",
+        evidence=f"at best {format_bit_rate(fraction * usable)}, expected about {format_bit_rate(usable)} of a NIC of "
+        f"{format_bit_rate(nic.rate_bytes_per_second)}",
+        advice=advice, hosts=hosts, ratio=fraction, loss=0.3 * (1 - fraction),
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     )  # fmt: skip
 
 
-def _not_there(facts: Mapping[str, Facts], described: Mapping[str, Sequence[Nic]]) -> list[Finding]:
-    """Cards that the topology gives to hosts that have none of that name."""
-    absent: dict[str, list[str]] = {}
-    real = {
-        host: (*(interface.name for interface in each.interfaces), *each.rdma_devices) for host, each in facts.items()
-    }
-    for host, each in facts.items():
-        for nic in described.get(host, ()):
-            # RoCE cards go by either name, and InfiniBand's by those of RDMA devices, which may not be seen in a container.
-            if each.interfaces and nic.name.partition(":")[0] not in real[host] and nic.link.kind != "infiniband":
-                absent.setdefault(nic.name, []).append(host)
-    return [
-        Finding(
-            kind="no_such_card", severity="note", what=f"{shown_hosts(hosts)}: the topology gives {name}, which is not there",
-            evidence=f"{hosts[0]} has {', '.join(real[hosts[0]])}",
-            advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
-        )
-        for name, hosts in absent.items()
-    ]  # fmt: skip
-
-
-def _card(facts: Facts, way: Transport, described: Sequence[Nic]) -> Link | None:
-    """The card that a host uses, as people say it is, else as it says itself; of several RDMA ports one, as MPI need not
-    use them all."""
-    if way == "mpi":
+def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> Link | None:
+    """Return the NIC that the job uses: as configured, or else as reported. Of several RDMA ports MPI may use one only."""
+    if transport == "mpi":
         ports = facts.rdma_bytes_per_second
         if not ports:
             return None
-        said = [nic.link.rate_bytes_per_second for nic in described if nic.link.kind == facts.rdma_kind]
-        return _link(max(said, default=ports / facts.rdma_ports), facts.rdma_kind)  # the fastest ports are used
-    for nic in described:
+        rates = [nic.link.rate_bytes_per_second for nic in configured if nic.link.kind == facts.rdma_kind]
+        return _nic_link(max(rates, default=ports / facts.rdma_ports), facts.rdma_kind)  # the fastest ports are used
+    for nic in configured:
         if nic.name == facts.interface and nic.link.kind != "infiniband":
-            return _link(nic.link.rate_bytes_per_second, "ethernet")
+            return _nic_link(nic.link.rate_bytes_per_second, "ethernet")
     own = facts.named(facts.interface)
-    speed = own.speed_bytes_per_second if own and own.physical else None
-    return _link(speed, "ethernet") if speed else None
+    rate = own.speed_bytes_per_second if own and own.physical else None
+    return _nic_link(rate, "ethernet") if rate else None
 
 
-def _link(bytes_per_second: float, kind: LinkKind) -> Link:
+def _nic_link(bytes_per_second: float, kind: LinkKind) -> Link:
     return parse_network(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
+<<<<<<< HEAD
 def _faster_interface(facts: Facts, tried: Collection[str]) -> list[Finding]:
     """A card that is faster than the one that is used, and was not measured itself."""
     own = facts.named(facts.interface)
@@ -234,39 +176,79 @@ def _faster_interface(facts: Facts, tried: Collection[str]) -> list[Finding]:
             advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(facts.host,), loss=0.4,
         )
     ]  # fmt: skip
+=======
+def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report NICs of the topology file that the hosts do not have."""
+    absent: dict[str, list[str]] = {}
+    real = {host: _device_names(facts) for host, facts in inputs.facts.items()}
+    for host, facts in inputs.facts.items():
+        for nic in inputs.configured_nics.get(host, ()):
+            # A container may not see RDMA devices, by whose names InfiniBand NICs go.
+            if facts.interfaces and nic.name.partition(":")[0] not in real[host] and nic.link.kind != "infiniband":
+                absent.setdefault(nic.name, []).append(host)
+    for name, hosts in absent.items():
+        yield Finding(
+            kind="unknown_nic", severity="note", what=f"{shown_hosts(hosts)}: no NIC {name}, which the topology file names",
+            evidence=f"{hosts[0]} has {', '.join(real[hosts[0]])}",
+            advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
+        )  # fmt: skip
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
-def _mpi_beside_rdma(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Hosts on which MPI goes over TCP though the job has InfiniBand or RoCE there."""
-    hosts = tuple(host for host, each in facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
-    if not hosts or len(facts) < 2:
-        return []
-    return [
-        Finding(
+def _device_names(facts: Facts) -> tuple[str, ...]:
+    return (*(interface.name for interface in facts.interfaces), *facts.rdma_devices)
+
+
+def find_faster_nics(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report NICs with a higher nominal rate than the one in use, if the probe could not measure their network."""
+    tried = {(host, name) for network in inputs.networks for host, name in network.nic_names.items()}
+    for host, facts in inputs.facts.items() if inputs.transport == "tcp" else ():
+        own = inputs.nic(host)
+        if own is None or not own.speed_bytes_per_second:
+            continue
+        others = [i for i in facts.interfaces if i.physical and i.up and i is not own and (host, i.name) not in tried]
+        best = max(others, key=lambda nic: nic.speed_bytes_per_second or 0.0, default=own)
+        rate = best.speed_bytes_per_second or 0.0
+        if rate > MIN_FASTER_NIC_FACTOR * own.speed_bytes_per_second:
+            yield Finding(
+                kind="wrong_interface", severity="warning", what=f"{host}: {own.name} is used, but {best.name} is faster",
+                evidence=f"nominal: {own.name} {format_bit_rate(own.speed_bytes_per_second)}, {best.name} {format_bit_rate(rate)}",
+                advice=f"use it with --interface {best.name} if it leads to the other hosts", hosts=(host,), loss=0.4,
+            )  # fmt: skip
+
+
+def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report networks whose slowest pair and median are better than on the network in use."""
+    own = [record.bandwidth_bytes_per_second for record in inputs.under("alone")]
+    for network in inputs.networks:
+        rates = [record.bandwidth_bytes_per_second for record in network.under("alone")]
+        # A training step waits for the slowest pair.
+        if not rates or not own or any(record.failed for record in network.attempts) or min(rates) <= min(own):
+            continue
+        rate, used = statistics.median(rates), statistics.median(own)
+        if rate > LIMITS.faster_network_factor * used:
+            yield Finding(
+                kind="wrong_interface", severity="warning", what=f"{network.network} is faster than the network that is used",
+                evidence=f"median {format_bit_rate(rate)} alone, {format_bit_rate(used)} on the one that is used",
+                advice=_use_network(network, inputs.facts), hosts=network.hosts, ratio=used / rate, loss=0.4,
+            )  # fmt: skip
+
+
+def _use_network(network: CheckInputs, facts: Mapping[str, Facts]) -> str:
+    use = f"use it with --interface {network.network}"
+    without = [host for host in facts if host not in network.hosts]
+    return f"bring up the NICs of {name_hosts(without)} on it, or leave these hosts out, and {use}" if without else use
+
+
+def find_mpi_without_rdma(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report hosts with InfiniBand or RoCE on which MPI uses TCP."""
+    hosts = tuple(host for host, each in inputs.facts.items() if each.rdma_bytes_per_second and not each.mpi_over_rdma)
+    if hosts and len(inputs.facts) > 1:
+        yield Finding(
             kind="wrong_interface", severity="warning",
-            what=f"{shown_hosts(hosts)}: MPI goes over TCP, though there is InfiniBand or RoCE; the links are judged by TCP",
-            evidence="an RDMA port is up, and the probe's process has opened none",
-            advice="install rdma-core there (libibverbs, its providers), let the user lock memory (ulimit -l) and open /dev/infiniband; "
-            "what Open MPI takes: -x OMPI_MCA_pml_base_verbose=10; NCCL may fare better or alike (-x NCCL_DEBUG=INFO)",
+            what=f"{shown_hosts(hosts)}: MPI uses TCP although InfiniBand or RoCE is available; links are judged by TCP",
+            evidence="an RDMA port is active, and the probe's process has opened none",
+            advice="install rdma-core (libibverbs and providers), allow locked memory (ulimit -l) and access to /dev/infiniband; "
+            "-x OMPI_MCA_pml_base_verbose=10 shows Open MPI's choice, -x NCCL_DEBUG=INFO NCCL's",
             hosts=hosts, loss=0.4,
-        )
-    ]  # fmt: skip
-
-
-def _gpudirect(facts: Mapping[str, Facts], collectives: Sequence[Collective]) -> list[Finding]:
-    """Hosts on which GPUDirect RDMA may be off; all-reduce with and without it, where that was measured, says more."""
-    hosts = tuple(
-        host for host, each in facts.items() if each.gpus and each.rdma_bytes_per_second and not each.gpudirect
-    )
-    if not hosts or {True, False} <= {each.gpudirect for each in collectives}:
-        return []
-    return [
-        Finding(
-            kind="gpudirect_off", severity="note",
-            what=f"{shown_hosts(hosts)}: GPUDirect RDMA may be off; then gradients pass through host memory",
-            evidence="GPUs and an RDMA port are there, neither the module nvidia_peermem nor a driver with DMA-BUF is; "
-            "all-reduce was not measured with and without",
-            advice="modprobe nvidia_peermem, or NVIDIA's open kernel modules with Linux 5.12 or later (NCCL_DEBUG=INFO shows GDRDMA)",
-            hosts=hosts, loss=0.3,
-        )
-    ]  # fmt: skip
+        )  # fmt: skip

@@ -1,15 +1,14 @@
-"""Hosts and links that are slower than the others of their class. Pure.
+"""Checks for hosts and links that are slower than comparable ones.
 
-Links are judged against the others in this cluster, not against a catalogue: the median is what is usual here, and a link
-or host that stays clearly below it, measured twice, is told of.
+The reference is the median of this cluster, not a catalogue. What falls clearly below it was measured twice.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from collections.abc import Iterator, Sequence
 
+<<<<<<< HEAD
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import groups_of
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
@@ -17,41 +16,20 @@ from distrib.probe.diagnosis.oversubscription import ACROSS, PAIRS_SHOWN
 from distrib.probe.diagnosis.remeasure import SLOW, Baseline, class_of_pair, classes_of, one_way
 from distrib.probe.records import PairMeasurement, fastest_measurements
 from distrib.probe.settings import Transport
+=======
+import msgspec
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
-BAD = 0.75
-"""Below this part of what is usual a link is an error, above it a warning."""
-
-APART = 0.9
-"""So far, at least, are the best of narrow ways below the worst of the others."""
-
-SIDES = 4
-"""So many groups of hosts with slow ways between them are named, else pairs."""
-
-DEVIATIONS = 6.0
-"""How many robust standard deviations of its class a link must be below the median, besides `SLOW`."""
+from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
+from distrib.probe.diagnosis.finding import Finding, Severity, format_bit_rate
+from distrib.probe.records import LoadPattern, PairMeasurement, fastest_measurements
+from distrib.probe.settings import LIMITS
 
 
-def slow_hosts(
-    seen: Sequence[PairMeasurement], way: Transport, speeds: Mapping[str, float] | None = None
-) -> list[Finding]:
-    """Hosts that are slower than the others of their class with every other host, outwards or inwards."""
-    classes = classes_of(speeds or {})
-    pairs = {(record.source, record.target) for load in ("alone", "together") for record in one_way(seen, way, load)}
-    shown = {"sends": _shown(seen, way, ("source",), classes), "receives": _shown(seen, way, ("target",), classes)}
-    if not any(pair[::-1] in pairs for pair in pairs):  # --quick: some hosts have sent to the last ones only
-        shown = {"runs": _shown(seen, way, ("source", "target"), classes)}
-    by_class: dict[float, dict[str, dict[str, float]]] = {}
-    for how, rates in shown.items():
-        for host, rate in rates.items():
-            by_class.setdefault(classes.get(host, 0.0), {}).setdefault(host, {})[how] = rate
-    # Of two hosts nobody can say which is slow.
-    return [
-        finding
-        for of_class in by_class.values()
-        if len(of_class) > 2
-        for finding in _slow_hosts_of_class(of_class, list(one_way(seen, way, "alone")))
-    ]
+def severity_of(ratio: float) -> Severity:
+    """Return "error" for a severely slow link, else "warning".
 
+<<<<<<< HEAD
 
 def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[PairMeasurement]) -> list[Finding]:
     found = []
@@ -91,44 +69,111 @@ def _shown(
     Not the median: the peers may be the slow ones. Nothing is said of hosts that were not measured alone, nor of those that
     were faster beside others: then the few links that were measured alone are slow, not the host. Peers of a slower class
     do not count.
+=======
+    Args:
+        ratio: Measured over expected rate.
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     """
-    rates: dict[str, dict[str, list[float]]] = {"alone": {}, "together": {}}
-    for load, of_host in rates.items():
-        for record in fastest_measurements(one_way(seen, way, load)).values():
-            for host in (getattr(record, end) for end in ends):
-                if class_of_pair(classes, record) >= classes.get(host, 0.0):
-                    of_host.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+    return "error" if ratio < LIMITS.severe_fraction else "warning"
+
+
+def slow_limit(rates: Sequence[float]) -> tuple[float, float]:
+    """Compute the rate below which a member of a class is slow.
+
+    The spread is that of the upper half, so that slow members do not widen it.
+
+    Args:
+        rates: Bytes per second of each member.
+
+    Returns:
+        The limit and the median, in bytes per second.
+    """
+    median = statistics.median(rates)
+    spread = 1.4826 * statistics.median([rate - median for rate in rates if rate >= median])
+    return min(LIMITS.slow_fraction * median, median - LIMITS.min_deviations * spread), median
+
+
+def upper_quartile(values: Sequence[float]) -> float:
+    """Return the value that a quarter of the values exceed; the maximum of three or fewer.
+
+    Args:
+        values: At least one value.
+    """
+    return sorted(values)[-1 - len(values) // 4]
+
+
+def find_slow_hosts(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report hosts that send or receive slower than comparable hosts with every peer."""
+    by_class: dict[float, dict[str, dict[str, float]]] = {}
+    for direction, rates in _host_rates(inputs).items():
+        for host, rate in rates.items():
+            by_class.setdefault(inputs.host_class(host), {}).setdefault(host, {})[direction] = rate
+    for hosts in by_class.values():
+        if len(hosts) < 3:
+            continue  # of two hosts it is unknown which one is slow
+        limit, median = slow_limit([max(rates.values()) for rates in hosts.values()])
+        for host, rates in hosts.items():
+            low = {direction: rate for direction, rate in rates.items() if rate < limit}
+            if low:
+                yield _slow_host(inputs, host, low, median)
+
+
+def _slow_host(inputs: CheckInputs, host: str, low: dict[str, float], median: float) -> Finding:
+    rate = min(low.values())
+    ratio = rate / median
+    count = sum(host in (record.source, record.target) for record in inputs.under("alone"))
+    return Finding(
+        kind="slow_host", severity=severity_of(ratio),
+        what=f"{host}: slow link: {' and '.join(low)} at {ratio:.0%} of the median of comparable hosts",
+        evidence=f"{format_bit_rate(rate)} with most hosts, median {format_bit_rate(median)} ({count} measurements alone)",
+        advice=f"check cable, switch port and negotiated rate of {host}'s NIC (ethtool), its PCIe slot and other traffic; "
+        "leave the host out with --exclude until then",
+        hosts=(host,), ratio=ratio, loss=1 - ratio,
+    )  # fmt: skip
+
+
+def _host_rates(inputs: CheckInputs) -> dict[str, dict[str, float]]:
+    """Return the rate that each host reached alone, by direction: "sends" and "receives", or "runs" for both together.
+
+    --quick measures some hosts in one direction only; directions are then not distinguished.
+    """
+    pairs = {(record.source, record.target) for record in inputs.under("alone", "together")}
+    if not any(pair[::-1] in pairs for pair in pairs):
+        return {"runs": _rates_at(inputs, ("source", "target"))}
+    return {"sends": _rates_at(inputs, ("source",)), "receives": _rates_at(inputs, ("target",))}
+
+
+def _rates_at(inputs: CheckInputs, ends: Sequence[str]) -> dict[str, float]:
+    """Return the upper quartile of each host's rates alone, at these ends of its links. The median may be that of slow peers.
+
+    Hosts without enough measurements alone, or that were faster beside other traffic, are left out.
+    """
+    alone, together = (_rates_by_host(inputs, load, ends) for load in ("alone", "together"))
     found = {}
-    for host, alone in rates["alone"].items():
-        if len(alone) < len(ends):
-            continue  # of a single peer nobody can say whether it is the slow one
-        least = SLOW * upper_quartile(rates["together"].get(host, alone))
-        # What was measured alone may mostly have been the slow peers.
-        if shown := [rate for rate in (upper_quartile(alone), max(alone)) if rate >= least]:
+    for host, rates in alone.items():
+        if len(rates) < len(ends):
+            continue  # with a single peer it is unknown which of the two is slow
+        least = LIMITS.slow_fraction * upper_quartile(together.get(host, rates))
+        # The peers that were measured alone may mostly have been slow ones: then the fastest counts.
+        if shown := [rate for rate in (upper_quartile(rates), max(rates)) if rate >= least]:
             found[host] = shown[0]
     return found
 
 
-def upper_quartile(values: Sequence[float]) -> float:
-    """The value that a quarter of the others exceed; the largest of three or fewer."""
-    return sorted(values)[-1 - len(values) // 4]
+def _rates_by_host(inputs: CheckInputs, load: LoadPattern, ends: Sequence[str]) -> dict[str, list[float]]:
+    rates: dict[str, list[float]] = {}
+    for record in fastest_measurements(inputs.under(load)).values():
+        for host in (getattr(record, end) for end in ends):
+            if inputs.limits_host(record, host):
+                rates.setdefault(host, []).append(record.bandwidth_bytes_per_second)
+    return rates
 
 
-def slow_links(
-    seen: Sequence[PairMeasurement], way: Transport, slow: set[str], speeds: Mapping[str, float] | None = None
-) -> list[Finding]:
-    """Pairs of good hosts that are slower than the other pairs of their class, both ways or one way only."""
-    classes = classes_of(speeds or {})
-    # What was looked at again was picked because it looked bad: it does not say what is usual.
-    planned = {(r.source, r.target) for r in one_way(seen, way, "alone") if r.stage != "again"}
-    by_class: dict[float, dict[tuple[str, str], float]] = {}
-    for record in fastest_measurements(one_way(seen, way, "alone")).values():
-        if not slow & {record.source, record.target}:
-            good = by_class.setdefault(class_of_pair(classes, record), {})
-            good[record.source, record.target] = record.bandwidth_bytes_per_second
-    return [finding for good in by_class.values() for finding in _slow_links_of_class(good, planned)]
+def _slow_host_names(inputs: CheckInputs) -> set[str]:
+    return {host for finding in find_slow_hosts(inputs) for host in finding.hosts}
 
 
+<<<<<<< HEAD
 def narrow_ways(seen: Sequence[PairMeasurement], way: Transport, told: Sequence[Finding]) -> list[Finding]:
     """Pairs that get far less, alone, than both hosts do with others, and of which nothing was `told`: one finding.
 
@@ -162,20 +207,30 @@ def narrow_ways(seen: Sequence[PairMeasurement], way: Transport, told: Sequence[
             hosts=hosts, ratio=ratio, loss=1 - ratio,
         )
     ]  # fmt: skip
+=======
+def _healthy_links(inputs: CheckInputs) -> list[PairMeasurement]:
+    """Return the best measurement alone of each link between hosts that are not slow."""
+    slow = _slow_host_names(inputs)
+    links = fastest_measurements(inputs.under("alone")).values()
+    return [record for record in links if slow.isdisjoint((record.source, record.target))]
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
-def _sides(every: Collection[tuple[str, str]], narrow: Collection[tuple[str, str]]) -> str:
-    """The groups of hosts between which hardly any way is not narrow; where there are none such, the first pairs."""
-    groups = groups_of(list(dict.fromkeys(host for pair in every for host in pair)), set(map(frozenset, narrow)))
-    side = {host: number for number, group in enumerate(groups) for host in group}
-    across = [pair for pair in every if side[pair[0]] != side[pair[1]]]
-    if 1 < len(groups) <= SIDES and len(narrow) >= ACROSS * len(across):
-        return " and ".join(map(shown_hosts, groups))
-    pairs = sorted({(min(pair), max(pair)) for pair in narrow})
-    more = f" (and {len(pairs) - PAIRS_SHOWN} more pairs)" if len(pairs) > PAIRS_SHOWN else ""
-    return ", ".join(f"{one} and {other}" for one, other in pairs[:PAIRS_SHOWN]) + more
+def _link_classes(inputs: CheckInputs) -> Iterator[tuple[LinkRates, float, float]]:
+    """Yield the rates alone of comparable links, the limit below which one is slow and their median; 0 for few links."""
+    # Links were measured again because they looked slow: the median is that of the others.
+    planned = {(r.source, r.target) for r in inputs.under("alone") if r.stage != "again"}
+    classes: dict[float, LinkRates] = {}
+    for record in _healthy_links(inputs):
+        rates = classes.setdefault(inputs.pair_class(record), {})
+        rates[record.source, record.target] = record.bandwidth_bytes_per_second
+    for rates in classes.values():
+        sample = [rate for pair, rate in rates.items() if pair in planned]
+        sample = sample if len(sample) > 2 else list(rates.values())
+        yield (rates, *(slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
 
 
+<<<<<<< HEAD
 def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[str, str]]) -> list[Finding]:
     if len(good) < 3:
         return _asymmetric(good, 0.0)
@@ -228,14 +283,54 @@ def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Findi
                 )
             )
     return found
+=======
+def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report links with one slow direction."""
+    for rates, limit, _ in _link_classes(inputs):
+        for (source, target), rate in rates.items():
+            back = rates.get((target, source), 0.0)
+            if rate >= 0.9 * back or (limit and not rate < limit <= back):
+                continue
+            ratio = rate / back
+            finding = Finding(
+                kind="asymmetric_link", severity=severity_of(ratio),
+                what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
+                evidence=f"{format_bit_rate(rate)} from {source} to {target}, {format_bit_rate(back)} back",
+                advice=f"check errors where {source} sends and {target} receives (ethtool -S), flow control, and routes "
+                "that differ by direction",
+                hosts=(source, target), source=source, target=target, ratio=ratio, loss=(1 - ratio) / 2,
+            )  # fmt: skip
+            yield _consider_bond(inputs, finding)
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
-def _limit(rates: Sequence[float]) -> tuple[float, float]:
-    """Below what a rate is slow, and what is usual: the median of the class.
+def find_slow_links(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report pairs of healthy hosts with a slow link in both directions."""
+    asymmetric = {frozenset(finding.hosts) for finding in find_asymmetric_links(inputs)}
+    for rates, limit, median in _link_classes(inputs):
+        for one, other in sorted({(min(pair), max(pair)) for pair in rates}):
+            rate = max(rates[pair] for pair in ((one, other), (other, one)) if pair in rates)
+            if rate >= limit or frozenset((one, other)) in asymmetric:
+                continue
+            ratio = rate / median
+            finding = Finding(
+                kind="slow_link", severity=severity_of(ratio),
+                what=f"{one} and {other}: slow link: {ratio:.0%} of the median of comparable links",
+                evidence=f"{format_bit_rate(rate)} alone, median {format_bit_rate(median)}; both hosts are faster with others",
+                advice="check the switches and uplinks between them",
+                hosts=(one, other), source=one, target=other, ratio=ratio, loss=(1 - ratio) / 2,
+            )  # fmt: skip
+            yield _consider_bond(inputs, finding)
 
-    The spread is taken from the upper half: slow members must not hide themselves.
-    """
-    usual = statistics.median(rates)
-    upper = [rate - usual for rate in rates if rate >= usual]
-    spread = 1.4826 * statistics.median(upper) if upper else 0.0
-    return min(SLOW * usual, usual - DEVIATIONS * spread), usual
+
+def _consider_bond(inputs: CheckInputs, finding: Finding) -> Finding:
+    """Turn a finding about a bond into a note: streams of one measurement may have shared one of its NICs."""
+    nics = [inputs.nic(host) for host in finding.hosts]
+    if not any(nic and nic.kind in ("bond", "team") for nic in nics):
+        return finding
+    return msgspec.structs.replace(
+        finding, severity="note",
+        evidence=f"{finding.evidence}; streams may have shared one NIC of a bond",
+        advice="probe again: the link is bad if the same pair is slow each time (xmit_hash_policy layer3+4 spreads best)",
+        loss=finding.loss / 10,
+    )  # fmt: skip

@@ -1,98 +1,131 @@
-"""Uplinks that are too narrow for all the hosts behind them. Pure."""
+"""Check for uplinks that are too narrow for all hosts behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
+from collections.abc import Iterable, Iterator, Sequence
 
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
+<<<<<<< HEAD
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text
 from distrib.probe.diagnosis.remeasure import SHARED_BUSY, Baseline, one_way, processors_shared
 from distrib.probe.records import PairMeasurement, SharedLinkSides
 from distrib.probe.settings import Transport
+=======
+from distrib.probe.diagnosis.check_inputs import CheckInputs
+from distrib.probe.diagnosis.finding import Finding, format_bit_rate
+from distrib.probe.records import PairMeasurement
+from distrib.probe.settings import LIMITS
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
-ACROSS = 0.8
-"""Hosts are said to stand in groups where so many of the pairs across are slowed, and none inside."""
+MIN_GROUP_CONTRAST = 0.8
+"""Hosts form groups if this fraction of the pairs between groups is slowed, and hardly any within one."""
 
-PAIRS_SHOWN = 6
+MAX_LISTED = 6
+"""Groups or pairs that one message lists."""
 
 
-def oversubscribed(
-    seen: Sequence[PairMeasurement], groups: Sequence[SharedLinkSides], way: Transport, hosts: Sequence[str]
-) -> list[Finding]:
-    """Links that several hosts share and that are too narrow for them: one with two sides, or those of several racks."""
-    baseline = Baseline(seen, way)
-    if processors_shared(seen, way):
-        return []
-    if not groups:
-        return _several(seen, baseline, way, hosts)
-    left, right = (set(side) for side in groups[-1].sides)
+def cpus_saturated(inputs: CheckInputs) -> bool:
+    """Return True if CPUs were busy in most concurrent measurements: these then say nothing about shared links.
+
+    Args:
+        inputs: The measurements.
+    """
+    concurrent = inputs.under("together", "bisection")
+    return 2 * sum(r.busy > LIMITS.saturated_cpu_fraction for r in concurrent) > len(concurrent)
+
+
+def find_oversubscribed_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report a link with two sides, or the uplinks of several racks, that concurrent pairs share and slow each other on."""
+    if cpus_saturated(inputs):
+        return
+    if inputs.sides is None:
+        yield from _several_uplinks(inputs)
+        return
+    left, right = inputs.sides.sides
     crossing = [
-        r for r in seen if r.stage == "sharing/crossing" and not r.failed and r.source in left and r.target in right
+        r
+        for r in inputs.attempts
+        if r.stage == "sharing/crossing" and not r.failed and r.source in left and r.target in right
     ]
-    if not crossing:
-        return []
-    one, other = (shown_hosts(side) for side in groups[-1].sides)
-    sides = (*groups[-1].sides[0], *groups[-1].sides[1])
-    return [_finding(f"the uplink between {one} and {other} is", crossing, baseline, sides)]
+    if crossing:
+        subject = f"the uplink between {shown_hosts(left)} and {shown_hosts(right)} is"
+        yield _uplink_finding(inputs, subject, crossing, (*left, *right))
 
 
-def _several(
-    seen: Sequence[PairMeasurement], baseline: Baseline, way: Transport, hosts: Sequence[str]
-) -> list[Finding]:
-    """Where pairs slow each other down, twice, and are not on two sides of one link."""
-    phases: dict[tuple[str, int], list[PairMeasurement]] = {}
-    again: dict[tuple[str, str], float] = {}
-    parts: dict[frozenset[str], float] = {}
-    for load in ("together", "bisection", "sharing"):
-        for record in one_way(seen, way, load):
-            own = baseline.of(record.source, record.target)
-            if not own or record.busy > SHARED_BUSY:
-                continue
-            part = record.bandwidth_bytes_per_second / own
-            if record.stage == "sharing/once more":
-                pair = record.source, record.target
-                again[pair] = max(part, again.get(pair, 0.0))
-            elif load != "sharing":
-                phases.setdefault((record.stage, record.phase), []).append(record)
-                both = frozenset((record.source, record.target))
-                parts[both] = min(part, parts.get(both, 1.0))
+def _several_uplinks(inputs: CheckInputs) -> Iterator[Finding]:
+    """Report links of an unknown place on which pairs slow each other, twice."""
+    parts, phases = _concurrent_parts(inputs)
     slowed = {pair for pair, part in parts.items() if part < SLOWED}
-    if not slowed or sum(part < SLOWED for part in again.values()) < max(2, len(again) / 2):
-        return []
-    groups = groups_of([host for host in hosts if any(host in pair for pair in parts)], slowed)
-    group_of = {host: number for number, group in enumerate(groups) for host in group}
-    across = [pair for pair in parts if len({group_of[host] for host in pair}) > 1]
-    known = len(groups) > 1 and len(slowed) >= ACROSS * len(across)
-
-    def lost(records: Sequence[PairMeasurement]) -> float:
-        return sum(baseline.of(r.source, r.target) - r.bandwidth_bytes_per_second for r in records)
-
-    if known:
-        crossing = [[r for r in records if group_of[r.source] != group_of[r.target]] for records in phases.values()]
-        what = f"the uplinks of {', '.join(map(shown_hosts, groups[:-1]))} and {shown_hosts(groups[-1])} are"
-        return [_finding(what, max(crossing, key=lost), baseline, tuple(host for group in groups for host in group))]
-    narrow = [[r for r in records if {r.source, r.target} in slowed] for records in phases.values()]
-    worst = max(narrow, key=lost)
-    worst.sort(key=lambda r: r.bandwidth_bytes_per_second / baseline.of(r.source, r.target))
-    pairs = ", ".join(
-        f"{r.source} to {r.target} {r.bandwidth_bytes_per_second / baseline.of(r.source, r.target):.0%}"
-        for r in worst[:PAIRS_SHOWN]
+    if not slowed or not _slowed_again(inputs):
+        return
+    groups = groups_of([host for host in inputs.hosts if any(host in pair for pair in parts)], slowed)
+    side = {host: number for number, group in enumerate(groups) for host in group}
+    across = sum(len({side[host] for host in pair}) > 1 for pair in parts)
+    if len(groups) > 1 and len(slowed) >= MIN_GROUP_CONTRAST * across:
+        subject = f"the uplinks of {', '.join(map(shown_hosts, groups[:-1]))} and {shown_hosts(groups[-1])} are"
+        crossing = _worst_phase(inputs, [[r for r in phase if side[r.source] != side[r.target]] for phase in phases])
+        yield _uplink_finding(inputs, subject, crossing, tuple(host for group in groups for host in group))
+        return
+    narrow = _worst_phase(inputs, [[r for r in phase if {r.source, r.target} in slowed] for phase in phases])
+    hosts = tuple(host for host in inputs.hosts if any(host in (r.source, r.target) for r in narrow))
+    yield _uplink_finding(
+        inputs, f"several links that {shown_hosts(hosts)} share seem to be", narrow, hosts, list_pairs=True
     )
-    more = f" and {len(worst) - PAIRS_SHOWN} more" if len(worst) > PAIRS_SHOWN else ""
-    slow = tuple(host for host in hosts if any(host in (r.source, r.target) for r in worst))
-    found = _finding(f"several links that {shown_hosts(slow)} share seem to be", worst, baseline, slow)
-    return [msgspec.structs.replace(found, evidence=f"{found.evidence}: {pairs}{more}")]
 
 
-def _finding(what: str, crossing: Sequence[PairMeasurement], baseline: Baseline, hosts: tuple[str, ...]) -> Finding:
-    # What the hosts could send, not what one pair gets alone: an uplink may be narrower than a single host.
-    wanted = sum(baseline.of_hosts(record.source, record.target) for record in crossing)
+def _concurrent_parts(inputs: CheckInputs) -> tuple[dict[frozenset[str], float], list[list[PairMeasurement]]]:
+    """Return the fraction of its rate alone that each pair kept beside others, and the measurements by phase."""
+    phases: dict[tuple[str, int], list[PairMeasurement]] = {}
+    parts: dict[frozenset[str], float] = {}
+    for record in inputs.under("together", "bisection"):
+        if (part := _kept_fraction(inputs, record)) is not None:
+            pair = frozenset((record.source, record.target))
+            parts[pair] = min(part, parts.get(pair, 1.0))
+            phases.setdefault((record.stage, record.phase), []).append(record)
+    return parts, list(phases.values())
+
+
+def _kept_fraction(inputs: CheckInputs, record: PairMeasurement) -> float | None:
+    """Return the measured rate over that alone; None if unknown, or if CPUs may have been the limit."""
+    alone = inputs.alone.expected(record.source, record.target)
+    usable = alone and record.busy <= LIMITS.saturated_cpu_fraction
+    return record.bandwidth_bytes_per_second / alone if usable else None
+
+
+def _slowed_again(inputs: CheckInputs) -> bool:
+    """Return True if most pairs of the worst phase, at least two, were slowed when it was repeated."""
+    again: dict[tuple[str, str], float] = {}
+    for record in inputs.under("sharing"):
+        part = _kept_fraction(inputs, record)
+        if record.stage == "sharing/repeat" and part is not None:
+            pair = record.source, record.target
+            again[pair] = max(part, again.get(pair, 0.0))
+    return sum(part < SLOWED for part in again.values()) >= max(2, len(again) / 2)
+
+
+def _worst_phase(inputs: CheckInputs, phases: Iterable[list[PairMeasurement]]) -> list[PairMeasurement]:
+    """Return the phase that lost most bytes per second, slowest pairs first."""
+
+    def lost(phase: Iterable[PairMeasurement]) -> float:
+        return sum(inputs.alone.expected(r.source, r.target) - r.bandwidth_bytes_per_second for r in phase)
+
+    return sorted(max(phases, key=lost), key=lambda r: _kept_fraction(inputs, r) or 0.0)
+
+
+def _uplink_finding(
+    inputs: CheckInputs, subject: str, crossing: Sequence[PairMeasurement], hosts: tuple[str, ...], *, list_pairs: bool = False
+) -> Finding:  # fmt: skip
+    # The rate that the hosts can send, not that of a pair alone: an uplink may be narrower than a single host.
+    wanted = sum(inputs.alone.of_hosts(record.source, record.target) for record in crossing)
     had = sum(record.bandwidth_bytes_per_second for record in crossing)
     ratio = wanted / had
+    pairs = ""
+    if list_pairs:
+        kept = [f"{r.source} to {r.target} {_kept_fraction(inputs, r) or 0:.0%}" for r in crossing[:MAX_LISTED]]
+        pairs = f": {', '.join(kept)}" + f" and {len(crossing) - MAX_LISTED} more" * (len(crossing) > MAX_LISTED)
     return Finding(
+<<<<<<< HEAD
         kind="oversubscribed_uplink",
         severity="warning",
         what=f"{what} oversubscribed {ratio:.1f}:1",
@@ -104,3 +137,12 @@ def _finding(what: str, crossing: Sequence[PairMeasurement], baseline: Baseline,
         ratio=ratio,
         loss=1 - 1 / ratio,
     )
+=======
+        kind="oversubscribed_uplink", severity="warning", what=f"{subject} oversubscribed {ratio:.1f}:1",
+        evidence=f"{len(crossing)} concurrent pairs reach {format_bit_rate(had)} in total, their hosts can send "
+        f"{format_bit_rate(wanted)}{pairs}",
+        advice="keep a job on one side if it fits there; across, use the hierarchical all-reduce and place neighbouring "
+        "ranks on the same side; or widen the uplink",
+        hosts=hosts, ratio=ratio, loss=1 - 1 / ratio,
+    )  # fmt: skip
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)

@@ -1,4 +1,4 @@
-"""What became worse since an earlier probe. Pure."""
+"""Comparison with an earlier probe: links, copies and collectives that became slower."""
 
 from __future__ import annotations
 
@@ -7,132 +7,166 @@ from collections.abc import Iterator, Sequence
 
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink
 from distrib.cluster.shared_links import SLOWED
+<<<<<<< HEAD
 from distrib.probe.diagnosis.finding import Finding, bit_rate_text, ranked
 from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND
+=======
+from distrib.probe.diagnosis.finding import Finding, format_bit_rate, rank_findings
+from distrib.probe.diagnosis.outliers import severity_of
+from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 from distrib.units import format_duration, format_rate, format_size
 
-WORSE = 0.9
-"""Of what a link had; below it the link has become worse."""
+MIN_COMPARED_FRACTION = 0.5
+"""If fewer directions can be compared, a note says so."""
 
-LATENCY_WORSE, LATENCY_SECONDS = 2.0, 50e-6
-"""A latency is worse when it is so many times what it was, and so many seconds more."""
+MIN_HOST_LINKS, MIN_HOST_FRACTION = 3, 0.8
+"""A host with so many slower links, and such a fraction of its links, is reported once."""
 
-LITTLE = 0.5
-"""Where a smaller part of the directions can be compared, that is said."""
+MIN_NETWORK_FRACTION = 0.95
+"""If this fraction of all links is slower, the network is reported instead of hosts."""
 
-SPARE, MOST = 3, 0.8
-"""A host with at least so many worse links, and so large a part of them, is told of once."""
-
-NEARLY_ALL = 0.95
-"""Where so large a part of all links is worse, no host is to blame more than the others."""
+LinkPair = tuple[PairLink, PairLink]
+"""A link in the earlier probe and in this one."""
 
 
-def worse(before: Measured, now: Measured) -> tuple[Finding, ...]:
-    """Findings for what both probes measured in the same manner and that lost a tenth or more."""
-    links = _compared(before, now)
-    found = _little(links, before, now)
-    for network in sorted({pair.network or "" for _, pair in links}):
-        found += _links([(old, pair) for old, pair in links if (pair.network or "") == network], network, before.when)
-    return ranked([*found, *_copies(before, now), *_collectives(before, now)])
+def find_regressions(before: Measured, now: Measured) -> tuple[Finding, ...]:
+    """Report what both probes measured in the same manner and what lost a tenth or more.
+
+    Args:
+        before: The earlier probe.
+        now: This probe.
+
+    Returns:
+        The findings, ranked.
+    """
+    links = _compared_links(before, now)
+    found = list(_coverage(links, before, now))
+    for network in sorted({new.network or "" for _, new in links}):
+        found += _link_regressions([pair for pair in links if (pair[1].network or "") == network], network, before.when)
+    return rank_findings([*found, *_copy_regressions(before, now), *_collective_regressions(before, now)])
 
 
-def _links(links: Sequence[tuple[PairLink, PairLink]], network: str, when: str) -> list[Finding]:
-    """Findings of one network's links; the job's own has no name."""
-    lost: dict[tuple[str, str], tuple[float, PairLink, PairLink]] = {}
-    both: dict[str, set[str]] = {}
-    found = []
-    on = f" on {network}" if network else ""
-    for old, pair in links:
-        both.setdefault(pair.source, set()).add(pair.target)
-        both.setdefault(pair.target, set()).add(pair.source)
-        ratio = pair.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
-        known = lost.get((pair.source, pair.target))
-        if ratio < WORSE and (known is None or ratio < known[0]):
-            lost[pair.source, pair.target] = ratio, old, pair
-        if pair.load == "alone" and old.latency_seconds and pair.latency_seconds:
-            more = pair.latency_seconds - old.latency_seconds
-            if more > LATENCY_SECONDS and pair.latency_seconds > LATENCY_WORSE * old.latency_seconds:
-                found.append(_latency(old, pair, on))
-    if len(both) > SPARE and len(lost) >= NEARLY_ALL * len({(pair.source, pair.target) for _, pair in links}):
-        # Nobody is to blame more than the others.
-        return [*found, _all(tuple(both), [ratio for ratio, _, _ in lost.values()], on, when)]
-    while lost:
-        peers: dict[str, set[str]] = {}
-        for source, target in lost:
-            peers.setdefault(source, set()).add(target)
-            peers.setdefault(target, set()).add(source)
-        host = max(peers, key=lambda name: (len(peers[name]), name))
-        if len(peers[host]) < SPARE or len(peers[host]) < MOST * len(both[host]):
-            break
-        mine = [lost.pop(pair) for pair in list(lost) if host in pair]
-        found.append(_host(host, [ratio for ratio, _, _ in mine], on, when))
-    return [*found, *(_link(ratio, old, pair, on, when) for ratio, old, pair in lost.values())]
+def describe_unchanged(before: Measured, now: Measured) -> str:
+    """Describe a comparison without regressions.
+
+    Args:
+        before: The earlier probe.
+        now: This probe.
+    """
+    directions = {(new.source, new.target) for _, new in _compared_links(before, now)}
+    copies, collectives = len(list(_common_copies(before, now))), len(list(_common_collectives(before, now)))
+    more = f", {copies} copies inside hosts" if copies else ""
+    more += f", {collectives} all-reduce(s)" if collectives else ""
+    return f"compared with the probe of {before.when}: no regression in {len(directions)} directions{more}"
 
 
-def unchanged(before: Measured, now: Measured) -> str:
-    """What is said where nothing became worse."""
-    directions = {(new.source, new.target) for _, new in _compared(before, now)}
-    copies, collectives = len(list(_same_copies(before, now))), len(list(_same_collectives(before, now)))
-    more = f", {copies} way{'s' * (copies != 1)} inside hosts" if copies else ""
-    more += f", {collectives} all-reduce{'s' * (collectives != 1)}" if collectives else ""
-    return f"compared with the probe of {before.when}: none of {len(directions)} directions{more} became worse"
+def _coverage(links: Sequence[LinkPair], before: Measured, now: Measured) -> Iterator[Finding]:
+    """Report that most directions could not be compared."""
+    compared = {(new.source, new.target) for _, new in links}
+    every = {(link.source, link.target) for link in now.pairs}
+    if len(compared) < MIN_COMPARED_FRACTION * len(every):
+        yield Finding(
+            kind="not_compared", severity="note",
+            what=f"only {len(compared)} of {len(every)} directions were comparable with the probe of {before.when}",
+            evidence="the others were not measured then, or beside other hosts' traffic, or with another number of TCP streams",
+            advice="probe the same hosts in the same mode (--quick, --full)", hosts=now.hosts,
+            ratio=len(compared) / len(every),
+        )  # fmt: skip
 
 
-def _compared(before: Measured, now: Measured) -> list[tuple[PairLink, PairLink]]:
-    """Each link as it was and as it is: alone where both probes have that, else beside the same others."""
+def _compared_links(before: Measured, now: Measured) -> list[LinkPair]:
+    """Pair the links of both probes: alone if both measured that, else beside the same other hosts."""
     fastest: dict[tuple[str, str, str | None], float] = {}
-    for pair in before.pairs:
-        for host in (pair.source, pair.target):
-            key = host, pair.way, pair.network
-            fastest[key] = max(fastest.get(key, 0.0), pair.bandwidth_bytes_per_second)
+    for link in before.pairs:
+        for host in (link.source, link.target):
+            key = host, link.way, link.network
+            fastest[key] = max(fastest.get(key, 0.0), link.bandwidth_bytes_per_second)
 
-    def unslowed(pair: PairLink) -> bool:
-        """Whether the others left it what it could do: who gets how much of a shared link is chance."""
-        own = min(fastest[host, pair.way, pair.network] for host in (pair.source, pair.target))
-        return pair.bandwidth_bytes_per_second >= SLOWED * own
+    def comparable(old: PairLink, new: PairLink) -> bool:
+        if not _same_streams(old, new):
+            return False
+        # The shares of a link that others slowed down vary from run to run.
+        own = min(fastest[host, old.way, old.network] for host in (old.source, old.target))
+        return old.load == "alone" or old.bandwidth_bytes_per_second >= SLOWED * own
 
-    earlier = {_key(pair): pair for pair in before.pairs}
-    found: dict[tuple[str, str, str, str | None], tuple[PairLink, PairLink]] = {}
+    earlier = {_link_key(link): link for link in before.pairs}
+    found: dict[tuple[str, str, str, str | None], LinkPair] = {}
     for load in ("alone", "together") if before.hosts == now.hosts else ("alone",):
-        for pair in now.pairs:
-            old = earlier.get(_key(pair))
-            if pair.load != load or pair.both_ways or old is None or not _same_streams(old, pair):
-                continue
-            if load == "alone" or unslowed(old):
-                found.setdefault((pair.source, pair.target, pair.way, pair.network), (old, pair))
+        for new in now.pairs:
+            old = earlier.get(_link_key(new))
+            if new.load == load and not new.both_ways and old is not None and comparable(old, new):
+                found.setdefault((new.source, new.target, new.way, new.network), (old, new))
     return list(found.values())
 
 
-def _key(pair: PairLink) -> tuple[str, str, str, str, bool, str | None]:
-    return pair.source, pair.target, pair.way, pair.load, pair.both_ways, pair.network
+def _link_key(link: PairLink) -> tuple[str, str, str, str, bool, str | None]:
+    return link.source, link.target, link.way, link.load, link.both_ways, link.network
 
 
 def _same_streams(old: PairLink, new: PairLink) -> bool:
-    """Whether as many connections were used, or the link is one that a single one fills."""
+    """Return True if the number of TCP streams was equal, or one stream fills the link."""
     faster = max(old.bandwidth_bytes_per_second, new.bandwidth_bytes_per_second)
-    return new.way == "mpi" or old.streams == new.streams or faster <= ONE_STREAM_BYTES_PER_SECOND
+    return new.way == "mpi" or old.streams == new.streams or faster <= SINGLE_STREAM_BYTES_PER_SECOND
 
 
-def _little(links: Sequence[tuple[PairLink, PairLink]], before: Measured, now: Measured) -> list[Finding]:
-    """A note where most of what was measured has nothing to be compared with: silence would pass for good news."""
-    compared = {(pair.source, pair.target) for _, pair in links}
-    every = {(pair.source, pair.target) for pair in now.pairs}
-    if len(compared) >= LITTLE * len(every):
-        return []
-    return [
-        Finding(
-            kind="not_compared", severity="note",
-            what=f"only {len(compared)} of {len(every)} directions could be compared with the probe of {before.when}",
-            evidence="the others were not measured then, or with other hosts beside them, or by another number of TCP streams",
-            advice="probe the same hosts in the same mode (--quick, --full) as then", hosts=now.hosts,
-            ratio=len(compared) / len(every),
+def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Iterator[Finding]:
+    """Report slower links of one network: all as one finding, by host, or each."""
+    on = f" on {network}" if network else ""
+    yield from _latency_regressions(links, on)
+    slower = _slower_links(links)
+    hosts = tuple(dict.fromkeys(host for _, new in links for host in (new.source, new.target)))
+    every = {(new.source, new.target) for _, new in links}
+    if len(hosts) > MIN_HOST_LINKS and len(slower) >= MIN_NETWORK_FRACTION * len(every):
+        yield _group_regression(
+            f"nearly all links{on} have", hosts, slower, when, "all hosts share, such as the switch"
         )
-    ]  # fmt: skip
+        return
+    while slower and (host := _most_affected(slower, every)):
+        own = {pair: slower.pop(pair) for pair in list(slower) if host in pair}
+        yield _group_regression(f"{host}: its links{on} have", (host,), own, when, f"changed at {host}")
+    for (source, target), (ratio, old, new) in slower.items():
+        beside = ", beside other traffic" if new.load == "together" else ""
+        yield Finding(
+            kind="worse_than_baseline", severity=severity_of(ratio),
+            what=f"{source} to {target}: {ratio:.0%} of the earlier bandwidth ({new.way}{on}{beside})",
+            evidence=f"{format_bit_rate(new.bandwidth_bytes_per_second)} now, "
+            f"{format_bit_rate(old.bandwidth_bytes_per_second)} on {when}",
+            advice="check what was changed on this path since then", hosts=(source, target),
+            source=source, target=target, ratio=ratio, loss=(1 - ratio) / 2,
+        )  # fmt: skip
 
 
-def _host(host: str, ratios: list[float], on: str, when: str) -> Finding:
-    ratio = statistics.median(ratios)
+SlowerLinks = dict[tuple[str, str], tuple[float, PairLink, PairLink]]
+"""New over old bandwidth and both links, by source and target host."""
+
+
+def _slower_links(links: Sequence[LinkPair]) -> SlowerLinks:
+    """Select links that became slower; of several transports the one that lost most."""
+    slower: SlowerLinks = {}
+    for old, new in links:
+        ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
+        known = slower.get((new.source, new.target))
+        if ratio < LIMITS.regression_fraction and (known is None or ratio < known[0]):
+            slower[new.source, new.target] = ratio, old, new
+    return slower
+
+
+def _most_affected(slower: SlowerLinks, every: set[tuple[str, str]]) -> str | None:
+    """Return the host with most slower links, if nearly all of its links are."""
+    peers: dict[str, set[str]] = {}
+    for pair in slower:
+        for host in pair:
+            peers.setdefault(host, set()).update({*pair} - {host})
+    host = max(peers, key=lambda name: (len(peers[name]), name))
+    count = len({peer for pair in every if host in pair for peer in pair} - {host})
+    return host if len(peers[host]) >= max(MIN_HOST_LINKS, MIN_HOST_FRACTION * count) else None
+
+
+def _group_regression(subject: str, hosts: tuple[str, ...], slower: SlowerLinks, when: str, suspect: str) -> Finding:
+    ratio = statistics.median(each[0] for each in slower.values())
     return Finding(
+<<<<<<< HEAD
         kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
         what=f"{host}: its links{on} have {ratio:.0%} of the bandwidth that they had",
         evidence=f"{len(ratios)} directions, compared with the probe of {when}",
@@ -158,12 +192,30 @@ def _all(hosts: tuple[str, ...], ratios: list[float], on: str, when: str) -> Fin
         what=f"nearly all links{on} have {ratio:.0%} of the bandwidth that they had",
         evidence=f"{len(ratios)} directions, compared with the probe of {when}",
         advice="look at what all hosts share: the switch, the network that is used, a new kernel or other work on it",
+=======
+        kind="worse_than_baseline", severity=severity_of(ratio), what=f"{subject} {ratio:.0%} of the earlier bandwidth",
+        evidence=f"{len(slower)} directions, compared with the probe of {when}", advice=f"check what {suspect}",
+>>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
         hosts=hosts, ratio=ratio, loss=1 - ratio,
     )  # fmt: skip
 
 
-def _same_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, InsideLink]]:
-    """Ways inside hosts that both have; but for copies in memory, which whatever else runs there slows."""
+def _latency_regressions(links: Sequence[LinkPair], on: str) -> Iterator[Finding]:
+    for old, new in links:
+        before, now = old.latency_seconds, new.latency_seconds
+        if new.load != "alone" or not before or not now or now - before <= LIMITS.latency_increase_seconds:
+            continue
+        if now > LIMITS.latency_factor * before:
+            yield Finding(
+                kind="worse_than_baseline", severity="note",
+                what=f"{new.source} to {new.target}: latency {now * 1e6:.0f} us, was {before * 1e6:.0f} us",
+                evidence=f"half a round trip of 8 bytes over {new.way}{on}, alone", advice="check for new hops and power saving",
+                hosts=(new.source, new.target), source=new.source, target=new.target, ratio=before / now, loss=0.05,
+            )  # fmt: skip
+
+
+def _common_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, InsideLink]]:
+    """Pair the copies of both probes, but for those in host memory, which other processes slow down."""
     earlier = {(link.host, link.source, link.target): link for link in before.inside}
     for link in now.inside:
         old = earlier.get((link.host, link.source, link.target))
@@ -171,38 +223,36 @@ def _same_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, 
             yield old, link
 
 
-def _copies(before: Measured, now: Measured) -> Iterator[Finding]:
-    """A finding for each way that is worse; one for a host that has many."""
-    lost: dict[str, list[tuple[float, InsideLink, InsideLink]]] = {}
-    for old, new in _same_copies(before, now):
+def _copy_regressions(before: Measured, now: Measured) -> Iterator[Finding]:
+    """Report each slower copy, or a host with many as one finding."""
+    slower: dict[str, list[tuple[float, InsideLink, InsideLink]]] = {}
+    for old, new in _common_copies(before, now):
         ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
-        if ratio < WORSE:
-            lost.setdefault(new.host, []).append((ratio, old, new))
-    for host, ways in lost.items():
-        ways.sort(key=lambda each: each[0])
-        if len(ways) > SPARE:
-            told, ratio = f"{len(ways)} ways inside it have", statistics.median(ratio for ratio, _, _ in ways)
-            yield _copy(f"{host}: {told} {ratio:.0%} of the bandwidth that they had", ratio, *ways[0][1:], before.when)
+        if ratio < LIMITS.regression_fraction:
+            slower.setdefault(new.host, []).append((ratio, old, new))
+    for host, copies in slower.items():
+        copies.sort(key=lambda each: each[0])
+        if len(copies) > MIN_HOST_LINKS:
+            ratio = statistics.median(ratio for ratio, _, _ in copies)
+            yield _copy_regression(f"{host}: {len(copies)} copies have", ratio, *copies[0][1:], before.when)
             continue
-        for ratio, old, new in ways:
-            what = (
-                f"{host}: {new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had ({new.path or 'copy'})"
-            )
-            yield _copy(what, ratio, old, new, before.when)
+        for ratio, old, new in copies:
+            subject = f"{host}: {new.source} to {new.target} ({new.path or 'copy'}) has"
+            yield _copy_regression(subject, ratio, old, new, before.when)
 
 
-def _copy(what: str, ratio: float, old: InsideLink, new: InsideLink, when: str) -> Finding:
+def _copy_regression(subject: str, ratio: float, old: InsideLink, new: InsideLink, when: str) -> Finding:
     return Finding(
-        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning", what=what,
+        kind="worse_than_baseline", severity=severity_of(ratio), what=f"{subject} {ratio:.0%} of the earlier bandwidth",
         evidence=f"{new.source} to {new.target}: {format_rate(new.bandwidth_bytes_per_second, digits=3)} now ({new.path or 'copy'}), "
         f"{format_rate(old.bandwidth_bytes_per_second, digits=3)} ({old.path or 'copy'}) on {when}",
-        advice="nvidia-smi -q: link width and generation, NVLinks that are up", hosts=(new.host,), ratio=ratio,
+        advice="nvidia-smi -q: check link width and generation, and that NVLinks are up", hosts=(new.host,), ratio=ratio,
         loss=(1 - ratio) / 2,
     )  # fmt: skip
 
 
-def _same_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collective, float, float, int]]:
-    """All-reduces over the same ranks, with the seconds then and now of the largest size that both have."""
+def _common_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collective, float, float, int]]:
+    """Yield all-reduces over the same ranks, with the seconds then and now of the largest common size in bytes."""
 
     def key(one: Collective) -> tuple[object, ...]:
         return one.backend, one.hosts, one.ranks, one.gpudirect
@@ -215,26 +265,15 @@ def _same_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collect
             yield one, earlier[key(one)][size], times[size], size
 
 
-def _collectives(before: Measured, now: Measured) -> Iterator[Finding]:
-    for one, old, new, size in _same_collectives(before, now):
+def _collective_regressions(before: Measured, now: Measured) -> Iterator[Finding]:
+    for one, old, new, size in _common_collectives(before, now):
         ratio = old / new
-        if ratio < WORSE:
+        if ratio < LIMITS.regression_fraction:
             yield Finding(
-                kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-                what=f"all-reduce over {len(one.hosts)} hosts, {one.ranks} ranks: {ratio:.0%} of the speed that it had",
+                kind="worse_than_baseline", severity=severity_of(ratio),
+                what=f"all-reduce over {len(one.hosts)} hosts, {one.ranks} ranks: {ratio:.0%} of the earlier speed",
                 evidence=f"{format_size(size, binary=True)} took {format_duration(old, digits=3)} on {before.when}, "
                 f"{format_duration(new, digits=3)} now",
-                advice="see which of the links became worse; else versions of torch and NCCL, and what else runs there",
+                advice="check which links became slower, the versions of torch and NCCL, and other jobs on these hosts",
                 hosts=one.hosts, ratio=ratio, loss=(1 - ratio) / 2,
             )  # fmt: skip
-
-
-def _latency(old: PairLink, new: PairLink, on: str) -> Finding:
-    assert old.latency_seconds and new.latency_seconds
-    return Finding(
-        kind="worse_than_baseline", severity="note",
-        what=f"{new.source} to {new.target}: latency {new.latency_seconds * 1e6:.0f} us, was {old.latency_seconds * 1e6:.0f} us",
-        evidence=f"half a round trip of 8 bytes over {new.way}{on}, alone", advice="look for new hops or power saving",
-        hosts=(new.source, new.target), source=new.source, target=new.target,
-        ratio=old.latency_seconds / new.latency_seconds, loss=0.05,
-    )  # fmt: skip

@@ -211,22 +211,23 @@ def _output(
     seconds: float,
     run_dir: Path,
 ) -> Output:
-    from distrib.probe.diagnosis import finding
-    from distrib.probe.diagnosis import regressions as baseline
-    from distrib.probe.diagnosis import rules as findings
+    from distrib.probe.diagnosis.checks import check_records
+    from distrib.probe.diagnosis.finding import rank_findings
+    from distrib.probe.diagnosis.regressions import describe_unchanged, find_regressions
+    from distrib.probe.diagnosis.unmeasured import lost_host_finding
 
-    found = findings.find(records, _described(options))
+    found = check_records(records, _described(options))
     # A warning of this kind is of a further network, or of the way that does not judge the links: such a host is there.
     lost = [each for each in found if (each.kind, each.severity) == ("host_lost", "error")]
     told = {host for each in lost for host in each.hosts}
-    gone = [findings.lost_host(host, why) for host, why in outcome.lost.items() if host not in told]
+    gone = [lost_host_finding(host, why) for host, why in outcome.lost.items() if host not in told]
     now = build_measured(records) or Measured(when="", software={}, hosts=hosts)
     # One that is unfit by now, but was measured before the probe was interrupted, is in what was measured.
     known = {facts.host for record in records if isinstance(record, ProbeStarted) for facts in record.facts}
     there = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
     now = msgspec.structs.replace(now, hosts=there)
-    worse = baseline.worse(before, now) if before else ()
-    compared = [baseline.unchanged(before, now)] if before and not worse else []
+    worse = find_regressions(before, now) if before else ()
+    compared = [describe_unchanged(before, now)] if before and not worse else []
     seen = [record for record in records if isinstance(record, PairMeasurement) and not record.failed]
     # What was said of a step counts until the step is done again.
     by_step = {record.stage: record.notes for record in records if isinstance(record, StageDone)}
@@ -245,7 +246,7 @@ def _output(
         left_out_hosts=tuple(outcome.left_out),
         repetitions=sum(record.repetitions for record in seen),
         outliers=sum(record.outliers for record in seen),
-        findings=finding.ranked([*found, *gone, *worse]),
+        findings=rank_findings([*found, *gone, *worse]),
         notes=(*notes, *outcome.notes, *compared),
         measured=now,
         run_dir=str(run_dir),
