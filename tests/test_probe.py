@@ -203,11 +203,7 @@ class Network:
                 }
 
             for _ in range(ATTEMPTS):
-<<<<<<< HEAD
-                full = tuple(shared_links.slowed_pairs(run("once more", load)))
-=======
                 full = tuple(shared_links.slowed_pairs(run("repeat", load)))
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
                 used = {host for pair in full for host in pair}
                 others = tuple(host for host in range(len(self.names)) if host not in used)
                 if found := shared_links.find_sides(full, run, others):

@@ -474,11 +474,7 @@ class Coordinator:
         try:
             found, slowed = None, False
             for _ in range(ATTEMPTS):
-<<<<<<< HEAD
-                load = shared_links.slowed_pairs(run("once more", worst))
-=======
                 load = shared_links.slowed_pairs(run("repeat", worst))
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
                 slowed |= bool(load)
                 paired = {host for pair in load for host in pair}
                 others = tuple(n for n in self.ranks if n not in paired and not self._is_sick(n))

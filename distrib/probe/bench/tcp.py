@@ -18,12 +18,8 @@ import msgspec
 
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import ProbeTimeout
-<<<<<<< HEAD
-from distrib.utils.cpus import CpuLoad
-=======
 from distrib.probe.records import STREAM_STALLED
 from distrib.utils.cpus import CpuLoad
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")

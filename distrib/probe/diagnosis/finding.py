@@ -46,15 +46,10 @@ def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
 
 
-<<<<<<< HEAD
-def bit_rate_text(bytes_per_second: float) -> str:
-    """A rate as people say it of networks: in bits."""
-=======
 def format_bit_rate(bytes_per_second: float) -> str:
     """Format a rate in bits per second, as networks are rated.
 
     Args:
         bytes_per_second: The rate.
     """
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     return format_rate(bytes_per_second, digits=3, bits=True)

@@ -7,22 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from distrib.cluster.hardware_catalog import LinkKind
 from distrib.cluster.link_spec import Link, parse_network
-<<<<<<< HEAD
-from distrib.cluster.measurements import Collective
-from distrib.cluster.node import Nic, shown_hosts
-from distrib.probe.diagnosis.finding import Finding, bit_rate_text
-from distrib.probe.diagnosis.remeasure import class_of_pair, classes_of, one_way
-from distrib.probe.records import Facts, Gpu, LoadPattern, PairMeasurement
-from distrib.probe.secondary_networks import measured_cards
-from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND, Transport
-from distrib.units import format_size
-=======
 from distrib.cluster.node import Nic, name_hosts, shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
 from distrib.probe.diagnosis.finding import Finding, format_bit_rate
 from distrib.probe.records import Facts
 from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND, Transport
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 ONE_THREAD_BYTES_PER_SECOND = 12.5e9
 """Over TCP one thread of the probe receives everything; it does not fill faster NICs (100 Gb/s)."""
@@ -39,25 +28,6 @@ def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
 
     A single such host more likely has a bad cable, which made its NIC negotiate a lower rate.
     """
-<<<<<<< HEAD
-    if not speeds:
-        return []
-    usual = statistics.mode(sorted(speeds.values(), reverse=True))  # of equally common ones the faster
-    is_usual = 2 * sum(speed == usual for speed in speeds.values()) > len(speeds)
-    found = []
-    for speed in sorted({speed for speed in speeds.values() if speed < usual}):
-        hosts = tuple(host for host, own in speeds.items() if own == speed)
-        found.append(
-            Finding(
-                kind="mixed_cards", severity="note" if len(hosts) > 1 else "warning",
-                what=f"{shown_hosts(hosts)}: {'their cards run' if len(hosts) > 1 else 'its card runs'} at "
-                f"{bit_rate_text(speed)}, {f'where {bit_rate_text(usual)} is usual here' if is_usual else f'and {bit_rate_text(usual)} elsewhere'}",
-                evidence="the rates that the cards say they have; links are compared with those of their own rate",
-                advice="a job over all hosts goes at the pace of the slowest: use the slower ones in jobs of their own, "
-                "or see whether cable and switch port allow no more (ethtool)",
-                hosts=hosts, ratio=speed / usual, loss=1 - speed / usual,
-            )
-=======
     rates = inputs.nic_rates
     if not rates:
         return
@@ -73,7 +43,6 @@ def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
             advice="a job over all hosts runs at the speed of the slowest: use slower hosts in jobs of their own, or check "
             "cable and switch port (ethtool)",
             hosts=hosts, ratio=rate / usual, loss=1 - rate / usual,
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
         )  # fmt: skip
 
 
@@ -123,17 +92,10 @@ def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, Link]
 def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: Link, advice: str) -> Finding:
     usable = nic.usable_bytes_per_second
     return Finding(
-<<<<<<< HEAD
-        kind="below_nominal", severity="warning", what=f"{who} reaches {part:.0%} of what its card is good for",
-        evidence=f"{bit_rate_text(part * card.usable_bytes_per_second)} at best, of about "
-        f"{bit_rate_text(card.usable_bytes_per_second)} that a card of {bit_rate_text(card.rate_bytes_per_second)} brings",
-        advice=advice, hosts=hosts, ratio=part, loss=0.3 * (1 - part),
-=======
         kind="below_nominal", severity="warning", what=f"{subject} reaches {fraction:.0%} of the usable rate of its NIC",
         evidence=f"at best {format_bit_rate(fraction * usable)}, expected about {format_bit_rate(usable)} of a NIC of "
         f"{format_bit_rate(nic.rate_bytes_per_second)}",
         advice=advice, hosts=hosts, ratio=fraction, loss=0.3 * (1 - fraction),
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     )  # fmt: skip
 
 
@@ -157,26 +119,6 @@ def _nic_link(bytes_per_second: float, kind: LinkKind) -> Link:
     return parse_network(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
-<<<<<<< HEAD
-def _faster_interface(facts: Facts, tried: Collection[str]) -> list[Finding]:
-    """A card that is faster than the one that is used, and was not measured itself."""
-    own = facts.named(facts.interface)
-    if own is None or not own.speed_bytes_per_second:
-        return []
-    others = [i for i in facts.interfaces if i.physical and i.up and i is not own and i.name not in tried]
-    faster = max(others, key=lambda i: i.speed_bytes_per_second or 0.0, default=own)
-    if (faster.speed_bytes_per_second or 0.0) <= 1.5 * own.speed_bytes_per_second:
-        return []
-    return [
-        Finding(
-            kind="wrong_interface", severity="warning",
-            what=f"{facts.host}: {own.name} is used, but {faster.name} is faster",
-            evidence=f"{own.name} is rated {bit_rate_text(own.speed_bytes_per_second)}, {faster.name} "
-            f"{bit_rate_text(faster.speed_bytes_per_second or 0)}",
-            advice=f"use it with --interface {faster.name} if it leads to the other hosts", hosts=(facts.host,), loss=0.4,
-        )
-    ]  # fmt: skip
-=======
 def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
     """Report NICs of the topology file that the hosts do not have."""
     absent: dict[str, list[str]] = {}
@@ -192,7 +134,6 @@ def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
             evidence=f"{hosts[0]} has {', '.join(real[hosts[0]])}",
             advice="correct the name in the topology file: rates are looked up by it", hosts=tuple(hosts),
         )  # fmt: skip
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
 def _device_names(facts: Facts) -> tuple[str, ...]:

@@ -8,17 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-<<<<<<< HEAD
-from distrib.cluster.node import shown_hosts
-from distrib.cluster.shared_links import groups_of
-from distrib.probe.diagnosis.finding import Finding, bit_rate_text
-from distrib.probe.diagnosis.oversubscription import ACROSS, PAIRS_SHOWN
-from distrib.probe.diagnosis.remeasure import SLOW, Baseline, class_of_pair, classes_of, one_way
-from distrib.probe.records import PairMeasurement, fastest_measurements
-from distrib.probe.settings import Transport
-=======
 import msgspec
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
 from distrib.probe.diagnosis.finding import Finding, Severity, format_bit_rate
@@ -29,50 +19,8 @@ from distrib.probe.settings import LIMITS
 def severity_of(ratio: float) -> Severity:
     """Return "error" for a severely slow link, else "warning".
 
-<<<<<<< HEAD
-
-def _slow_hosts_of_class(rates: dict[str, dict[str, float]], alone: Sequence[PairMeasurement]) -> list[Finding]:
-    found = []
-    limit, usual = _limit([max(shown.values()) for shown in rates.values()])
-    for host, shown in rates.items():
-        low = [(rate, where) for where, rate in shown.items() if rate < limit]
-        if not low:
-            continue
-        ratio = min(rate for rate, _ in low) / usual
-        how = " and ".join(where for _, where in low)
-        pairs = sum(host in (record.source, record.target) for record in alone)
-        found.append(
-            Finding(
-                kind="slow_host",
-                severity="error" if ratio < BAD else "warning",
-                what=f"{host}: its link is slow: it {how} at {ratio:.0%} of what is usual here",
-                evidence=f"{bit_rate_text(min(rate for rate, _ in low))} with most other hosts, of {bit_rate_text(usual)} usual "
-                f"({pairs} measurements alone)",
-                advice=f"look at the cable, switch port and negotiated rate of {host}'s card (ethtool), at its PCIe slot, "
-                "and at what else uses it; leave the host out with --exclude until then",
-                hosts=(host,),
-                ratio=ratio,
-                loss=1 - ratio,
-            )
-        )
-    return found
-
-
-def _shown(
-    seen: Sequence[PairMeasurement],
-    way: Transport,
-    ends: Sequence[Literal["source", "target"]],
-    classes: Mapping[str, float],
-) -> dict[str, float]:
-    """By host, the rate that it has shown alone at these ends of its links: the upper quartile over its peers.
-
-    Not the median: the peers may be the slow ones. Nothing is said of hosts that were not measured alone, nor of those that
-    were faster beside others: then the few links that were measured alone are slow, not the host. Peers of a slower class
-    do not count.
-=======
     Args:
         ratio: Measured over expected rate.
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
     """
     return "error" if ratio < LIMITS.severe_fraction else "warning"
 
@@ -173,47 +121,11 @@ def _slow_host_names(inputs: CheckInputs) -> set[str]:
     return {host for finding in find_slow_hosts(inputs) for host in finding.hosts}
 
 
-<<<<<<< HEAD
-def narrow_ways(seen: Sequence[PairMeasurement], way: Transport, told: Sequence[Finding]) -> list[Finding]:
-    """Pairs that get far less, alone, than both hosts do with others, and of which nothing was `told`: one finding.
-
-    Where most ways are narrow they are what is usual among links, but not for hosts that do more with a neighbour; and they
-    have more in common than a cable.
-    """
-    slow = {host for finding in told if finding.kind == "slow_host" for host in finding.hosts}
-    known = {frozenset(finding.hosts) for finding in told}
-    baseline = Baseline(seen, way)
-    rates = {
-        (r.source, r.target): r.bandwidth_bytes_per_second
-        for r in fastest_measurements(one_way(seen, way, "alone")).values()
-        if not slow & {r.source, r.target} and frozenset((r.source, r.target)) not in known
-    }
-    parts = {pair: rate / baseline.of_hosts(*pair) for pair, rate in rates.items()}
-    better = {pair: max(part, parts.get(pair[::-1], part)) for pair, part in parts.items()}
-    narrow = [pair for pair, part in better.items() if part < BAD]
-    others = [part for part in better.values() if part >= BAD]
-    # Where rates scatter, some are always so far below the luckiest: narrow ways lie apart from all others.
-    if not narrow or (others and max(better[pair] for pair in narrow) >= APART * min(others)):
-        return []
-    hosts = tuple(dict.fromkeys(host for pair in narrow for host in pair))
-    ratio = statistics.median(parts[pair] for pair in narrow)
-    rate = statistics.median(rates[pair] for pair in narrow)
-    return [
-        Finding(
-            kind="slow_link", severity="error",
-            what=f"between {_sides(rates, narrow)} the way is slow: {ratio:.0%} of what their hosts reach with others",
-            evidence=f"{len(narrow)} directions, each alone, have {bit_rate_text(rate)} (median) of {bit_rate_text(rate / ratio)}",
-            advice="look at what these ways have in common: an uplink or a port between switches that runs at a lower rate",
-            hosts=hosts, ratio=ratio, loss=1 - ratio,
-        )
-    ]  # fmt: skip
-=======
 def _healthy_links(inputs: CheckInputs) -> list[PairMeasurement]:
     """Return the best measurement alone of each link between hosts that are not slow."""
     slow = _slow_host_names(inputs)
     links = fastest_measurements(inputs.under("alone")).values()
     return [record for record in links if slow.isdisjoint((record.source, record.target))]
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
 def _link_classes(inputs: CheckInputs) -> Iterator[tuple[LinkRates, float, float]]:
@@ -230,60 +142,6 @@ def _link_classes(inputs: CheckInputs) -> Iterator[tuple[LinkRates, float, float
         yield (rates, *(slow_limit(sample) if len(rates) > 2 else (0.0, 0.0)))
 
 
-<<<<<<< HEAD
-def _slow_links_of_class(good: dict[tuple[str, str], float], planned: set[tuple[str, str]]) -> list[Finding]:
-    if len(good) < 3:
-        return _asymmetric(good, 0.0)
-    fair = [rate for pair, rate in good.items() if pair in planned]
-    limit, usual = _limit(fair if len(fair) > 2 else list(good.values()))
-    found = _asymmetric(good, limit)
-    told = {frozenset(finding.hosts) for finding in found}
-    for pair in sorted({tuple(sorted(pair)) for pair in good}):
-        rates = [good[way_] for way_ in (pair, pair[::-1]) if way_ in good]
-        if max(rates) >= limit or frozenset(pair) in told:
-            continue
-        ratio = max(rates) / usual
-        found.append(
-            Finding(
-                kind="slow_link",
-                severity="error" if ratio < BAD else "warning",
-                what=f"{pair[0]} and {pair[1]}: the way between them is slow: {ratio:.0%} of what is usual here",
-                evidence=f"{bit_rate_text(max(rates))} alone, of {bit_rate_text(usual)} usual; both are faster with other hosts",
-                advice="look at the switches and uplinks on this way",
-                hosts=(pair[0], pair[1]),
-                source=pair[0],
-                target=pair[1],
-                ratio=ratio,
-                loss=(1 - ratio) / 2,
-            )
-        )
-    return found
-
-
-def _asymmetric(rates: dict[tuple[str, str], float], limit: float) -> list[Finding]:
-    """Pairs of which one direction is slow and the other is not. A `limit` of 0 compares the two only."""
-    found = []
-    for (source, target), rate in rates.items():
-        back = rates.get((target, source), 0.0)
-        if rate < 0.9 * back and (not limit or rate < limit <= back):
-            ratio = rate / back
-            found.append(
-                Finding(
-                    kind="asymmetric_link",
-                    severity="error" if ratio < BAD else "warning",
-                    what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
-                    evidence=f"{bit_rate_text(rate)} from {source} to {target}, {bit_rate_text(back)} back",
-                    advice=f"look for errors on {source}'s sending and {target}'s receiving side (ethtool -S), flow control, "
-                    "and routes that differ by direction",
-                    hosts=(source, target),
-                    source=source,
-                    target=target,
-                    ratio=ratio,
-                    loss=(1 - ratio) / 2,
-                )
-            )
-    return found
-=======
 def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
     """Report links with one slow direction."""
     for rates, limit, _ in _link_classes(inputs):
@@ -301,7 +159,6 @@ def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
                 hosts=(source, target), source=source, target=target, ratio=ratio, loss=(1 - ratio) / 2,
             )  # fmt: skip
             yield _consider_bond(inputs, finding)
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 
 def find_slow_links(inputs: CheckInputs) -> Iterator[Finding]:

@@ -6,17 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
-<<<<<<< HEAD
-from distrib.probe.diagnosis.finding import Finding, bit_rate_text
-from distrib.probe.diagnosis.remeasure import SHARED_BUSY, Baseline, one_way, processors_shared
-from distrib.probe.records import PairMeasurement, SharedLinkSides
-from distrib.probe.settings import Transport
-=======
 from distrib.probe.diagnosis.check_inputs import CheckInputs
 from distrib.probe.diagnosis.finding import Finding, format_bit_rate
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 
 MIN_GROUP_CONTRAST = 0.8
 """Hosts form groups if this fraction of the pairs between groups is slowed, and hardly any within one."""
@@ -125,19 +118,6 @@ def _uplink_finding(
         kept = [f"{r.source} to {r.target} {_kept_fraction(inputs, r) or 0:.0%}" for r in crossing[:MAX_LISTED]]
         pairs = f": {', '.join(kept)}" + f" and {len(crossing) - MAX_LISTED} more" * (len(crossing) > MAX_LISTED)
     return Finding(
-<<<<<<< HEAD
-        kind="oversubscribed_uplink",
-        severity="warning",
-        what=f"{what} oversubscribed {ratio:.1f}:1",
-        evidence=f"{len(crossing)} pairs across at once reach {bit_rate_text(had)} together, of {bit_rate_text(wanted)} that their hosts "
-        "could send",
-        advice="keep a job on one side where it fits; across, use the hierarchical all-reduce, and place "
-        "neighbouring ranks on the same side; or widen the uplink",
-        hosts=hosts,
-        ratio=ratio,
-        loss=1 - 1 / ratio,
-    )
-=======
         kind="oversubscribed_uplink", severity="warning", what=f"{subject} oversubscribed {ratio:.1f}:1",
         evidence=f"{len(crossing)} concurrent pairs reach {format_bit_rate(had)} in total, their hosts can send "
         f"{format_bit_rate(wanted)}{pairs}",
@@ -145,4 +125,3 @@ def _uplink_finding(
         "ranks on the same side; or widen the uplink",
         hosts=hosts, ratio=ratio, loss=1 - 1 / ratio,
     )  # fmt: skip
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)

@@ -7,14 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink
 from distrib.cluster.shared_links import SLOWED
-<<<<<<< HEAD
-from distrib.probe.diagnosis.finding import Finding, bit_rate_text, ranked
-from distrib.probe.settings import ONE_STREAM_BYTES_PER_SECOND
-=======
 from distrib.probe.diagnosis.finding import Finding, format_bit_rate, rank_findings
 from distrib.probe.diagnosis.outliers import severity_of
 from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
 from distrib.units import format_duration, format_rate, format_size
 
 MIN_COMPARED_FRACTION = 0.5
@@ -166,36 +161,8 @@ def _most_affected(slower: SlowerLinks, every: set[tuple[str, str]]) -> str | No
 def _group_regression(subject: str, hosts: tuple[str, ...], slower: SlowerLinks, when: str, suspect: str) -> Finding:
     ratio = statistics.median(each[0] for each in slower.values())
     return Finding(
-<<<<<<< HEAD
-        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-        what=f"{host}: its links{on} have {ratio:.0%} of the bandwidth that they had",
-        evidence=f"{len(ratios)} directions, compared with the probe of {when}",
-        advice=f"look at what was changed at {host} since then", hosts=(host,), ratio=ratio, loss=1 - ratio,
-    )  # fmt: skip
-
-
-def _link(ratio: float, old: PairLink, new: PairLink, on: str, when: str) -> Finding:
-    return Finding(
-        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-        what=f"{new.source} to {new.target}: {ratio:.0%} of the bandwidth that it had "
-        f"({new.way}{on}{', beside others' if new.load == 'together' else ''})",
-        evidence=f"{bit_rate_text(new.bandwidth_bytes_per_second)} now, {bit_rate_text(old.bandwidth_bytes_per_second)} on {when}",
-        advice="look at what was changed on this way since then", hosts=(new.source, new.target),
-        source=new.source, target=new.target, ratio=ratio, loss=(1 - ratio) / 2,
-    )  # fmt: skip
-
-
-def _all(hosts: tuple[str, ...], ratios: list[float], on: str, when: str) -> Finding:
-    ratio = statistics.median(ratios)
-    return Finding(
-        kind="worse_than_baseline", severity="error" if ratio < 0.75 else "warning",
-        what=f"nearly all links{on} have {ratio:.0%} of the bandwidth that they had",
-        evidence=f"{len(ratios)} directions, compared with the probe of {when}",
-        advice="look at what all hosts share: the switch, the network that is used, a new kernel or other work on it",
-=======
         kind="worse_than_baseline", severity=severity_of(ratio), what=f"{subject} {ratio:.0%} of the earlier bandwidth",
         evidence=f"{len(slower)} directions, compared with the probe of {when}", advice=f"check what {suspect}",
->>>>>>> 0dfff44 (probe: diagnosis as a table of checks)
         hosts=hosts, ratio=ratio, loss=1 - ratio,
     )  # fmt: skip
 
