@@ -210,11 +210,19 @@ def test_a_rank_that_ended_well_may_wait_for_the_others_whatever_it_has_printed(
     assert run.code == 0 and "Traceback" in run.err, run
 
 
-def test_an_mpi_rank_that_left_by_sys_exit_is_named_in_a_hang(launch, tmp_path):
+def test_an_mpi_rank_that_left_by_sys_exit_ends_the_job(launch, tmp_path):
     script = tmp_path / "leaves.py"
     script.write_text(
-        "import sys\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
-        "if world.rank == 1:\n    sys.exit(3)\nworld.Barrier()\n"
+        "import sys\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nif world.rank == 1:\n    sys.exit(3)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "2", script, timeout=60)
+    assert run.code == 3 and "rank 1 on localhost failed first: exit code 3" in run.err, run
+
+
+def test_an_mpi_rank_that_ended_early_is_named_in_a_hang(launch, tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "from mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\nif world.rank == 0:\n    world.Barrier()\n"
     )
     run = launch("-np", "2", "--hang-timeout", "3s", script, timeout=150)
     assert run.code == 1, run
@@ -257,7 +265,7 @@ def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, st
                 while json.loads(with_state(json.dumps([named]).encode(), process.pid))[0]["active"] is not state:
                     assert time.monotonic() < deadline
             known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
-            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False, "met": False}]
+            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False}]
             for other in (b"Error: no such process", b"null", b"[{}]"):
                 assert with_state(other, process.pid) == other
         finally:

@@ -177,7 +177,6 @@ def _notes(
     options: argparse.Namespace, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None
 ) -> list[str]:
     """What the command line and the script, beside the plan itself, are to be told."""
-    from distrib_launch import alone
     from distrib_launch.engines import kubernetes, mpirun
 
     notes = []
@@ -198,8 +197,6 @@ def _notes(
         notes.append(
             f"{late[0]} after the script is an argument of the script; what is for distrib-launch stands before it"
         )
-    if plan.world_size > 1 and not options.module and alone.trains_alone(Path(options.script)):
-        notes.append(alone.NOTE.format(script=options.script, copies=plan.world_size))
     return notes
 
 
@@ -245,10 +242,10 @@ def _refuse_other_languages(script: Path) -> None:
 
 def _is_python(script: Path) -> bool:
     """Whatever its first line starts: `uv run --script`, or a shell that executes a Python whose path is too long for such a line."""
-    from distrib_launch import alone
+    import ast
 
     try:
-        alone.parsed(script)
+        ast.parse(script.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return False
     return True

@@ -41,10 +41,9 @@ from distrib.utils.mpi_env import identity
 from distrib.utils.ranges import ranges
 from distrib_launch.rank_agent import affinity, daemonize, reaper
 from distrib_launch.rank_agent.control_channel import Assignment, Channel, Kind, Silence
-from distrib_launch.rank_agent.exit_hang import PR_SET_PTRACER, Departed
 from distrib_launch.rank_agent.oom import OutOfMemory
 from distrib_launch.rank_agent.sockets import call_back, hold_port, interface_with
-from distrib_launch.rank_agent.stack_dump import Spies
+from distrib_launch.rank_agent.stack_dump import PR_SET_PTRACER, Spies
 
 BEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
@@ -56,6 +55,7 @@ BUFFER_LIMIT_BYTES = 16 << 20
 """Output kept for the launcher while the wire is slow; beyond it the script waits in its `print`."""
 
 CHUNK_BYTES = 1 << 18
+RUN_SCRIPT = Path(__file__).with_name("run_script.py")
 DRAIN_SECONDS = 2.0
 
 RETURN_SECONDS = 3600.0
@@ -103,8 +103,6 @@ class Rank:
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
         self.memory: OutOfMemory | None = None
         self.spies = Spies(self.selector, self._tell_stack)
-        self.departed = Departed(self.selector, self._leave)
-        self.left = False  # the script has died and does not end
 
     @property
     def is_away(self) -> bool:
@@ -138,12 +136,10 @@ class Rank:
                     next_beat = now + BEAT_SECONDS
             self._flush()
             if self.child and not self.finished:
-                if self.left or self.child.poll() is not None:
+                if self.child.poll() is not None:
                     self._finish()
                 elif now >= self.kill_at:
                     self._signal_child(signal.SIGKILL)
-                elif not self.stopping:
-                    self.departed.look(self.child.pid, now)
             elif self.is_away and (now >= self.give_up_at or os.getppid() != self.parent):
                 self.ended = True
             elif now >= self.call_at:
@@ -315,7 +311,6 @@ class Rank:
         assert self.guard
         self.guard.dismiss()
         self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
-        self.departed, self.left = Departed(self.selector, self._leave), False
         self.tail.clear()
 
     def _choose_device(self, assignment: Assignment, environ: dict[str, str]) -> int:
@@ -389,12 +384,15 @@ class Rank:
         """Start the script, on its share of the processors."""
         self.started = time.time()
         self.memory = OutOfMemory()
+        command = assignment.command
+        if assignment.is_python:
+            command = [command[0], str(RUN_SCRIPT), *command[1:]]
         libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
         _allow_files()
         try:
             with affinity.bound(share.cpus) as problem:
                 child = subprocess.Popen(
-                    assignment.command, cwd=assignment.directory, env=environ,
+                    command, cwd=assignment.directory, env=environ,
                     stdin=subprocess.DEVNULL if self.input is None else self.input,
                     stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
                     preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
@@ -428,8 +426,6 @@ class Rank:
             whole, newline, rest = data.rpartition(b"\n")
             self.tail = bytearray(rest[-4096:])
             data = whole + newline
-        else:
-            self.departed.hear(data if kind is Kind.ERR else b"", time.monotonic())
         if data and not self.channel.closed:
             self.channel.send(kind, data)
 
@@ -447,7 +443,7 @@ class Rank:
 
     def _tell_stack(self, printed: bytes) -> None:
         if self.channel.proven and not self.channel.closed and not self.is_away:
-            self.channel.send(Kind.STACKS, self.departed.translate(printed))
+            self.channel.send(Kind.STACKS, printed)
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
         self.stopping = self.stopping or who
@@ -461,18 +457,12 @@ class Rank:
         self._signal_child(number)
         self.kill_at = min(self.kill_at, time.monotonic() + grace_seconds)
 
-    def _leave(self) -> None:
-        self.left = True
-
     def _finish(self) -> None:
         """The script has ended, or must: clear what is left of it, send the rest of its output, then its record."""
         assert self.child
         ended = time.time()
-        running = self.child.poll() is None
         reaper.sweep(self.mark, self.child.pid)
         code = self.child.wait()
-        if self.left and running:
-            code = 1  # Python's, for an exception that nothing has caught
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.streams and time.monotonic() < deadline:
             for descriptor in list(self.streams):

@@ -52,6 +52,8 @@ class Assignment(NamedTuple):
     """The payload of ASSIGN: what the process around a rank is to run."""
 
     command: list[str]
+    is_python: bool
+    """Whether `command` is a Python interpreter and what it runs; `run_script` runs it then."""
     directory: str
     environment: dict[str, str]
     device: str

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+PR_SET_PTRACER = 0x59616D61
+"""prctl(2) option that lets py-spy, a child of the agent, read the script's memory where the kernel's Yama forbids it (linux/prctl.h)."""
 LIMIT_BYTES = 1 << 18
 _ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/habanalabs"
 
@@ -48,7 +50,7 @@ class Spies:
 
 def with_state(dump: bytes, pid: int) -> bytes:
     """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D); `gpu`
-    is false where its process can use none, `met` where that has no TCP socket; and whether it is active where py-spy does not know
+    is false where its process can use none; and whether it is active where py-spy does not know
     which of the kernel's threads it is.
 
     That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
@@ -69,8 +71,6 @@ def with_state(dump: bytes, pid: int) -> bytes:
             files = _open_files(pid)
             if files and not any(file.startswith(_ACCELERATORS) for file in files):
                 told["gpu"] = False
-            if files and _tcp_sockets(pid).isdisjoint(files):
-                told["met"] = False
             if told:
                 thread.update(told)
                 dump = json.dumps(threads).encode()
@@ -85,10 +85,3 @@ def _open_files(pid: int) -> set[str]:
             with contextlib.suppress(OSError):  # closed meanwhile
                 files.add(str(file.readlink()))
     return files
-
-
-def _tcp_sockets(pid: int) -> set[str]:
-    """The TCP sockets in the network that a process sees, as the kernel names them among open files (proc(5): /proc/net/tcp)."""
-    tables = (Path(f"/proc/{pid}/net/{table}") for table in ("tcp", "tcp6"))
-    lines = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
-    return {f"socket:[{fields[9]}]" for fields in lines}

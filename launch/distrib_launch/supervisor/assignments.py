@@ -43,6 +43,7 @@ def assignments(
             state,
             Assignment(
                 command=list(plan.script_on(host, state.plan.role)),
+                is_python=True,
                 directory=plan.directory,
                 environment=environment,
                 device=state.plan.device,

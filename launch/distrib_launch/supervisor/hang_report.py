@@ -54,8 +54,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     """The main thread of a rank's script, innermost call first; `problem` says why there is none.
 
     `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
-    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D), `gone` where Python has ended.
-    `gpu` is whether it may compute on a GPU, which it does without the processor; `met` whether it may have a connection to others.
+    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D).
+    `gpu` is whether it may compute on a GPU, which it does without the processor.
     """
 
     rank: int
@@ -65,8 +65,8 @@ class Stack(msgspec.Struct, frozen=True, kw_only=True):
     running: bool = False
     state: str = ""
     gpu: bool = True
-    met: bool = True
     problem: str = ""
+    closing: bool = False
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ GONE = Place(
 )
 
 
-def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
+def parse_stack(rank: int, host: str, step: int, dump: bytes, *, closing: bool = False) -> Stack:
     """A stack from what py-spy wrote as JSON."""
 
     class Thread(msgspec.Struct):
@@ -95,35 +95,32 @@ def parse_stack(rank: int, host: str, step: int, dump: bytes) -> Stack:
         frames: list[Frame]
         state: str = ""
         gpu: bool = True
-        met: bool = True
 
     try:
         threads = msgspec.json.decode(dump, type=list[Thread])
     except msgspec.DecodeError:
         problem = dump.decode(errors="replace").strip().splitlines() or ["no stack"]
-        return Stack(rank=rank, host=host, step=step, problem=problem[-1][:200])
+        return Stack(rank=rank, host=host, step=step, closing=closing, problem=problem[-1][:200])
     if not threads:
-        return Stack(rank=rank, host=host, step=step, problem="no Python thread")
+        return Stack(rank=rank, host=host, step=step, closing=closing, problem="no Python thread")
     main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
     frames = tuple(main.frames)
     return Stack(
         rank=rank,
         host=host,
         step=step,
+        closing=closing,
         frames=frames,
         running=main.active,
         state=main.state,
         gpu=main.gpu,
-        met=main.met,
     )
 
 
 def place_of(stack: Stack) -> Place:
     """What one rank is doing, as far as its stack tells."""
     if stack.problem:
-        return Place(waits=False, what=f"an unknown place: {stack.problem}", where="")
-    if stack.state == "gone":
-        return GONE
+        return GONE if stack.closing else Place(waits=False, what=f"an unknown place: {stack.problem}", where="")
     own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
@@ -177,15 +174,10 @@ def is_computing(stack: Stack) -> bool:
     return stack.running and not place_of(stack).waits
 
 
-def is_training(stack: Stack) -> bool:
-    """Whether a rank computes gradients, or takes a step with them."""
-    return any(_is_backward(frame) or "/torch/optim/" in frame.filename for frame in stack.frames)
-
-
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
     """The ranks that the others wait for: those that do not wait themselves (on GPUs, where none is seen to wait, those with the fewest
     steps); else those that left their script early, or are at a place of their own."""
-    if all(stack.problem for stack in stacks):
+    if all(stack.problem and not stack.closing for stack in stacks):
         return []
     places = {stack.rank: place_of(stack) for stack in stacks}
     absent = [stack for stack in stacks if not places[stack.rank].waits]

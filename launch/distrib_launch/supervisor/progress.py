@@ -10,7 +10,7 @@ from distrib_launch import results
 from distrib_launch.console import Console
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.control_channel import Kind
-from distrib_launch.supervisor import hang_detector, hang_report, unmet
+from distrib_launch.supervisor import hang_detector, hang_report
 from distrib_launch.supervisor.rank_state import RankState
 from distrib_launch.supervisor.secondlook import SecondLook
 
@@ -36,7 +36,6 @@ class Progress:
         self._failure: results.Failure | None = None
         """By which the job ends as soon as the look is over."""
         self._standstill = hang_detector.Standstill(hang_timeout_seconds or 0.0)
-        self._unmet = unmet.Unmet(plan)
 
     def start(self) -> None:
         """The scripts start now."""
@@ -49,9 +48,8 @@ class Progress:
 
     def add(self, state: RankState, dump: bytes) -> None:
         """A rank's stack has come, as py-spy wrote it."""
-        stack = hang_report.parse_stack(state.plan.rank, state.plan.host, state.step, dump)
+        stack = hang_report.parse_stack(state.plan.rank, state.plan.host, state.step, dump, closing=state.closing)
         self._standstill.add(stack)
-        self._unmet.add(stack)
 
     def close(self) -> None:
         """The job is over."""
@@ -67,8 +65,6 @@ class Progress:
             if self._failure:
                 return self._failure
         there = [state for state in ranks if not state.ending and state.plan.role == "worker"]
-        if not any(state.prepared for state in ranks):
-            self._look_who_met(now - self._standstill.started, there)
         self._standstill.some_at_end = len({state.closing for state in there}) > 1
         if self._standstill.begins(now):
             self._ask(there)
@@ -78,13 +74,6 @@ class Progress:
     def _ask(self, ranks: Sequence[RankState]) -> None:
         for state in ranks:
             self._send(state, Kind.TAKE_STACKS, {})
-
-    def _look_who_met(self, seconds: float, there: Sequence[RankState]) -> None:
-        wanted = self._unmet.asks(seconds, [state.plan.rank for state in there])
-        self._ask([state for state in there if state.plan.rank in wanted])
-        if note := self._unmet.found(seconds):
-            self._warnings.append(note)
-            self._console.say(f"warning: {note}")
 
     def _judge(self, stacks: Sequence[hang_report.Stack], ranks: Sequence[RankState]) -> results.Failure | None:
         still = self._standstill

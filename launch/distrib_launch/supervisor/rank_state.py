@@ -35,6 +35,8 @@ class RankState:
         self.step = -1
         self.closing = False
         """Whether its script has come to its end."""
+        self.independent = False
+        """True if its script used torch and ended without joining a process group."""
         self.prepared = False
         """Whether it has given a model that learns to `job.prepare`."""
         self.clock_offset = 0.0

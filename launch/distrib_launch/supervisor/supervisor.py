@@ -406,6 +406,7 @@ class Supervisor:
                 status = json.loads(line)
                 state.step = max(state.step, int(status.get("step", -1)))
                 state.closing = state.closing or "closing" in status
+                state.independent = state.independent or status.get("independent") is True
                 state.prepared = state.prepared or "prepared" in status
                 self.progress.seen()
                 if "measured" in status:
@@ -664,13 +665,24 @@ class Supervisor:
             "(README.md, In a script)"
         )
 
+    def _independent_copies(self) -> str:
+        """Return a warning if every worker trained by itself, else an empty string."""
+        workers = [state for state in self.ranks if state.plan.role == "worker"]
+        if len(workers) < 2 or not all(state.independent for state in workers):
+            return ""
+        return (
+            f"no rank called distrib.init() or init_process_group(): {len(workers)} independent copies of the script ran; "
+            "job = distrib.init() and job.prepare(...) make them train one model"
+        )
+
     def _result(self) -> results.Result:
         if self.engine and (why := self.verdict.hear_engine(self.engine.words)):
             self.warnings.append(why)
             self.console.say(why)
         status, code, failure = self.verdict.final({state.plan.rank: state.error_log for state in self.ranks})
-        if status == "succeeded" and (idle := self._idle_options()):
-            self._warn(idle)
+        if status == "succeeded":
+            for warning in filter(None, (self._independent_copies(), self._idle_options())):
+                self._warn(warning)
         return results.Result(
             status=status,
             exit_code=code,

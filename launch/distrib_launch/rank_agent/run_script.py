@@ -1,0 +1,157 @@
+"""Run a rank's script in this process, as `python SCRIPT` or `python -m MODULE` would, and report how it ended.
+
+The agent starts `python run_script.py SCRIPT [ARGS...]`. Two things differ from `python SCRIPT`: an uncaught exception is written to the
+error file in torchrun's format, and a rank that failed does not wait in MPI_Finalize (as `python -m mpi4py`, but without MPI_Abort).
+Imports nothing but the standard library before the script, whose own modules must not be shadowed; hence the literal variable names.
+"""
+# ruff: noqa: PTH100, PTH109, PTH119, PTH120, PTH123  (pathlib takes a third of the start of a short script)
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+FOLDER = os.path.dirname(os.path.abspath(__file__)) + os.sep
+TRACEBACK_LIMIT_BYTES = 64 << 10
+
+
+class ExitReporter:
+    """Exit code of the script, and the report of it when Python ends."""
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self._pid = os.getpid()
+        status = os.environ.get("DISTRIB_STATUS_FD", "")
+        self._status = int(status) if status.isdecimal() else -1
+        self._inode = self._status_inode()
+        sys.excepthook = self._on_exception
+        atexit.register(self._at_exit)  # registered first, so that it runs last
+
+    def on_system_exit(self, code: object) -> None:
+        """Keep the exit code that `sys.exit(code)` stands for."""
+        self.exit_code = 0 if code is None else code & 0xFF if isinstance(code, int) else 1
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        while traceback and traceback.tb_frame.f_code.co_filename.startswith((FOLDER, "<frozen runpy>")):
+            traceback = traceback.tb_next
+        error = error.with_traceback(traceback)
+        if os.getpid() == self._pid:  # not in a process that the script forked
+            self.exit_code = 130 if issubclass(kind, KeyboardInterrupt) else 1
+            _write_error_file(error)
+        sys.__excepthook__(kind, error, traceback)
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        if not self.exit_code:
+            if self._inode and self._inode == self._status_inode():  # the script may have closed it
+                line = b'{"closing": true, "independent": %s}\n' % (b"false" if has_joined_others() else b"true")
+                _ignoring_errors(lambda: os.write(self._status, line))
+            return
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi and mpi.Is_initialized() and not mpi.Is_finalized():
+            # mpi4py would call MPI_Finalize, which waits for ranks that wait for this one.
+            for stream in (sys.stdout, sys.stderr):
+                _ignoring_errors(stream.flush)
+            os._exit(self.exit_code)
+
+    def _status_inode(self) -> int:
+        try:
+            return os.fstat(self._status).st_ino
+        except OSError:
+            return 0
+
+
+def has_joined_others() -> bool:
+    """Return True unless the script used torch and called neither distrib.init(), init_process_group() nor MPI."""
+    loaded = sys.modules
+    mpi, c10d = loaded.get("mpi4py.MPI"), loaded.get("torch.distributed.distributed_c10d")
+    return (
+        "torch" not in loaded
+        or "distrib.training.job" in loaded
+        or "horovod" in loaded
+        or bool(mpi and mpi.Is_initialized())
+        # The second stays set after destroy_process_group().
+        or bool(c10d and (c10d.is_initialized() or getattr(c10d, "_default_pg_init_method", None)))
+    )
+
+
+def headline(error: BaseException) -> str:
+    """Return `Type: message` in one line, with the file and line of a SyntaxError and NCCL's own last error."""
+    kind = type(error)
+    name = (
+        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{name}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
+    text, _, nccl = str(error).strip().partition("\nLast error:\n")
+    first = ": ".join(line.splitlines()[0] for line in (text, nccl) if line.strip())
+    return f"{name}: {first}" if first else name
+
+
+def _write_error_file(error: BaseException) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    try:
+        import json  # loaded only where a script fails: it would slow every start
+        import time
+        import traceback
+
+        shown = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip("\n")
+        extra = {"py_callstack": shown[-TRACEBACK_LIMIT_BYTES:], "timestamp": str(int(time.time()))}
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": headline(error), "extraInfo": extra}}, file)
+    except Exception:  # out of memory or of open files; stderr has the traceback
+        return
+
+
+def _ignoring_errors(call: Any) -> None:
+    try:
+        call()
+    except (OSError, ValueError, AttributeError):
+        return
+
+
+def main() -> int:
+    """Run the script that `sys.argv[1:]` names, in a fresh `__main__`."""
+    reporter = ExitReporter()
+    path_is_safe = getattr(sys.flags, "safe_path", False)  # -P: Python put no folder at the front
+    del sys.argv[0]
+    script = sys.modules["__main__"] = type(sys)("__main__")
+    try:
+        if sys.argv[0] == "-m":
+            import runpy  # only for modules: it would slow the start of scripts
+
+            del sys.argv[0]
+            if not path_is_safe:
+                sys.path[0] = os.getcwd()
+            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]  # what `python -m` calls
+            return 0
+        path = sys.argv[0]
+        if not path_is_safe:
+            sys.path[0] = os.path.dirname(os.path.realpath(path))
+        loader = type(__loader__)("__main__", path)  # type: ignore[name-defined]
+        script.__dict__.update(__file__=path, __cached__=None, __loader__=loader, __builtins__=builtins)
+        try:
+            with open(path, "rb") as file:
+                source = file.read()
+        except OSError as error:
+            print(
+                f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr
+            )
+            reporter.exit_code = 2
+            return 2
+        exec(compile(source, path, "exec", dont_inherit=True), script.__dict__)
+    except SystemExit as leaving:
+        reporter.on_system_exit(leaving.code)
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
