@@ -1,144 +1,261 @@
-"""Notices when no rank of a job gets on any more, and gathers where each of them stands."""
+"""Detect hangs: no rank printed a line or reported a step for the hang timeout."""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from distrib_launch import engines, results
+from distrib_launch.console import Console
+from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.preflight import preflight
+from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor import hang_report
+from distrib_launch.supervisor.rank_state import RankState
 
 NOTICE_SECONDS = 600.0
-"""Where no limit was given, when to say once who waits for whom."""
+"""Timeout if the user gave none: the hang is reported once and the job continues. torch's own timeouts are 10 and 30 minutes."""
 
-AT_END_SECONDS = 10.0
-"""As soon as that it is looked whether ranks wait for one whose script is at its end: they would for ever."""
+ENDED_SECONDS = 10.0
+"""Silence after which ranks that wait for a rank at the end of its script are reported: it takes part in nothing any more."""
 
 HOPELESS_SECONDS = 60.0
-"""When the job is ended that still does so."""
+"""Silence after which a job is ended whose ranks wait for such a rank in calls of the job itself."""
 
 STARTUP_SECONDS = 120.0
-"""How long scripts may import, and compute as long as they have said nothing; waiting for each other counts from the start."""
+"""Time after the start in which ranks that import, or compute before any output, do not hang."""
 
-SECOND_LOOK_SECONDS = 1.0
 STACKS_SECONDS = 3.0
-"""How long to wait for every rank's stack."""
+"""Longest wait for the stacks of all ranks; py-spy takes a second."""
+
+CONFIRM_SECONDS = 1.0
+"""Time between two looks that must show the same stacks."""
+
+RECHECK_SECONDS = 20.0
+"""Longest check of the network beside a hung job; a host that hangs does not reply."""
 
 
-class Standstill:
-    """No printed line and no reported step of any rank for `limit_seconds`, 0 for `NOTICE_SECONDS`."""
+class HangDetector:
+    """Takes the stacks of all workers when none makes progress, and reports who waits for whom.
 
-    def __init__(self, limit_seconds: float) -> None:
-        self.limit_seconds = limit_seconds or NOTICE_SECONDS
-        self.some_at_end = False
-        """Whether some scripts are at their end, and others are not: the launcher says so."""
-        self.early = False
-        """Whether the stacks that were given out last show just that, before the limit has passed."""
-        self.in_vain = False
-        """Whether these ranks have asked for what nobody answers."""
-        self.hopeless = False
-        """The same, for the second time: the job is to end."""
-        self._asked_before = False
-        self._looks_early = False
-        self._early_before: list[tuple[hang_report.Frame, ...]] | None = None
-        self._early_again = 0.0
-        self._early_pause_seconds = NOTICE_SECONDS / 10
-        self._quiet_so_far = True
-        self._stacks: dict[int, hang_report.Stack] | None = None  # while and after they are taken
-        self._deadline = 0.0
-        self._before: list[hang_report.Stack] | None = None  # a first look, where a second one has to be the same
-        self._look_again = 0.0
+    Args:
+        plan: Plan of the job.
+        timeout_seconds: Time without progress after which the job fails; None: the hang is only reported.
+        send: Sends a frame to a rank.
+        console: Terminal of the launcher.
+        warnings: Warnings of `result.json`, to which reports are added.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        timeout_seconds: float | None,
+        send: Callable[[RankState, Kind, dict[str, Any]], None],
+        console: Console,
+        warnings: list[str],
+    ) -> None:
+        self._plan, self._send, self._console, self._warnings = plan, send, console, warnings
+        self._ends_job = bool(timeout_seconds)
+        self._timeout_seconds = timeout_seconds or NOTICE_SECONDS
+        self._recheck: NetworkRecheck | None = None
+        self._failure: results.Failure | None = None  # by which the job ends when the network was checked
+        self._silent_so_far = True
+        self._next_early_seconds = ENDED_SECONDS
         self.start()
 
     def start(self) -> None:
-        """The scripts start now."""
-        self.started = self._last = time.monotonic()
+        """Begin to measure: the scripts start now."""
+        self._started = time.monotonic()
+        self._reset(self._started)
 
-    def progress(self) -> None:
-        """A rank has printed something, or reported a step."""
-        self._last = time.monotonic()
-        self._quiet_so_far = False
+    def on_progress(self) -> None:
+        """Note that a rank printed something or reported a step."""
+        self._silent_so_far = False
+        self._failure = None
+        self._reset(time.monotonic())
 
-    def add(self, stack: hang_report.Stack) -> None:
-        """A rank's stack has come."""
-        if self._stacks is not None:
-            self._stacks[stack.rank] = stack
-
-    @property
-    def silent_seconds(self) -> float:
-        """How long no rank had got on when its stacks were given out."""
-        early = HOPELESS_SECONDS if self.hopeless else AT_END_SECONDS
-        return min(early, self.limit_seconds) if self.early else self.limit_seconds
-
-    def begins(self, now: float) -> bool:
-        """Whether the limit, or the time for an early look, has just been passed: the ranks' stacks are wanted."""
-        quiet = now - self._last
-        if quiet <= min(AT_END_SECONDS, self.limit_seconds):
-            self._early_before = None
-            if self._asked_before:
-                self._asked_before, self._early_again = False, 0.0
-        if quiet <= self.limit_seconds:
-            if self._looks_early:
-                return False
-            self._stacks = self._before = None  # they got on meanwhile
-            self._looks_early = self.some_at_end and quiet > AT_END_SECONDS and now >= self._early_again
-            if not self._looks_early:
-                return False
-        elif self._stacks is not None or now < self._look_again:
-            return False
-        self._stacks, self._deadline = {}, now + STACKS_SECONDS
-        return True
-
-    def stacks(self, now: float, ranks: Iterable[tuple[int, str, int]]) -> list[hang_report.Stack]:
-        """All stacks, once for each standstill, when they are there or the time for them is over; else nothing.
-
-        Where ranks wait for one at its end also before the limit has passed: `early`, and when it is `hopeless`.
-
-        `ranks` are those still there: rank, host and last step.
-        """
-        ranks = list(ranks)
-        if self._stacks is None or not self._deadline:
-            return []
-        if now <= self._deadline and not all(rank in self._stacks for rank, _, _ in ranks):
-            return []
+    def _reset(self, now: float) -> None:
+        self._last_progress = now
+        self._stacks: dict[int, hang_report.Stack] | None = None  # while they are collected
         self._deadline = 0.0
-        stacks = [
-            self._stacks.get(rank, hang_report.Stack(rank=rank, host=host, step=step, problem="no stack came"))
-            for rank, host, step in ranks
-        ]
-        self.early = self._looks_early
-        if self.early:
-            return stacks if self._is_certain(stacks, now) else []
-        return stacks if now - self.started > STARTUP_SECONDS or self._stands(stacks, now) else []
+        self._reported = False
+        if self._next_early_seconds < float("inf"):  # else it was reported, and may be as it should
+            self._next_early_seconds = ENDED_SECONDS
+        self._early_frames: list[tuple[hang_report.Frame, ...]] | None = None
+        self._early_reported = False
 
-    def _is_certain(self, stacks: list[hang_report.Stack], now: float) -> bool:
-        """Whether ranks wait for one at its end, by two looks; else the next pair of looks comes later and later."""
-        self._stacks, self._looks_early = None, False
-        frames = [stack.frames for stack in stacks]
-        if hang_report.wait_for_ended(stacks) and self._early_before is None:
-            self._early_before, self._early_again = frames, now + SECOND_LOOK_SECONDS
-            return False
-        certain = hang_report.wait_for_ended(stacks) and frames == self._early_before
-        self._early_before = None
-        self.in_vain = certain and hang_report.ask_in_vain(stacks)
-        self.hopeless = self.in_vain and self._asked_before
-        self._asked_before = self.in_vain
-        if certain:
-            self._early_again = now + HOPELESS_SECONDS - AT_END_SECONDS if self.in_vain else float("inf")
-        else:
-            self._early_again = now + self._early_pause_seconds
-        self._early_pause_seconds *= 2
-        return certain
+    def add_stack(self, state: RankState, dump: bytes) -> None:
+        """Note a rank's stack.
 
-    def _stands(self, stacks: list[hang_report.Stack], now: float) -> bool:
-        """Whether ranks that may still be starting stand still: nobody imports, and a second look finds all as before."""
+        Args:
+            state: The rank.
+            dump: Output of py-spy.
+        """
+        if self._stacks is not None:
+            self._stacks[state.plan.rank] = hang_report.parse_stack(
+                state.plan.rank, state.plan.host, state.step, dump, closing=state.closing
+            )
+
+    def close(self) -> None:
+        """Abandon a check of the network that still runs."""
+        if self._recheck:
+            self._recheck.close()
+            self._recheck = None
+
+    def check(self, now: float, ranks: Sequence[RankState]) -> results.Failure | None:
+        """Take the next look if it is due, and report what it shows. Call several times a second.
+
+        Args:
+            now: Monotonic time.
+            ranks: All ranks of the job.
+
+        Returns:
+            The failure by which the job must end, or None.
+        """
+        if self._recheck:
+            if (found := self._recheck.result()) is None:
+                return None
+            self._report_recheck(found)
+            if self._failure:
+                return self._failure
+        workers = [state for state in ranks if not state.ending and state.plan.role == "worker"]
+        silent_seconds = now - self._last_progress
+        if self._stacks is None:
+            if self._is_due(silent_seconds, workers):
+                self._stacks, self._deadline = {}, now + STACKS_SECONDS
+                for state in workers:
+                    self._send(state, Kind.TAKE_STACKS, {})
+            return None
+        taken = self._stacks
+        if now <= self._deadline and not all(state.plan.rank in taken for state in workers):
+            return None
         self._stacks = None
-        if any(hang_report.is_importing(s) or (self._quiet_so_far and hang_report.is_computing(s)) for s in stacks):
-            self._last, self._before = now, None
-        elif self._before is None:
-            self._before, self._look_again = stacks, now + SECOND_LOOK_SECONDS
-        elif [stack.frames for stack in stacks] != [stack.frames for stack in self._before]:
-            self._last, self._before = now, None
-        else:
-            self._stacks = {}
-            return True
-        return False
+        stacks = [
+            taken.get(s.plan.rank) or hang_report.parse_stack(s.plan.rank, s.plan.host, s.step, b"no stack came")
+            for s in workers
+        ]
+        if not stacks:
+            return None
+        if silent_seconds <= self._timeout_seconds:
+            return self._on_early_look(silent_seconds, stacks, ranks)
+        if now - self._started <= STARTUP_SECONDS and any(
+            hang_report.is_starting(stack, silent=self._silent_so_far) for stack in stacks
+        ):
+            self._reset(now)
+            return None
+        self._reported = True
+        return self._report(stacks, ranks, self._timeout_seconds, ends=self._ends_job)
+
+    def _is_due(self, silent_seconds: float, workers: Sequence[RankState]) -> bool:
+        if silent_seconds > self._timeout_seconds:
+            return not self._reported
+        return silent_seconds > self._next_early_seconds and len({state.closing for state in workers}) > 1
+
+    def _on_early_look(
+        self, silent_seconds: float, stacks: Sequence[hang_report.Stack], ranks: Sequence[RankState]
+    ) -> results.Failure | None:
+        """Report ranks that wait for ranks at the end of their script, if two looks show the same."""
+        frames = [stack.frames for stack in stacks]
+        if not hang_report.wait_for_ended(stacks):
+            self._early_frames, self._next_early_seconds = None, 2 * silent_seconds
+            return None
+        if frames != self._early_frames:
+            self._early_frames, self._next_early_seconds = frames, silent_seconds + CONFIRM_SECONDS
+            return None
+        is_hopeless = hang_report.wait_for_ended_in_job(stacks)
+        self._next_early_seconds = HOPELESS_SECONDS if is_hopeless and not self._early_reported else float("inf")
+        if self._early_reported:
+            return self._report(stacks, ranks, HOPELESS_SECONDS, ends=True) if is_hopeless else None
+        self._early_reported = True
+        limit_seconds = min(HOPELESS_SECONDS, self._timeout_seconds) if is_hopeless else self._timeout_seconds
+        return self._report(
+            stacks, ranks, ENDED_SECONDS, ends=False, ends_at=limit_seconds if is_hopeless or self._ends_job else None
+        )
+
+    def _report(
+        self,
+        stacks: Sequence[hang_report.Stack],
+        ranks: Sequence[RankState],
+        silent_seconds: float,
+        *,
+        ends: bool,
+        ends_at: float | None = None,
+    ) -> results.Failure | None:
+        """Print the report. Return the failure if the job `ends`; else say that it will after `ends_at` seconds, or continues."""
+        lines = hang_report.report_lines(stacks, silent_seconds)
+        self._console.say("\n".join(lines))
+        if not self._recheck and hang_report.all_wait(stacks) and NetworkRecheck.is_possible(self._plan):
+            self._recheck = NetworkRecheck(self._plan)
+        if not ends:
+            self._warnings.append(lines[0])
+            self._console.say(
+                f"the job ends if this lasts for {ends_at:g} s"
+                if ends_at
+                else "the job continues; --hang-timeout TIME ends it"
+            )
+            return None
+        guilty = (hang_report.culprits(stacks) or stacks)[0]
+        failure = results.Failure(
+            rank=guilty.rank,
+            host=guilty.host,
+            time=time.time(),
+            exit_code=None,
+            signal=None,
+            message=lines[0],
+            traceback="\n".join(f"{frame.filename}:{frame.line} in {frame.name}" for frame in guilty.frames),
+            log=str(ranks[guilty.rank].error_log),
+        )
+        if self._recheck:
+            self._failure = failure
+            return None
+        return failure
+
+    def _report_recheck(self, problems: Sequence[str]) -> None:
+        self.close()
+        for line in problems or ["the hosts were checked again, and all reach each other over TCP"]:
+            self._console.say(f"warning: {line}")
+        self._warnings += problems
+
+
+class NetworkRecheck:
+    """Preflight of the hosts and the network between them, once more and in a thread, beside a job whose ranks all wait."""
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        self._plan = plan
+        self._connections = Connections()
+        self._problems: list[str] | None = None
+        self._deadline = time.monotonic() + RECHECK_SECONDS
+        self._thread = threading.Thread(target=self._check, name="network recheck", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def is_possible(plan: LaunchPlan) -> bool:
+        """Return True if preflight checked the network between the hosts before the start.
+
+        Args:
+            plan: Plan of the job.
+        """
+        return len(plan.hosts) > 1 and bool(plan.network) and engines.way_to_ask(plan) is not None
+
+    def result(self) -> list[str] | None:
+        """Return the problems found, an empty list for none, or None while the check runs."""
+        if self._problems is None and time.monotonic() > self._deadline:
+            self._problems = [f"the hosts were checked again, and did not all reply within {RECHECK_SECONDS:.0f} s"]
+            self._connections.close()
+        return self._problems
+
+    def close(self) -> None:
+        """End the check."""
+        self._connections.close()
+        self._thread.join(1.0)  # not longer: a lost GPU or file system of this machine may hold it up
+
+    def _check(self) -> None:
+        try:
+            problems = preflight.look_again(self._plan, self._connections)
+        except Exception as error:  # must not end the job; closing the connections raises, too
+            problems = [f"the hosts could not be checked again: {error}"]
+        if self._problems is None:
+            self._problems = problems

@@ -1,4 +1,4 @@
-"""From the stacks of ranks that stand still to who waits for whom."""
+"""Hang report: the place of every rank's main thread, and the ranks that the others wait for."""
 
 from __future__ import annotations
 
@@ -17,20 +17,25 @@ COLLECTIVE_CALL = re.compile(
     r"recv|send|sendrecv|wait|waitall|probe)\w*\s*\(",
     re.IGNORECASE,
 )
-"""Calls that wait for other ranks. MPI's are compiled, so that only the line of the script shows them."""
+"""Calls in the source line of a script that wait for other ranks; MPI's are compiled and show no frame of their own."""
 
-SERVER_FILES = re.compile(r"/distrib/training/(parameter_server/|strategies/parameter_server)[\w/]*\.py$")
-AVERAGE_FILES = re.compile(r"/distrib/training/strategies/local_sgd\.py$")
-"""Mode local's, which waits for all ranks, in a call that is compiled."""
-MEET_FILES = re.compile(r"/distrib/training/rendezvous\.py$")
-JOB_FILE = re.compile(r"/distrib/training/job\.py$")
-COLLECTIVE_FILES = re.compile(r"/(torch/distributed|horovod|mpi4py)/")
-SURE_FILES = re.compile(r"/(torch/distributed/distributed_c10d\.py|horovod/|mpi4py/)")
-GPU_FILES = re.compile(r"/torch/cuda/(streams|__init__)\.py$|/distrib/training/(nan_guard|to_device)\.py$")
 GPU_CALL = re.compile(r"\.(item|cpu|cuda|to|tolist|numpy|synchronize|nonzero)\s*\(")
-"""Calls that wait for what a GPU computes, as copies to it of memory that is not pinned do; it may itself wait for other ranks, as the
-script runs on past its collectives."""
-LIBRARY_FILES = re.compile(r"/(site-packages|dist-packages)/|/lib/python3\.\d+/|/distrib/training/|^<")
+"""Calls that wait for the GPU, which may itself wait for other ranks: the script runs ahead of its collectives."""
+
+JOB_FILE = "/distrib/training/job.py"
+RENDEZVOUS_FILE = "/distrib/training/rendezvous.py"
+LOCAL_SGD_FILE = "/distrib/training/strategies/local_sgd.py"
+SERVER_FILES = ("/distrib/training/parameter_server/", "/distrib/training/strategies/parameter_server.py")
+GPU_FILES = (
+    "/torch/cuda/streams.py", "/torch/cuda/__init__.py", "/distrib/training/nan_guard.py", "/distrib/training/to_device.py",
+)  # fmt: skip
+COLLECTIVE_FILES = ("/torch/distributed/", "/horovod/", "/mpi4py/")
+CERTAIN_FILES = ("/torch/distributed/distributed_c10d.py", "/horovod/", "/mpi4py/")
+LIBRARY_FILES = (
+    "/site-packages/", "/dist-packages/", "/lib/python3.", "/distrib/training/", "/distrib_launch/rank_agent/",
+)  # fmt: skip
+NAMED_FUNCTIONS = {JOB_FILE: "close", RENDEZVOUS_FILE: "join"}
+"""Functions of distrib that a stack is recognized by; `tests/test_hangs.py` checks that they exist."""
 
 
 class Frame(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,245 +47,283 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def function(self) -> str:
-        """The name without that of its class, which py-spy can tell from Python 3.11 on."""
+        """Name without that of its class, which py-spy shows from Python 3.11 on."""
         return self.name.rpartition(".")[2]
 
     @property
     def place(self) -> str:
+        """`train.py:41`."""
         return f"{Path(self.filename).name}:{self.line}"
+
+    def is_in(self, *files: str) -> bool:
+        """Return True if the path of its file contains one of `files`."""
+        return any(file in self.filename for file in files)
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the file is not the user's."""
+        return self.filename.startswith("<") or self.is_in(*LIBRARY_FILES)
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this is torch's backward pass, which waits for gradients of other ranks."""
+        return self.function == "_engine_run_backward"
+
+    def is_named(self, file: str) -> bool:
+        """Return True if this is the function of `file` in `NAMED_FUNCTIONS`."""
+        return self.is_in(file) and self.function == NAMED_FUNCTIONS[file]
 
 
 class Stack(msgspec.Struct, frozen=True, kw_only=True):
-    """The main thread of a rank's script, innermost call first; `problem` says why there is none.
-
-    `running` is whether the thread had the processor; `step` the last step that it reported, -1 for none. `state` is the
-    kernel's letter where a signal or a debugger has stopped it (T, t) or it waits for a disk (D).
-    `gpu` is whether it may compute on a GPU, which it does without the processor.
-    """
+    """Main thread of a rank's script, innermost call first."""
 
     rank: int
     host: str
     step: int
+    """Last reported step, -1 for none."""
     frames: tuple[Frame, ...] = ()
     running: bool = False
+    """Whether the thread had a CPU."""
     state: str = ""
+    """The kernel's letter if a signal or a debugger stopped the process (T, t) or it waits for a disk (D), else empty."""
     gpu: bool = True
+    """Whether the process may use a GPU, which computes while the thread waits."""
     problem: str = ""
+    """Why there are no frames."""
     closing: bool = False
+    """Whether the rank reported the end of its script."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank is doing: `waits` for other ranks or not, `what` in words, `where` in the script."""
+    """Activity of a rank: `what` in words, `where` in the script, and whether it `waits` for other ranks."""
 
     waits: bool
     what: str
-    where: str
+    where: str = ""
 
     def __str__(self) -> str:
         return f"{self.what} ({self.where})" if self.where else self.what
 
 
-AT_END = Place(waits=True, what="job.close, at the end of its script", where="")
-GONE = Place(
-    waits=True, what="the exit of its process, at the end of its script (MPI_Finalize waits for all ranks)", where=""
-)
+IN_CLOSE = Place(waits=True, what="job.close, at the end of its script")
+IN_EXIT = Place(waits=True, what="the exit of its process, at the end of its script (MPI_Finalize waits for all ranks)")
+
+
+class _Thread(msgspec.Struct):
+    """Thread as py-spy and `stack_dump` write it."""
+
+    thread_name: str | None
+    active: bool
+    frames: tuple[Frame, ...]
+    state: str = ""
+    gpu: bool = True
 
 
 def parse_stack(rank: int, host: str, step: int, dump: bytes, *, closing: bool = False) -> Stack:
-    """A stack from what py-spy wrote as JSON."""
+    """Return the stack in a JSON dump of py-spy.
 
-    class Thread(msgspec.Struct):
-        thread_name: str | None
-        active: bool
-        frames: list[Frame]
-        state: str = ""
-        gpu: bool = True
-
+    Args:
+        rank: Global rank.
+        host: Name of its host.
+        step: Last step that it reported, -1 for none.
+        dump: Output of `py-spy dump --json`, or an error message.
+        closing: Whether the rank reported the end of its script.
+    """
     try:
-        threads = msgspec.json.decode(dump, type=list[Thread])
+        threads = msgspec.json.decode(dump, type=list[_Thread])
+        problem = "" if threads else "no Python thread"
     except msgspec.DecodeError:
-        problem = dump.decode(errors="replace").strip().splitlines() or ["no stack"]
-        return Stack(rank=rank, host=host, step=step, closing=closing, problem=problem[-1][:200])
+        threads, problem = [], (dump.decode(errors="replace").strip().splitlines() or ["no stack"])[-1][:200]
     if not threads:
-        return Stack(rank=rank, host=host, step=step, closing=closing, problem="no Python thread")
+        return Stack(rank=rank, host=host, step=step, problem=problem, closing=closing)
     main = next((thread for thread in threads if thread.thread_name == "MainThread"), threads[0])
-    frames = tuple(main.frames)
     return Stack(
-        rank=rank,
-        host=host,
-        step=step,
+        rank=rank, host=host, step=step, frames=main.frames, running=main.active, state=main.state, gpu=main.gpu,
         closing=closing,
-        frames=frames,
-        running=main.active,
-        state=main.state,
-        gpu=main.gpu,
-    )
+    )  # fmt: skip
 
 
 def place_of(stack: Stack) -> Place:
-    """What one rank is doing, as far as its stack tells."""
+    """Return the activity of one rank, as far as its stack shows it.
+
+    Args:
+        stack: Stack of the rank.
+    """
     if stack.problem:
-        return GONE if stack.closing else Place(waits=False, what=f"an unknown place: {stack.problem}", where="")
-    own = next((i for i, frame in enumerate(stack.frames) if not LIBRARY_FILES.search(frame.filename)), None)
+        return IN_EXIT if stack.closing else Place(waits=False, what=f"an unknown place: {stack.problem}")
+    own = next((i for i, frame in enumerate(stack.frames) if not frame.is_of_library), None)
     inner = stack.frames[:own]
     where = f"{stack.frames[own].place} in {stack.frames[own].name}" if own is not None else ""
     if stack.state in ("T", "t"):
         what = "a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT lets it go on)"
         return Place(waits=False, what=what, where=where)
-    if any(frame.function == "close" and JOB_FILE.search(frame.filename) for frame in stack.frames):
-        return AT_END
-    if any(SERVER_FILES.search(frame.filename) for frame in stack.frames) and not stack.running:
-        return Place(waits=True, what="a wait for the parameter servers", where=where)
-    if _is_average(stack):
-        return Place(waits=True, what="the average of all ranks (mode local)", where=where)
-    if is_meeting(stack) and not stack.running:
-        return Place(waits=True, what="distrib.init, for the other ranks", where=where)
-    for frame in inner:
-        if (
-            COLLECTIVE_FILES.search(frame.filename)
-            and not frame.function.startswith("_")
-            and frame.function != "wrapper"
-        ):
-            return Place(waits=True, what=frame.name, where=where)
-    if any("/torch/utils/data/" in frame.filename for frame in stack.frames):
+    if any(frame.is_named(JOB_FILE) for frame in stack.frames):
+        return IN_CLOSE
+    if (awaited := _awaited_peers(stack, inner)) or (awaited := _awaited_in_source(stack, own)):
+        return Place(waits=True, what=awaited, where=where)
+    if any(frame.is_in("/torch/utils/data/") for frame in stack.frames):
         return Place(waits=False, what="the data loader", where=where)
-    if any(map(_is_backward, inner)) and not stack.running:
-        return Place(waits=True, what="the backward pass, for gradients", where=where)
-    if own == 0:
-        line = linecache.getline(stack.frames[0].filename, stack.frames[0].line)
-        if call := COLLECTIVE_CALL.search(line):
-            return Place(waits=True, what=call[0].rstrip("( "), where=where)
-    if _is_for_gpu(stack):
+    if _waits_for_gpu(stack):
         return Place(waits=True, what="a call that waits for its GPU, and this perhaps for others", where=where)
     if stack.state == "D":
         return Place(waits=False, what="a wait for a disk or a file system", where=where)
-    innermost = stack.frames[0] if stack.frames else None
-    what = f"{innermost.name}" if innermost and own != 0 else ""
-    return Place(waits=False, what=what or "its own code", where=where)
+    inside = stack.frames[0].name if stack.frames and own != 0 else ""
+    return Place(waits=False, what=inside or "its own code", where=where)
 
 
-def is_importing(stack: Stack) -> bool:
-    """Whether a rank loads a module, or its Python is not there yet."""
-    return bool(stack.problem) or any(frame.filename.startswith("<frozen importlib") for frame in stack.frames)
+def _awaited_peers(stack: Stack, inner: Sequence[Frame]) -> str:
+    """Return the call of distrib, torch, Horovod or MPI in which a rank waits for others, empty for none."""
+    if any(frame.is_in(*SERVER_FILES) for frame in stack.frames) and not stack.running:
+        return "a wait for the parameter servers"
+    if _waits_for_average(stack):
+        return "the average of all ranks (mode local)"
+    if any(frame.is_named(RENDEZVOUS_FILE) for frame in stack.frames) and not stack.running:
+        return "distrib.init, for the other ranks"
+    for frame in inner:
+        if frame.is_in(*COLLECTIVE_FILES) and not frame.function.startswith("_") and frame.function != "wrapper":
+            return frame.name
+    in_loader = any(frame.is_in("/torch/utils/data/") for frame in stack.frames)
+    if not in_loader and not stack.running and any(frame.is_backward for frame in inner):
+        return "the backward pass, for gradients"
+    return ""
 
 
-def is_meeting(stack: Stack) -> bool:
-    """Whether a rank stands where all ranks of a job find each other."""
-    return any(frame.function in ("join", "_meet") and MEET_FILES.search(frame.filename) for frame in stack.frames)
+def _awaited_in_source(stack: Stack, own: int | None) -> str:
+    """Return the compiled call that a script waits in, by the text of its source line, empty for none."""
+    if own != 0:
+        return ""
+    call = COLLECTIVE_CALL.search(linecache.getline(stack.frames[0].filename, stack.frames[0].line))
+    return call[0].rstrip("( ") if call else ""
 
 
-def is_computing(stack: Stack) -> bool:
-    """Whether a rank uses the processor and waits for nobody."""
-    return stack.running and not place_of(stack).waits
+def _waits_for_average(stack: Stack) -> bool:
+    """Return True if a rank of mode local waits in a compiled call for the others."""
+    return not stack.running and bool(stack.frames) and stack.frames[0].is_in(LOCAL_SGD_FILE)
+
+
+def _waits_for_gpu(stack: Stack) -> bool:
+    if not stack.gpu or not stack.frames:
+        return False
+    inner = stack.frames[0]
+    return inner.is_in(*GPU_FILES) or bool(GPU_CALL.search(linecache.getline(inner.filename, inner.line)))
+
+
+def is_starting(stack: Stack, *, silent: bool) -> bool:
+    """Return True if a rank may still be starting: it imports, has no Python yet, or computes.
+
+    Args:
+        stack: Stack of the rank.
+        silent: Whether no rank has printed or reported anything so far; only then computing counts.
+    """
+    imports = any(frame.filename.startswith("<frozen importlib") for frame in stack.frames)
+    return bool(stack.problem) or imports or (silent and stack.running and not place_of(stack).waits)
 
 
 def culprits(stacks: Sequence[Stack]) -> list[Stack]:
-    """The ranks that the others wait for: those that do not wait themselves (on GPUs, where none is seen to wait, those with the fewest
-    steps); else those that left their script early, or are at a place of their own."""
+    """Return the ranks that the others wait for; none if each rank waits for all.
+
+    These are the ranks that do not wait. If all wait: those at the end of their script, else the smallest group at one place, else
+    those with the fewest steps. If none waits on GPUs: those with the fewest steps.
+
+    Args:
+        stacks: Stacks of all workers.
+    """
     if all(stack.problem and not stack.closing for stack in stacks):
         return []
-    places = {stack.rank: place_of(stack) for stack in stacks}
-    absent = [stack for stack in stacks if not places[stack.rank].waits]
+    absent = [stack for stack in stacks if not place_of(stack).waits]
     slowest = min(stack.step for stack in stacks)
-    if len(absent) == len(stacks) and all(stack.gpu for stack in stacks):
-        # With GPUs they stop anywhere, once so many kernels wait that no more are taken.
-        return [stack for stack in stacks if stack.step == slowest]
+    behind = [stack for stack in stacks if stack.step == slowest]
     if absent:
-        return absent
-    by_place = _grouped(stacks)
-    if len(by_place) > 1:
-        return (
-            by_place.get(AT_END)
-            or by_place.get(GONE)
-            or min(by_place.values(), key=lambda one: (len(one), min(s.step for s in one)))
-        )
-    return [stack for stack in stacks if stack.step == slowest] if slowest < max(s.step for s in stacks) else []
+        # On GPUs ranks stop anywhere, once the queue of kernels is full.
+        return behind if len(absent) == len(stacks) and all(stack.gpu for stack in stacks) else absent
+    groups = _grouped(stacks)
+    if len(groups) > 1:
+        smallest = min(groups.values(), key=lambda group: (len(group), min(stack.step for stack in group)))
+        return groups.get(IN_CLOSE) or groups.get(IN_EXIT) or smallest
+    return behind if len(behind) < len(stacks) else []
 
 
 def wait_for_ended(stacks: Sequence[Stack]) -> bool:
-    """Whether ranks wait for such as have left their script: nothing can come of it."""
-    others = [stack for stack in stacks if place_of(stack) != AT_END]
-    ended = max((stack.step for stack in stacks if place_of(stack) == AT_END), default=-1)
-    # A GPU may compute by itself what is waited for; of a step that the ended have not taken it waits for them.
+    """Return True if all other ranks wait for ranks that are in job.close: nothing can come of it.
+
+    Args:
+        stacks: Stacks of all workers.
+    """
+    others = [stack for stack in stacks if place_of(stack) != IN_CLOSE]
+    ended = max((stack.step for stack in stacks if place_of(stack) == IN_CLOSE), default=-1)
+    # A GPU may still compute what is waited for, but not in a step that the ended ranks have not taken.
     return 0 < len(others) < len(stacks) and all(
-        _surely_waits(stack) or (_is_for_gpu(stack) and stack.step > ended >= 0) for stack in others
+        _certainly_waits(stack) or (_waits_for_gpu(stack) and stack.step > ended >= 0) for stack in others
     )
 
 
-def ask_in_vain(stacks: Sequence[Stack]) -> bool:
-    """The same, where they have asked the job, or wait in backward without a GPU, which may compute it by itself; collectives that
-    they call may be of some ranks only."""
-    others = [stack for stack in stacks if place_of(stack) != AT_END]
+def wait_for_ended_in_job(stacks: Sequence[Stack]) -> bool:
+    """Return True if all ranks wait in vain in calls that every rank of the job takes part in.
+
+    A collective of the script's own may be one of some ranks only, and a GPU may finish a backward pass by itself.
+
+    Args:
+        stacks: Stacks of all workers.
+    """
+    others = [stack for stack in stacks if place_of(stack) != IN_CLOSE]
     return wait_for_ended(stacks) and all(
-        _is_average(one)
-        or any(JOB_FILE.search(frame.filename) or (not one.gpu and _is_backward(frame)) for frame in one.frames)
+        _waits_for_average(one) or any(f.is_in(JOB_FILE) or (not one.gpu and f.is_backward) for f in one.frames)
         for one in others
     )
 
 
-def _surely_waits(stack: Stack) -> bool:
-    """Whether a rank is in a collective call, by the files of those who have them, not by words that others use, too."""
-    sure = any(SURE_FILES.search(frame.filename) or _is_backward(frame) for frame in stack.frames)
-    return place_of(stack).waits and (sure or _is_average(stack))
-
-
-def _is_average(stack: Stack) -> bool:
-    return not stack.running and bool(stack.frames) and AVERAGE_FILES.search(stack.frames[0].filename) is not None
-
-
-def _is_for_gpu(stack: Stack) -> bool:
-    if not stack.gpu or not stack.frames:
-        return False
-    inner = stack.frames[0]
-    return bool(GPU_FILES.search(inner.filename) or GPU_CALL.search(linecache.getline(inner.filename, inner.line)))
-
-
-def _is_backward(frame: Frame) -> bool:
-    return frame.function == "_engine_run_backward"
+def _certainly_waits(stack: Stack) -> bool:
+    """Return True if the files on the stack, not words of its source, show a collective."""
+    certain = any(frame.is_in(*CERTAIN_FILES) or frame.is_backward for frame in stack.frames)
+    return place_of(stack).waits and (certain or _waits_for_average(stack))
 
 
 def all_wait(stacks: Sequence[Stack]) -> bool:
-    """Whether each rank is seen to wait for others, and for none of them in particular: what is between them may be at fault."""
+    """Return True if every rank waits for all others: then the network may have failed.
+
+    Args:
+        stacks: Stacks of all workers.
+    """
     return not culprits(stacks) and not all(stack.problem for stack in stacks)
 
 
-def report(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
-    """Who waits for whom, in lines for the terminal; the first is the verdict."""
-    guilty = culprits(stacks)
-    waiting = [stack for stack in stacks if stack not in guilty]
-    groups = _grouped(waiting)
-    waits_in = " and ".join(dict.fromkeys(place.what for place in groups if place.waits))
-    waits_in = waits_in or ("kernels on their GPUs" if waiting else "a collective")
-    if guilty and waiting:
-        rank = guilty[0]
-        others = f"{len(waiting)} rank{'s wait' if len(waiting) > 1 else ' waits'} for it in {waits_in}"
-        if len(guilty) > 1:
-            who = f"ranks {ranges([stack.rank for stack in guilty])} are"
-            others = others.replace(" for it ", " for them ")
-        else:
-            who = f"rank {rank.rank} on {rank.host} is"
-        lines = [f"no progress for {silent_seconds:g} s: {who} in {place_of(rank)}; {others}"]
-    elif guilty:
-        lines = [f"no progress for {silent_seconds:g} s, and no rank is seen to wait for another"]
-    elif not all_wait(stacks):
-        lines = [f"no progress for {silent_seconds:g} s, and no stack can be read: {stacks[0].problem}"]
-    else:
-        lines = [
-            f"no progress for {silent_seconds:g} s: all {len(stacks)} ranks wait in {waits_in}; is the network up?"
-        ]
+def report_lines(stacks: Sequence[Stack], silent_seconds: float) -> list[str]:
+    """Return the report for the terminal; its first line is the conclusion.
+
+    Args:
+        stacks: Stacks of all workers.
+        silent_seconds: Time without progress of any rank.
+    """
+    lines = [f"no progress for {silent_seconds:g} s{_conclusion(stacks)}"]
     for place, members in _grouped(stacks).items():
         steps = sorted({stack.step for stack in members if stack.step >= 0})
         at = f", step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "") if steps else ""
-        shown = name_hosts(stack.host for stack in members)
-        lines.append(
-            f"  rank{'s' * (len(members) > 1)} {ranges([stack.rank for stack in members])} on {shown}: in {place}{at}"
-        )
+        hosts = name_hosts(stack.host for stack in members)
+        numbers = ranges([stack.rank for stack in members])
+        lines.append(f"  rank{'s' * (len(members) > 1)} {numbers} on {hosts}: in {place}{at}")
     if wait_for_ended(stacks):
         lines.append(
             "  let all ranks leave their loops after as many steps: where a measurement decides (early stopping), by that of all, such as "
             "job.all_reduce(loss)"
         )
     return lines
+
+
+def _conclusion(stacks: Sequence[Stack]) -> str:
+    guilty = culprits(stacks)
+    waiting = [stack for stack in stacks if stack not in guilty]
+    calls = " and ".join(dict.fromkeys(place.what for place in _grouped(waiting) if place.waits))
+    calls = calls or ("kernels on their GPUs" if waiting else "a collective")
+    if guilty and waiting:
+        first, several = guilty[0], len(guilty) > 1
+        who = f"ranks {ranges([s.rank for s in guilty])} are" if several else f"rank {first.rank} on {first.host} is"
+        wait = "ranks wait" if len(waiting) > 1 else "rank waits"
+        return f": {who} in {place_of(first)}; {len(waiting)} {wait} for {'them' if several else 'it'} in {calls}"
+    if guilty:
+        return ", and no rank is seen to wait for another"
+    if not all_wait(stacks):
+        return f", and no stack can be read: {stacks[0].problem}"
+    return f": all {len(stacks)} ranks wait in {calls}; is the network up?"
 
 
 def _grouped(stacks: Sequence[Stack]) -> dict[Place, list[Stack]]:

@@ -32,9 +32,9 @@ from distrib_launch.supervisor import listener, performance_monitor, root_cause
 from distrib_launch.supervisor.assignments import assignments
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
 from distrib_launch.supervisor.fault_tolerance import Recovery
+from distrib_launch.supervisor.hang_detector import HangDetector
 from distrib_launch.supervisor.host_liveness import Liveness
 from distrib_launch.supervisor.outcome import Verdict
-from distrib_launch.supervisor.progress import Progress
 from distrib_launch.supervisor.rank_state import RankState
 
 START_SECONDS = 120.0
@@ -113,7 +113,7 @@ class Supervisor:
         self.verdict = Verdict(plan, self.recovery)
         self.log_lost = False  # and said so
         self.warnings: list[str] = []
-        self.progress = Progress(plan, hang_timeout_seconds, self._send, console, self.warnings)
+        self.hang_detector = HangDetector(plan, hang_timeout_seconds, self._send, console, self.warnings)
         self.watch = performance_monitor.Watch(plan, self._warn, self._host_of)
         self.started = time.time()
 
@@ -141,7 +141,7 @@ class Supervisor:
             self._watch(self.engine, entrance)
         finally:
             self._say_goodbye()
-            self.progress.close()
+            self.hang_detector.close()
             if entrance:
                 entrance.close()
             for state in self.ranks:
@@ -246,7 +246,7 @@ class Supervisor:
         """When nobody has got on for too long, say who waits for whom, and end the job if that was asked for."""
         if not self.assigned or self.stopping:
             return
-        if failure := self.progress.watch(now, self.ranks):
+        if failure := self.hang_detector.check(now, self.ranks):
             self.verdict.fail(failure)
             self._stop(self.grace_seconds)
 
@@ -311,7 +311,7 @@ class Supervisor:
     def _assign(self) -> None:
         """Everyone is here: tell each rank what to run."""
         self.assigned = True
-        self.progress.start()
+        self.hang_detector.start()
         if self.plan.engine == "srun":
             self._tell_few_processors()
         told = assignments(
@@ -372,7 +372,7 @@ class Supervisor:
             descriptor = 1 if kind is Kind.OUT else 2
             if problem := state.write(descriptor, payload):
                 self._log_lost(problem)
-            self.progress.seen()
+            self.hang_detector.on_progress()
             self.console.rank_output(state.plan.rank, descriptor, payload)
         elif kind is Kind.BEAT:
             beat = json.loads(payload)
@@ -381,7 +381,7 @@ class Supervisor:
         elif kind is Kind.STATUS:
             self._note_status(state, payload)
         elif kind is Kind.STACKS:
-            self.progress.add(state, payload)
+            self.hang_detector.add_stack(state, payload)
         elif kind is Kind.VALUE:
             self._keep_value(state, payload)
         elif kind is Kind.EXIT and self.assigned:  # before that, the engine's own words tell why it ended its ranks
@@ -408,7 +408,7 @@ class Supervisor:
                 state.closing = state.closing or "closing" in status
                 state.independent = state.independent or status.get("independent") is True
                 state.prepared = state.prepared or "prepared" in status
-                self.progress.seen()
+                self.hang_detector.on_progress()
                 if "measured" in status:
                     self.watch.hear(state.plan.rank, status["measured"])
                 if "metrics" in status and status.get("main", state.plan.rank == self.recovery.main):

@@ -1,0 +1,383 @@
+"""Which ranks a hung job waits for: through the command, and the detector and the report by themselves."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from distrib_launch.rank_agent.stack_dump import with_state
+from distrib_launch.supervisor import hang_detector, hang_report
+from tests.conftest import LAUNCH, ROOT, SCRIPTS
+
+GLOO = SCRIPTS / "gloo.py"
+
+ENDS_EARLY = """
+import sys
+import distrib, torch
+job = distrib.init()
+model = torch.nn.Linear(1, 1)
+model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), 1e-4))
+for step in range(20):
+    if job.is_main and step == 10:
+        break
+    if sys.argv[1] == "asks" and step == 10:
+        print("the mean is", job.all_reduce(1.0))
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+
+
+def frames(*calls: tuple[str, str, int]) -> tuple[hang_report.Frame, ...]:
+    return tuple(hang_report.Frame(name=name, filename=filename, line=line) for name, filename, line in calls)
+
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+
+
+IN_BACKWARD = frames(("_engine_run_backward", f"{TORCH}/autograd/graph.py", 9), ("train", "/home/me/train.py", 50))
+
+
+IN_ALL_REDUCE = frames(
+    ("all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 9),
+    ("wrapper", f"{TORCH}/distributed/c10d_logger.py", 8),
+    ("validate", "/home/me/train.py", 70),
+)
+
+
+IN_JOB = (
+    *IN_ALL_REDUCE[:2],
+    *frames(("Job.all_reduce", "/home/me/distrib/distrib/training/job.py", 411)),
+    IN_ALL_REDUCE[2],
+)
+
+
+IN_AVERAGE = frames(
+    ("Fragment.finish", "/home/me/distrib/distrib/training/strategies/local_sgd.py", 270),
+    ("Round.go_on", "/home/me/distrib/distrib/training/strategies/local_sgd.py", 180),
+    ("train", "/home/me/train.py", 50),
+)
+
+
+CLOSING = frames(
+    ("meet_at_end", "/home/me/distrib/distrib/training/rendezvous.py", 65),
+    ("Job.close", "/home/me/distrib/distrib/training/job.py", 516),
+    ("_at_exit", "/home/me/distrib/distrib/training/job.py", 577),
+)
+
+
+IN_LOADER = frames(("__next__", f"{TORCH}/utils/data/dataloader.py", 9), ("train", "/home/me/train.py", 41))
+
+
+def stack(rank: int, calls: tuple[hang_report.Frame, ...], **changes: object) -> hang_report.Stack:
+    values = {"rank": rank, "host": f"n{rank // 2}", "step": 7, "frames": calls}
+    return hang_report.Stack(**{**values, **changes})
+
+
+@pytest.mark.parametrize("does", ["trains", "asks"])
+def test_ranks_that_wait_for_one_at_its_end_are_told_of_soon(launch, tmp_path, does):
+    """It takes no part in what they ask for while it ends."""
+    script = tmp_path / "early.py"
+    script.write_text(ENDS_EARLY)
+    run = launch("-np", "2", "--hang-timeout", "20s", script, does, timeout=150)
+    ended = "s: rank 0 on localhost is in job.close, at the end of its script; 1 rank waits for it in "
+    assert f"no progress for 10 {ended}" in run.err and "the job ends if this lasts for 20 s" in run.err, run
+    assert "let all ranks leave their loops after as many steps" in run.err
+    assert run.code == 1 and f"no progress for 20 {ended}" in run.result["first_failure"]["message"]
+    assert "the mean is" not in run.out
+
+
+@pytest.mark.parametrize(
+    ("calls", "gpu", "ends"),
+    [
+        ("IN_JOB", True, True),
+        ("IN_ALL_REDUCE", False, False),
+        ("IN_BACKWARD", True, False),
+        ("IN_BACKWARD", False, True),
+    ],
+)
+def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkeypatch, calls, gpu, ends):
+    """Others may ask each other, or compute backward on a GPU, for themselves."""
+    now = 0.0
+    monkeypatch.setattr(hang_detector, "time", types.SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    says: list[str] = []
+    plan = types.SimpleNamespace(hosts=(), network="")
+    console = types.SimpleNamespace(say=says.append)
+    detector = hang_detector.HangDetector(plan, None, lambda *_: None, console, [])
+    worker = {"role": "worker", "host": "n1"}
+    ranks = [
+        types.SimpleNamespace(
+            plan=types.SimpleNamespace(rank=rank, **worker), ending=None, step=5, closing=bool(rank), error_log="log"
+        )
+        for rank in range(2)
+    ]
+    said, failure = [], None
+    for now in (seconds / 2 for seconds in range(200)):
+        says.clear()
+        failure = detector.check(now, ranks)
+        for state, one in zip(ranks, (globals()[calls], CLOSING), strict=True):
+            thread = {"thread_name": "MainThread", "active": False, "frames": one, "gpu": gpu}
+            detector.add_stack(state, msgspec.json.encode([thread]))
+        if says:
+            said.append((now, re.search(r"for (\d+) s", says[0])[1]))
+        if now == 20:
+            detector.on_progress()
+        if failure:
+            break
+    assert [seconds for _, seconds in said] == ["10", "10", "60"][: 3 if ends else 1]
+    times = [at for at, _ in said]
+    assert times[0] < 14 and (not ends or (times[1] < 34 and times[2] < 84))
+    assert bool(failure) == ends and (not failure or failure.rank == 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"), [("own-code", "is in its own code (gloo.py:"), ("loader", "is in the data loader (gloo.py:")]
+)
+def test_a_hang_names_the_rank_that_is_waited_for(launch, order, words):
+    run = launch("-np", "3", "--hang-timeout", "5s", GLOO, f"1:{order}", timeout=150)
+    assert run.code == 1, run
+    assert "no progress for 5 s: rank 1 on localhost " + words in run.err
+    assert "2 ranks wait for it in the backward pass, for gradients" in run.err
+    failure = run.result["first_failure"]
+    assert (failure["rank"], failure["host"]) == (1, "localhost")
+    assert "gloo.py" in failure["traceback"]
+
+
+def test_an_mpi_job_that_hangs_names_the_call_it_waits_in(launch, tmp_path):
+    script = tmp_path / "barrier.py"
+    script.write_text(
+        "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\n"
+        "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "3", "--hang-timeout", "3s", script, timeout=150)
+    assert run.code == 1, run
+    assert (
+        "rank 1 on localhost is in its own code (barrier.py:6 in <module>); 2 ranks wait for it in Barrier" in run.err
+    )
+
+
+def test_an_mpi_rank_that_ended_early_is_named_in_a_hang(launch, tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "from mpi4py import MPI\nworld = MPI.COMM_WORLD\nprint('up', flush=True)\nif world.rank == 0:\n    world.Barrier()\n"
+    )
+    run = launch("-np", "2", "--hang-timeout", "3s", script, timeout=150)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in the exit of its process, at the end of its script (MPI_Finalize waits" in run.err
+    assert "1 rank waits for it in Barrier" in run.err
+
+
+def test_a_hang_before_anything_was_printed_is_found_too(launch, tmp_path):
+    script = tmp_path / "silent.py"
+    script.write_text(
+        "import time\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n    time.sleep(60)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "3", "--hang-timeout", "4s", script, timeout=150)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in its own code (silent.py:5 in <module>); 2 ranks wait for it in Barrier" in run.err
+    assert run.seconds < 50
+
+
+def test_a_rank_that_is_stopped_is_told_from_one_that_computes(launch, tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(
+        "import os, signal\nfrom mpi4py import MPI\nworld = MPI.COMM_WORLD\n"
+        "if world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\nworld.Barrier()\n"
+    )
+    run = launch("-np", "2", "--hang-timeout", "4s", script, timeout=150)
+    assert run.code == 1, run
+    assert "rank 1 on localhost is in a stop by a signal or a debugger (Ctrl-Z, SIGSTOP; kill -CONT" in run.err
+    assert "(stopped.py:5 in <module>); 1 rank waits for it in Barrier" in run.err
+
+
+@pytest.mark.parametrize(("code", "state"), [("while True: pass", True), ("import time; time.sleep(60)", False)])
+def test_what_py_spy_cannot_know_before_python_3_11_the_kernel_is_asked(code, state):
+    unknown = {"thread_name": "MainThread", "os_thread_id": None, "active": not state, "frames": []}
+    with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        try:
+            deadline = time.monotonic() + 10
+            for named in (unknown, unknown | {"thread_name": None}):
+                while json.loads(with_state(json.dumps([named]).encode(), process.pid))[0]["active"] is not state:
+                    assert time.monotonic() < deadline
+            known = json.dumps([unknown | {"os_thread_id": process.pid}]).encode()
+            assert json.loads(with_state(known, process.pid)) == [{**json.loads(known)[0], "gpu": False}]
+            for other in (b"Error: no such process", b"null", b"[{}]"):
+                assert with_state(other, process.pid) == other
+        finally:
+            process.kill()
+
+
+def test_a_script_that_computes_silently_at_its_start_is_left_alone(launch, tmp_path):
+    script = tmp_path / "busy.py"
+    script.write_text("import time\nend = time.monotonic() + 5\nwhile time.monotonic() < end:\n    pass\nprint('up')\n")
+    run = launch("-np", "2", "--hang-timeout", "2s", script, timeout=150)
+    assert run.code == 0, run
+
+
+@pytest.mark.cluster
+def test_a_hang_across_hosts_is_found_in_time_and_named(make_cluster, launch):
+    cluster = make_cluster(3)
+    run = launch("-H", cluster.hostfile, "--hang-timeout", "5s", GLOO, "1:loader", cluster=cluster, timeout=150)
+    assert run.code == 1, run
+    assert "no progress for 5 s: rank 1 on n2 is in the data loader (gloo.py:" in run.err
+    assert run.result["first_failure"]["host"] == "n2"
+    printed = (run.run_dir / "ranks/0.out").stat().st_mtime  # its last line is its last progress
+    assert run.result["first_failure"]["time"] - printed < 20  # those who wait would wait for minutes
+    assert cluster.left_over(within_seconds=6) == {}
+
+
+@pytest.mark.cluster
+def test_hosts_that_no_longer_reach_each_other_are_named(make_cluster, tmp_path):
+    cluster = make_cluster(4)
+    words = ["-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--hang-timeout", "5s", GLOO, "0:nothing"]
+    process = cluster.popen("n1", [LAUNCH, *words], env={"OMP_NUM_THREADS": "1"})
+    assert "three steps done" in process.stdout.readline()
+    cluster.part("n2", "n3")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1, err
+    assert re.search(r"all 4 ranks wait in .*; is the network up\?", err), err
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    for host, other in (("n2", "n3"), ("n3", "n2")):
+        told = f"{host}: network: {other} cannot reach it at {cluster.address(host)} (timed out)"
+        assert f"warning: {told}" in err and any(told in warning for warning in result["warnings"]), err
+    assert not re.search("warning: n[14]", err)
+    assert result["first_failure"]["message"].startswith("no progress for 5 s: all 4 ranks wait")
+    assert cluster.left_over(within_seconds=6) == {}
+
+
+def test_the_one_that_is_elsewhere_is_named():
+    stacks = [stack(r, IN_BACKWARD) for r in (0, 1, 2, 4, 5, 6, 7)] + [stack(3, IN_LOADER)]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [3]
+    assert hang_report.report_lines(stacks, 60)[0] == (
+        "no progress for 60 s: rank 3 on n1 is in the data loader (train.py:41 in train); "
+        "7 ranks wait for it in the backward pass, for gradients"
+    )
+
+
+def test_the_one_that_is_stopped_is_named_wherever_it_is():
+    stacks = [stack(r, IN_ALL_REDUCE) for r in range(3)] + [stack(3, IN_ALL_REDUCE, state="T")]
+    assert "rank 3 on n1 is in a stop by a signal" in hang_report.report_lines(stacks, 5)[0]
+    stacks[3] = stack(3, IN_LOADER, state="D")
+    assert "rank 3 on n1 is in the data loader" in hang_report.report_lines(stacks, 5)[0]
+    stacks[3] = stack(3, frames(("load", "/home/me/train.py", 3)), state="D")
+    assert (
+        "rank 3 on n1 is in a wait for a disk or a file system (train.py:3 in load)"
+        in hang_report.report_lines(stacks, 5)[0]
+    )
+
+
+def test_ranks_in_different_collectives_wait_for_each_other():
+    stacks = [stack(r, IN_BACKWARD) for r in range(3)] + [stack(3, IN_ALL_REDUCE)]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [3]
+    assert (
+        "rank 3 on n1 is in all_reduce (train.py:70 in validate); 3 ranks wait"
+        in hang_report.report_lines(stacks, 5)[0]
+    )
+
+
+def test_all_in_the_same_collective_point_at_the_network_or_the_one_behind():
+    stacks = [stack(r, IN_ALL_REDUCE) for r in range(4)]
+    assert hang_report.culprits(stacks) == []
+    assert "all 4 ranks wait in all_reduce; is the network up?" in hang_report.report_lines(stacks, 5)[0]
+    behind = [*stacks[:3], stack(3, IN_ALL_REDUCE, step=5)]
+    assert [s.rank for s in hang_report.culprits(behind)] == [3]
+
+
+def test_a_rank_that_has_left_its_script_is_the_one_that_is_waited_for():
+    stacks = [stack(0, IN_BACKWARD), stack(1, CLOSING), stack(2, CLOSING)]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [1, 2]
+    assert hang_report.report_lines(stacks, 6)[0] == (
+        "no progress for 6 s: ranks 1-2 are in job.close, at the end of its script; "
+        "1 rank waits for them in the backward pass, for gradients"
+    )
+    assert [s.rank for s in hang_report.culprits([*stacks, stack(3, IN_LOADER)])] == [3]
+    assert hang_report.culprits([stack(rank, CLOSING) for rank in range(2)]) == []
+
+
+def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
+    """It runs on past its collectives, and waits where it reads what they bring."""
+    script = tmp_path / "train.py"
+    script.write_text("loss = 1\nprint(loss.item())\n")
+    reads = frames(("train", str(script), 2))
+    late = frames(
+        ("Event.synchronize", f"{TORCH}/cuda/streams.py", 9),
+        ("_Seen.is_finite", "/home/me/distrib/distrib/training/nan_guard.py", 36),
+        ("train", "/home/me/train.py", 50),
+    )
+    evaluates = stack(0, frames(("evaluate", "/home/me/train.py", 90)), running=True)
+    stacks = [evaluates, *(stack(rank, calls, running=True) for rank, calls in ((1, reads), (2, late), (3, reads)))]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [0]
+    assert "3 ranks wait for it in a call that waits for its GPU" in hang_report.report_lines(stacks, 9)[0]
+    ended = [stack(0, CLOSING), *stacks[1:]]
+    assert [s.rank for s in hang_report.culprits(ended)] == [0]
+    assert not hang_report.wait_for_ended(ended)  # their GPUs may still compute
+    further = [ended[0], *(msgspec.structs.replace(one, step=8) for one in ended[1:])]
+    assert hang_report.wait_for_ended(further) and not hang_report.wait_for_ended_in_job(further)
+    on_cpu = stack(1, reads, running=True, gpu=False)
+    assert not hang_report.place_of(on_cpu).waits
+
+
+def test_a_rank_that_copies_to_its_gpu_waits_for_it(tmp_path):
+    """Of memory that is not pinned; with pinned memory it stops anywhere, and the one behind is named."""
+    script = tmp_path / "train.py"
+    script.write_text("images = images.to(device)\n")
+    moving = frames(("moved", "/venv/distrib/training/to_device.py", 30), ("train", "/home/me/train.py", 50))
+    copies = [stack(1, moving, step=8), stack(2, frames(("train", str(script), 1)), step=8)]
+    elsewhere = frames(("forward", "/home/me/train.py", 90))
+    stacks = [stack(0, elsewhere), *copies]
+    assert [s.rank for s in hang_report.culprits(stacks)] == [0]
+    assert "2 ranks wait for it in a call that waits for its GPU" in hang_report.report_lines(stacks, 9)[0]
+    anywhere = [stack(rank, elsewhere, step=7 if rank == 2 else 9) for rank in range(4)]
+    assert [s.rank for s in hang_report.culprits(anywhere)] == [2]
+    assert "3 ranks wait for it in kernels on their GPUs" in hang_report.report_lines(anywhere, 9)[0]
+    on_cpus = [stack(rank, elsewhere, step=7 if rank == 2 else 9, gpu=False) for rank in range(4)]
+    assert len(hang_report.culprits(on_cpus)) == 4
+
+
+def test_a_rank_without_a_stack_is_still_told_of():
+    stacks = [stack(0, IN_BACKWARD), stack(1, (), problem="Error: Permission denied")]
+    assert "Permission denied" in "\n".join(hang_report.report_lines(stacks, 5))
+
+
+def test_where_no_stack_can_be_read_nobody_is_blamed():
+    stacks = [stack(rank, (), problem="Error: Permission denied") for rank in range(2)]
+    assert hang_report.culprits(stacks) == []
+    assert (
+        hang_report.report_lines(stacks, 9)[0]
+        == "no progress for 9 s, and no stack can be read: Error: Permission denied"
+    )
+
+
+def test_files_and_functions_of_distrib_that_the_report_names_exist():
+    for file in (
+        *hang_report.NAMED_FUNCTIONS,
+        hang_report.LOCAL_SGD_FILE,
+        *hang_report.SERVER_FILES,
+        *(file for file in hang_report.GPU_FILES if file.startswith("/distrib/")),
+    ):
+        assert (ROOT / file.lstrip("/")).exists(), file
+    for file, function in hang_report.NAMED_FUNCTIONS.items():
+        nodes = ast.walk(ast.parse((ROOT / file.lstrip("/")).read_text()))
+        assert function in {node.name for node in nodes if isinstance(node, ast.FunctionDef)}, (file, function)
+
+
+def test_files_and_functions_of_torch_that_the_report_names_exist():
+    import torch.autograd.graph
+    import torch.distributed.distributed_c10d
+    import torch.utils.data.dataloader
+
+    assert callable(torch.autograd.graph._engine_run_backward)
+    root = Path(torch.__file__).parent.parent
+    for file in (*hang_report.GPU_FILES, *hang_report.CERTAIN_FILES):
+        if file.startswith("/torch/"):
+            assert (root / file.lstrip("/")).exists(), file
