@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import fork_server
 from tests.cluster import Cluster, why_unavailable
 from tests.cluster.virtual import OWN_NAMES
 
@@ -65,7 +66,7 @@ def our_processes() -> dict[int, str]:
     mark = f"{MARK}={os.getpid()}".encode()
     found = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+        if entry.name.isdigit() and int(entry.name) not in (os.getpid(), fork_server.server_process()):
             try:
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -85,6 +86,16 @@ def its_turn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         fcntl.flock(lock, fcntl.LOCK_EX if "alone" in request.keywords else fcntl.LOCK_SH)
         yield
         fcntl.flock(lock, fcntl.LOCK_UN)  # also for processes that the test forked
+
+
+@pytest.fixture(autouse=True)
+def forked_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork the scripts of the ranks that a test marked `forked` starts on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "forked" in request.keywords:
+            for name, value in fork_server.environment(os.environ.get("PYTHONPATH", "")).items():
+                patch.setenv(name, value)
+        yield
 
 
 @pytest.fixture(autouse=True)

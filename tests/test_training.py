@@ -55,19 +55,21 @@ from distrib.training.strategies.ddp import _on_gpu
 from distrib.training.sync_batchnorm import with_synchronized_batches
 from distrib.training.to_device import moved
 from distrib.training.world import World, _from_mpi, find_device, find_world
+from tests import fork_server
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def run_ranks(
-    ranks: int, script: Path, *arguments: object, seconds: float = 400, **variables: str
+    ranks: int, script: Path, *arguments: object, seconds: float = 400, forked: bool = True, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `script` on `ranks` ranks of this host, with nothing but mpirun."""
+    """Runs `script` on `ranks` ranks of this host, with nothing but mpirun; `forked` by the fork server."""
     mpirun = Path(sys.executable).parent / "mpirun"
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none", "-np", str(ranks)]
     command = [mpirun, *options, sys.executable, script, *arguments]
-    tools = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    python = fork_server.environment(str(ROOT)) if forked else {"PYTHONPATH": str(ROOT)}
+    tools = {**python, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
