@@ -171,7 +171,7 @@ def test_hosts_that_only_one_of_the_files_knows(lab):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("nodes: [\n", "lab.yaml:2: is no YAML: "),
+        ("nodes: [\n", "lab.yaml:2: is not valid YAML: "),
         ("nodes:\n  - hosts: n[1-4]\n    nics: [{name: e, rate: 10gb/s}]\n", "lab.yaml:3: $.nodes[0].nics[0].rate: '10gb/s'"),
         ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes` stands here twice"),
         ("\0", "lab.yaml:1: contains NUL bytes"),

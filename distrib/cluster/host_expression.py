@@ -1,4 +1,4 @@
-"""Host expressions such as `bob@gpu[01-16]:8`, and the lists of `-H`, made of nothing else."""
+"""Host expressions such as `bob@gpu[01-16]:8`, and the host lists of `-H`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, each_once, shown
+from distrib.cluster.hosts import MAX_HOSTS, Host, HostList, Notes, Place, merge_mentions, shown
 
 MAX_SLOTS = 100_000
 MAX_NAME = 253
@@ -26,7 +26,7 @@ _BRACKETED_ADDRESS = re.compile(r"\[([^\[\]]*:[^\[\]]*)\](?::(.*))?", re.DOTALL)
 
 
 class Expression(NamedTuple):
-    """`user@names:slots`; `names` expands when it is iterated."""
+    """A parsed `user@names:slots`; iterating `names` expands the ranges."""
 
     names: Iterator[str]
     user: str | None
@@ -35,20 +35,40 @@ class Expression(NamedTuple):
 
 
 def parse_host_list(text: str, source: str = "-H") -> HostList:
-    """The hosts of an inline list: `a:2,b:2`, `gpu[01-16]:8`, `user@host:4`, `[::1]:2`.
+    """Parse an inline list: `a:2,b:2`, `gpu[01-16]:8`, `user@host:4`, `[::1]:2`.
 
-    Raises HostfileError.
+    Args:
+        text: The list.
+        source: Its name in errors.
+
+    Returns:
+        The hosts, each once.
+
+    Raises:
+        HostfileError: The list is invalid.
     """
     notes = Notes()
     place = Place(source, column=1)
     if not text.strip():
         raise place.error("no hosts", "write -H HOST:SLOTS,HOST:SLOTS or name a hostfile")
-    hosts = each_once(list_mentions(text, place, notes), notes)
+    hosts = merge_mentions(list_mentions(text, place, notes), notes)
     return HostList(hosts=hosts, source=source, dialect="inline", notes=notes.lines())
 
 
 def list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host, Place]]:
-    """Every host that a list names, as often as it names it."""
+    """Expand a list to host names.
+
+    Args:
+        text: The list.
+        place: Its position.
+        notes: Receives notes on ambiguous expressions.
+
+    Yields:
+        Every host as often as it is named, with its position.
+
+    Raises:
+        HostfileError: The list is invalid.
+    """
     for item, at in split_list(text, place):
         expression = parse_expression(item, at, notes)
         for name in expression.names:
@@ -56,7 +76,18 @@ def list_mentions(text: str, place: Place, notes: Notes) -> Iterator[tuple[Host,
 
 
 def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:
-    """The items between commas outside brackets, without the blanks around them, and where each begins."""
+    """Split a list at the commas outside brackets.
+
+    Args:
+        text: The list.
+        place: Its position.
+
+    Yields:
+        Each item without blanks, with its position.
+
+    Raises:
+        HostfileError: An item is empty.
+    """
     start = 0
     while start <= len(text):
         match = _ITEM.match(text, start)
@@ -70,7 +101,19 @@ def split_list(text: str, place: Place) -> Iterator[tuple[str, Place]]:
 
 
 def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
-    """One item of a list: `[user@]host[:slots]`, where host may hold ranges or be an address."""
+    """Parse one item of a list: `[user@]host[:slots]`, where host may be an address or contain ranges.
+
+    Args:
+        text: The item, not empty.
+        place: Its position.
+        notes: Receives notes on ambiguous counts.
+
+    Returns:
+        The expression.
+
+    Raises:
+        HostfileError: The item is invalid.
+    """
     if gap := re.search(r"\s+", text):
         word = text[gap.end() :].split()[0]
         write = f"slots={word}" if _NUMBER.fullmatch(word) else "slots=8"
@@ -78,41 +121,33 @@ def parse_expression(text: str, place: Place, notes: Notes) -> Expression:
             f"did not expect {shown(word)} after a host",
             f"write settings as {write} in a hostfile, and a comma between hosts",
         )
-    if text[0] == "^":
-        raise place.error(f"{shown(text)} would exclude a host", f"use --exclude {text[1:60]} instead")
-    if text[0] == "+":
-        raise place.error(
-            f"{shown(text)} is relative to another list of hosts",
-            "name the hosts; --include and --exclude choose among them",
-        )
+    if text[0] in "^+":
+        raise place.error(f"{shown(text)}: Open MPI's filters are not supported", "use --exclude and --include")
     user, at_sign, host = text.rpartition("@")
     at_host = place.right(len(user) + len(at_sign))
     if at_sign:
         check_user(user, place)
-    name, count, at_count = _split_count(host, at_host, notes)
+    name, count, at_count = _split_count(host, at_host)
     slots = None if count is None else parse_number(count, at_count, "slots", MAX_SLOTS)
     if slots is not None and (slots in (22, 2222) or slots > 1024):
         notes.add(
             "port",
-            f"{place}: {shown(host)} was taken as {slots} slots; if {slots} is the ssh port, "
-            f"write `port={slots}` after the host in a hostfile, if it is not, `slots={slots}` says so beyond doubt",
+            f"{place}: {shown(host)} has {slots} slots; for ssh port {slots}, "
+            f"write `port={slots}` after the host in a hostfile",
         )
     return Expression(_names(name, at_host), user or None, slots, "[" in name)
 
 
-def _split_count(host: str, place: Place, notes: Notes) -> tuple[str, str | None, Place]:
-    """Host, the text after its colon if there is one, and where that text begins. IPv6 loses its brackets."""
+def _split_count(host: str, place: Place) -> tuple[str, str | None, Place]:
+    """Split `host:count` and remove the brackets of IPv6; returns the host, the count and its position."""
     if address := _BRACKETED_ADDRESS.fullmatch(host):
         if not _is_ipv6(address[1]):
             raise place.right(1).error(f"{shown(address[1])} is not an IPv6 address")
         return address[1], address[2], place.right(address.start(2) if address[2] is not None else 0)
     if host.count(":") > 1 and _is_ipv6(host):
-        shorter, _, last = host.rpartition(":")
-        if _is_ipv6(shorter) and _NUMBER.fullmatch(last):
-            notes.add("address", f"{place}: {host} was taken as an address; for {last} slots write [{shorter}]:{last}")
         return host, None, place
     if host.count("[") != host.count("]"):
-        return host, None, place  # for _names to refuse as a whole
+        return host, None, place  # _names refuses it as a whole
     colon = host.find(":", host.rfind("]") + 1)
     if colon < 0:
         return host, None, place
@@ -131,7 +166,7 @@ def _is_ipv6(text: str) -> bool:
 
 
 def _names(name: str, place: Place) -> Iterator[str]:
-    """The host names that `name` stands for, rightmost range fastest, each checked."""
+    """Yield the host names of an expression, rightmost range fastest, each checked."""
     if ":" in name and _is_ipv6(name):
         yield name
         return
@@ -139,21 +174,21 @@ def _names(name: str, place: Place) -> Iterator[str]:
         check_name(name, place)
         yield name
         return
-    # Literals at even places, the insides of brackets at odd ones.
-    pieces = re.split(r"\[([^\[\]]*)\]", name)
+    # Literals at even indices, the insides of brackets at odd ones.
+    segments = re.split(r"\[([^\[\]]*)\]", name)
     choices: list[Sequence[str]] = []
     size, offset = 1, 0
-    for number, piece in enumerate(pieces):
+    for number, segment in enumerate(segments):
         if number % 2:
-            choices.append(_range(piece, place.right(offset + 1)))
+            choices.append(_range(segment, place.right(offset + 1)))
             size *= len(choices[-1])
             _check_size(size, name, place)
-            offset += len(piece) + 2
-        elif "[" in piece or "]" in piece:
+            offset += len(segment) + 2
+        elif "[" in segment or "]" in segment:
             raise place.right(offset).error(f"brackets in {shown(name)} do not match", "write ranges as gpu[01-16]")
         else:
-            choices.append([piece])
-            offset += len(piece)
+            choices.append([segment])
+            offset += len(segment)
     for parts in itertools.product(*choices):
         expanded = "".join(parts)
         check_name(expanded, place)
@@ -161,12 +196,12 @@ def _names(name: str, place: Place) -> Iterator[str]:
 
 
 def _range(text: str, place: Place) -> list[str]:
-    """The numbers in one pair of brackets, with their leading zeros, in the order written.
+    """Expand the numbers in one pair of brackets, with leading zeros, in the given order.
 
-    ClusterShell expands each run of numbers. It is not given the whole name: it would sort the hosts (and Slurm's
-    task counts follow the list's order), and it gives `,`, `!`, `&`, `^` and `@` meanings of its own.
+    ClusterShell expands each run of numbers. It does not get the whole name: it would sort the hosts, and Slurm's task counts follow
+    the order of the list.
     """
-    from ClusterShell.RangeSet import RangeSet, RangeSetException  # here, as most hostfiles hold no range
+    from ClusterShell.RangeSet import RangeSet, RangeSetException  # slow to import, and most hostfiles hold no range
 
     numbers: list[str] = []
     for run in text.split(","):
@@ -194,7 +229,15 @@ def _check_size(hosts: int, text: str, place: Place) -> None:
 
 
 def check_name(name: str, place: Place) -> None:
-    """Refuse what is neither a host name nor an IPv4 address."""
+    """Check a host name or IPv4 address.
+
+    Args:
+        name: The name.
+        place: Its position.
+
+    Raises:
+        HostfileError: The name is invalid.
+    """
     if name.startswith("-"):
         raise place.error(f"host name {shown(name)} begins with '-'", "ssh would take it for an option")
     if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
@@ -216,7 +259,15 @@ def check_name(name: str, place: Place) -> None:
 
 
 def check_user(user: str, place: Place) -> None:
-    """Refuse user names that ssh or a shell would read as something else."""
+    """Check a user name, also against options of ssh and characters of the shell.
+
+    Args:
+        user: The name.
+        place: Its position.
+
+    Raises:
+        HostfileError: The name is invalid.
+    """
     if not _USER.fullmatch(user):
         raise place.error(f"{shown(user)} is not a user name", "user names have letters, digits, '.', '-', '_' and '+'")
     if user.isdigit():
@@ -227,7 +278,20 @@ def check_user(user: str, place: Place) -> None:
 
 
 def parse_number(text: str, place: Place, what: str, most: int) -> int:
-    """A whole number from 1 to `most`, in plain ASCII digits: int() alone would take `1_000`, ` +4` and `٣`."""
+    """Parse a whole number of ASCII digits; int() alone accepts `1_000`, ` +4` and other scripts.
+
+    Args:
+        text: The digits.
+        place: Their position.
+        what: The quantity, for errors.
+        most: The largest allowed value. The smallest is 1.
+
+    Returns:
+        The number.
+
+    Raises:
+        HostfileError: The text is not a number in this range.
+    """
     if not _NUMBER.fullmatch(text) or not 1 <= int(text) <= most:
         raise place.error(f"{what} must be a whole number from 1 to {most}, not {shown(text)}")
     return int(text)

@@ -1,34 +1,29 @@
-"""Hostfiles of every dialect: text to hosts, and back.
+"""Hostfiles: a registry of dialects, reading and writing.
 
-Open MPI, MPICH, DeepSpeed and Horovod write one host a line and differ in what follows it; lists of hosts, Slurm's
-ranges and our own settings may stand wherever a host may:
+Open MPI, MPICH, DeepSpeed and Horovod write one host per line and differ in the settings after it. Lists of hosts, Slurm's ranges and
+distrib's own settings may stand wherever a host may:
 
     node1 slots=8 max_slots=16          # Open MPI; DeepSpeed and Horovod without max_slots
     node2:8 user=bob binding=rr         # MPICH
     node3:8,node4:8                     # Horovod
     gpu[01-16] slots=8                  # a range, as in Slurm
     node5 slots=8 port=2222 python=/opt/venv/bin/python role=server
+
+A new dialect is one `HostfileDialect` and one line in `DIALECTS`. A dialect with a grammar of its own sets `recognizes` and `parse`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import msgspec
 
-from distrib.cluster.host_expression import (
-    MAX_SLOTS,
-    Expression,
-    check_user,
-    parse_expression,
-    parse_host_list,
-    parse_number,
-    split_list,
-)
-from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
+from distrib.cluster.host_expression import MAX_SLOTS, Expression, check_user, parse_host_list, parse_number
+from distrib.cluster.hostfile_grammar import HostfileLine, parse_lines
+from distrib.cluster.hosts import Host, HostList, Notes, Place, merge_mentions, shown
 from distrib.cluster.slurm import slurm_hosts
 from distrib.utils.files import UnreadableFileError, read_text
 
@@ -36,108 +31,120 @@ __all__ = ["Host", "HostList", "format_hostfile", "parse_host_list", "parse_host
 
 MAX_BYTES = 16 * 2**20
 
-_OF_ANSIBLE = re.compile(r"^\[[A-Za-z][\w.-]*(?::(?:vars|children))?\][ \t]*$|[ \t]ansible_\w+=", re.MULTILINE)
-
-# Every spelling that Open MPI and MPICH know, with `_` for `-`, and the setting that it means.
-_SETTINGS = {
-    **dict.fromkeys(("slots", "cpu", "count"), "slots"),
-    **dict.fromkeys(("max_slots", "slots_max", "max_cpu", "cpu_max", "max_count", "count_max"), "max_slots"),
-    **dict.fromkeys(("user", "username", "user_name"), "user"),
-    "port": "port",
-    "python": "python",
-    "role": "role",
-    "binding": "binding",
-}
-_OFTEN_MEANT = {"gpu": "slots", "gpus": "slots", "np": "slots", "ppn": "slots", "ntasks": "slots"}
-
-# `//` begins a comment, except inside a path, which ends at a blank only.
-_TOKEN = re.compile(
-    r"""
-      (?P<newline> \r\n? | \n )
-    | (?P<blank>   [^\S\r\n]+ )
-    | (?P<block>   /\* (?s:.*?) \*/ )
-    | (?P<open>    /\* )
-    | (?P<comment> \# [^\r\n]* )
-    | (?P<slashes> // [^\r\n]* )
-    | (?P<equals>  = )
-    | (?P<quoted>  " [^"\r\n]* " )
-    | (?P<path>    / \S* )
-    | (?P<word>    (?: [^\s=\#"/] | / (?![/*]) )+ )
-    | (?P<quote>   " )
-    """,
-    re.VERBOSE,
-)
-_NEWLINE = re.compile(r"\r\n?|\n")
+Mentions = Iterator[tuple[Host, Place]]
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    start: int
-    """Offset in the whole text."""
-    place: Place
+@dataclass(frozen=True)
+class HostfileDialect:
+    """A hostfile dialect. `is_certain` and `is_possible` tell from a line; a possible dialect counts if none is certain."""
+
+    name: str
+    spellings: Mapping[str, str] = field(default_factory=dict)
+    """Spellings of settings, with `_` for `-`, and their canonical names."""
+    is_certain: Callable[[HostfileLine], bool] = lambda line: False
+    is_possible: Callable[[HostfileLine], bool] = lambda line: False
+    recognizes: Callable[[str], bool] | None = None
+    """True for a file in a grammar of the dialect's own, which `parse` reads instead of the line grammar."""
+    parse: Callable[[str, str, Notes], Mentions] | None = None
+    """Arguments: the text, the name of the source, and the notes to add to."""
 
 
-class _Dialects:
-    """Which dialects a file shows. Weak signs count only where there is no other: several dialects share them."""
+def _has_count(line: HostfileLine) -> bool:
+    return any(expression.slots is not None for expression, _ in line.expressions)
 
-    def __init__(self) -> None:
-        self.sure: set[str] = set()
-        self.weak = "plain"
 
-    def suppose(self, dialect: str) -> None:
-        if self.weak == "plain":
-            self.weak = dialect
-
-    def verdict(self) -> str:
-        if len(self.sure) > 1:
-            return "mixed"
-        return next(iter(self.sure), self.weak)
+DIALECTS: list[HostfileDialect] = [
+    HostfileDialect(
+        "openmpi",
+        spellings={
+            **dict.fromkeys(("slots", "cpu", "count"), "slots"),
+            **dict.fromkeys(("max_slots", "slots_max", "max_cpu", "cpu_max", "max_count", "count_max"), "max_slots"),
+            **dict.fromkeys(("user", "username", "user_name"), "user"),
+        },
+        is_certain=lambda line: line.has_c_comment or not {"slots", "max_slots"}.isdisjoint(line.settings),
+    ),
+    HostfileDialect(
+        "mpich",
+        spellings={"user": "user", "binding": "binding"},
+        is_certain=lambda line: "binding" in line.settings or (_has_count(line) and len(line.expressions) == 1),
+        is_possible=lambda line: "user" in line.settings,
+    ),
+    HostfileDialect("horovod", is_certain=lambda line: _has_count(line) and len(line.expressions) > 1),
+    HostfileDialect(
+        "slurm",
+        is_possible=lambda line: (
+            len(line.expressions) > 1 or any(expression.ranged for expression, _ in line.expressions)
+        ),
+    ),
+    HostfileDialect("plain", spellings={"port": "port", "python": "python", "role": "role"}),
+]
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> HostList:
-    """The hosts in the file at `path`.
+    """Read a hostfile.
 
-    Raises HostfileError: no such file, not text in UTF-8, or what `parse_hostfile` refuses.
+    Args:
+        path: The file.
+
+    Returns:
+        Its hosts.
+
+    Raises:
+        HostfileError: The file cannot be read, or is invalid.
     """
     source = os.fspath(path)
     try:
         text = read_text(path, "hostfile", "check the path, or list the hosts: -H HOST:SLOTS,HOST:SLOTS", MAX_BYTES)
     except UnreadableFileError as problem:
         raise Place(source, problem.line).error(problem.what, problem.hint) from None
-    if re.search(r"^nodes:\s*(#.*)?$", text, re.MULTILINE):
-        raise Place(source).error(
-            "this is a topology file, no hostfile", "give it with --topology, and the hosts with -H"
-        )
+    if any(line.rstrip() == "nodes:" for line in text.splitlines()):
+        raise Place(source).error("this is a topology file", "give it with --topology, and the hosts with -H")
     return parse_hostfile(text, source)
 
 
 def parse_hostfile(text: str, source: str) -> HostList:
-    """The hosts in a hostfile's `text`; `source` is its name in errors and notes.
+    """Parse a hostfile.
 
-    Raises HostfileError with line and column.
+    Args:
+        text: The file.
+        source: Its name in errors and notes.
+
+    Returns:
+        Its hosts, each once, in order.
+
+    Raises:
+        HostfileError: The text is invalid; with line and column.
     """
-    # Some editors of Windows put a byte order mark first. It is no part of the first host's name.
-    text = text.removeprefix("\ufeff")
+    text = text.removeprefix("\ufeff")  # a byte order mark of Windows editors
     nul = text.find("\0")
     if nul >= 0:
         raise Place(source, text.count("\n", 0, nul) + 1).error(
-            "the file holds NUL bytes and is not text", "name a hostfile: text, one host a line"
+            "contains NUL bytes", "name a text file, one host a line"
         )
-    if inventory := _OF_ANSIBLE.search(text):
-        raise Place(source, text.count("\n", 0, inventory.start()) + 1).error(
-            "this is an inventory of Ansible's, no hostfile",
-            "write one host a line, such as: node1 slots=8; ansible GROUP --list-hosts names them",
-        )
-    notes, dialects = Notes(), _Dialects()
-    hosts = each_once(_mentions(text, source, notes, dialects), notes)
+    notes = Notes()
+    for dialect in DIALECTS:
+        if dialect.recognizes and dialect.parse and dialect.recognizes(text):
+            names = [dialect.name]
+            hosts = merge_mentions(dialect.parse(text, source, notes), notes)
+            break
+    else:
+        seen = _SeenDialects()
+        hosts = merge_mentions(_line_mentions(text, source, notes, seen), notes)
+        names = sorted(seen.certain) or [seen.possible]
     if not hosts:
         raise Place(source).error("no hosts in the file", "write one host a line, such as: node1 slots=8")
-    return HostList(hosts=hosts, source=source, dialect=dialects.verdict(), notes=notes.lines())
+    return HostList(hosts=hosts, source=source, dialect=names[0] if len(names) == 1 else "mixed", notes=notes.lines())
 
 
 def format_hostfile(hosts: Iterable[Host]) -> str:
-    """A hostfile that `parse_hostfile` reads as these hosts again, one a line."""
+    """Format hosts as a hostfile, one per line.
+
+    Args:
+        hosts: The hosts.
+
+    Returns:
+        Text that `parse_hostfile` reads as the same hosts.
+    """
     return "".join(_format_host(host) + "\n" for host in hosts)
 
 
@@ -148,133 +155,85 @@ def _format_host(host: Host) -> str:
         if value is not None:
             words.append(f"{key}={value}")
     if host.python is not None:
-        bare = re.fullmatch(r"/(?!/)[\w./+-]*", host.python)
-        words.append(f"python={host.python}" if bare else f'python="{host.python}"')
+        is_bare = re.fullmatch(r"/(?!/)[\w./+-]*", host.python)
+        words.append(f"python={host.python}" if is_bare else f'python="{host.python}"')
     if host.role != "worker":
         words.append(f"role={host.role}")
     return " ".join(words)
 
 
-def _mentions(text: str, source: str, notes: Notes, dialects: _Dialects) -> Iterator[tuple[Host, Place]]:
-    """Every host that the file names, as often as it names it."""
+class _SeenDialects:
+    """The dialects of a file: certain ones, else the first possible one."""
+
+    def __init__(self) -> None:
+        self.certain: set[str] = set()
+        self.possible = "plain"
+
+    def add(self, line: HostfileLine) -> None:
+        self.certain |= {dialect.name for dialect in DIALECTS if dialect.is_certain(line)}
+        self.suppose(*(dialect.name for dialect in DIALECTS if dialect.is_possible(line)))
+
+    def suppose(self, *names: str) -> None:
+        if self.possible == "plain" and names:
+            self.possible = names[0]
+
+
+def _line_mentions(text: str, source: str, notes: Notes, seen: _SeenDialects) -> Mentions:
+    """Yield every host of a file in the line grammar, as often as it is named."""
+    spellings = {spelling: name for dialect in DIALECTS for spelling, name in dialect.spellings.items()}
     named: set[str] = set()
-    for tokens in _lines(text, source, dialects):
-        head, pairs = _head_and_pairs(tokens)
-        listed = text[head[0].start : head[-1].start + len(head[-1].text)]
-        items = [(parse_expression(item, at, notes), at) for item, at in split_list(listed, head[0].place)]
-        settings = _settings(pairs, head[0].place, notes, dialects)
-        for expression, at in items:
-            if expression.slots is not None:
-                dialects.sure.add("horovod" if len(items) > 1 else "mpich")
-            elif len(items) > 1 or expression.ranged:
-                dialects.suppose("slurm")
-            host = _with_expression(settings, expression, at)
+    for line in parse_lines(text, source, spellings, notes):
+        seen.add(line)
+        settings = _host_settings(line)
+        if "binding" in line.settings:
+            value = shown(line.settings["binding"][0])
+            notes.add("binding", f"{line.place}: binding={value} is MPICH's and is ignored; use --bind")
+        for expression, at in line.expressions:
+            host = _combine(settings, expression, at)
             for name in expression.names:
-                if name.lower() in named:
-                    dialects.suppose("openmpi")
+                if name.lower() in named:  # one slot per line, as in Open MPI
+                    seen.suppose("openmpi")
                 named.add(name.lower())
                 yield msgspec.structs.replace(host, name=name), at
 
 
-def _with_expression(settings: Host, expression: Expression, place: Place) -> Host:
-    """The settings of a line together with what stands at the host itself, `user@` and `:slots`."""
+def _combine(settings: Host, expression: Expression, place: Place) -> Host:
+    """Combine the settings of a line with `user@` and `:slots` of one host."""
     if expression.slots is not None and settings.slots is not None:
         raise place.error(f"slots are given twice: :{expression.slots} and slots={settings.slots}", "drop one of them")
     if expression.user is not None and settings.user is not None:
         raise place.error(f"the user is given twice: {expression.user}@ and user={settings.user}", "drop one of them")
-    host = msgspec.structs.replace(
-        settings,
-        slots=settings.slots if expression.slots is None else expression.slots,
-        user=settings.user if expression.user is None else expression.user,
+    slots = settings.slots if expression.slots is None else expression.slots
+    if slots is not None and settings.max_slots is not None and settings.max_slots < slots:
+        raise place.error(f"max_slots={settings.max_slots} is less than the {slots} slots", "raise it or drop it")
+    return msgspec.structs.replace(
+        settings, slots=slots, user=settings.user if expression.user is None else expression.user
     )
-    if host.slots is not None and host.max_slots is not None and host.max_slots < host.slots:
-        raise place.error(f"max_slots={host.max_slots} is less than the {host.slots} slots", "raise it or drop it")
-    return host
 
 
-def _lines(text: str, source: str, dialects: _Dialects) -> Iterator[list[_Token]]:
-    """The tokens of each line that holds any, without blanks and comments."""
-    line, line_start = 1, 0
-    tokens: list[_Token] = []
-    for match in _TOKEN.finditer(text):
-        kind = match.lastgroup or ""
-        place = Place(source, line, match.start() - line_start + 1)
-        if kind == "open":
-            raise place.error("this comment is never closed", "close it with */")
-        if kind == "quote":
-            raise place.error("this quotation mark is never closed", 'close it with "')
-        if kind in ("block", "slashes"):
-            dialects.sure.add("openmpi")
-        elif kind in ("equals", "quoted", "path", "word"):
-            tokens.append(_Token(kind, match[0], match.start(), place))
-        # A line ends with a newline, be it inside a comment.
-        if kind in ("newline", "block") and (ends := list(_NEWLINE.finditer(text, match.start(), match.end()))):
-            line, line_start = line + len(ends), ends[-1].end()
-            if tokens:
-                yield tokens
-            tokens = []
-    if tokens:
-        yield tokens
-
-
-def _head_and_pairs(tokens: list[_Token]) -> tuple[list[_Token], list[tuple[_Token, _Token]]]:
-    """The host expressions that a line begins with, and the settings after them as keys with values."""
-    equals = [token.kind == "equals" for token in tokens] + [False, False]
-    if True not in equals:
-        return tokens, []
-    start = equals.index(True) - 1
-    if start < 1:
-        raise tokens[0].place.error(f"no host before {shown(tokens[0].text)}=", "write such as: node1 slots=8")
-    pairs = []
-    for at in range(start, len(tokens), 3):
-        key = tokens[at]
-        if not equals[at + 1]:
-            raise key.place.error(f"did not expect {shown(key.text)} here", "settings are key=value, such as slots=8")
-        if at + 2 >= len(tokens) or equals[at + 2] or equals[at + 3]:
-            raise tokens[at + 1].place.error(f"{shown(key.text)} has no value", f"write such as: {key.text[:60]}=8")
-        pairs.append((key, tokens[at + 2]))
-    return tokens[:start], pairs
-
-
-def _settings(pairs: list[tuple[_Token, _Token]], line: Place, notes: Notes, dialects: _Dialects) -> Host:
-    """A host without a name that has the settings of one line."""
-    values: dict[str, tuple[str, Place]] = {}
-    for key, value in pairs:
-        setting = _SETTINGS.get(key.text.replace("-", "_"))
-        if setting is None:
-            raise key.place.error(f"unknown setting {shown(key.text)}", _did_you_mean(key.text))
-        if setting in ("slots", "max_slots", "port") and "," in value.text:
-            raise value.place.error(f"did not expect a comma in {shown(value.text)}", "write one host a line")
-        if setting in values:
-            raise key.place.error(f"{setting} is given twice for this host", "drop one of them")
-        values[setting] = value.text.strip('"') if value.kind == "quoted" else value.text, value.place
-        if setting in ("slots", "max_slots"):
-            dialects.sure.add("openmpi")
-        elif setting == "user":
-            dialects.suppose("mpich")
-        elif setting == "binding":
-            dialects.sure.add("mpich")
-            notes.add("binding", f"{line}: binding={shown(value.text)} is MPICH's and is ignored; use --bind")
+def _host_settings(line: HostfileLine) -> Host:
+    """Convert the settings of a line to a host without a name."""
+    settings = line.settings
 
     def number(setting: str, most: int) -> int | None:
-        return parse_number(*values[setting], setting, most) if setting in values else None
+        return parse_number(*settings[setting], setting, most) if setting in settings else None
 
-    if "user" in values:
-        check_user(*values["user"])
-    if "python" in values:
-        _check_python(*values["python"])
-    role, role_place = values.get("role", ("worker", line))
+    if "user" in settings:
+        check_user(*settings["user"])
+    if "python" in settings:
+        _check_python(*settings["python"])
+    role, role_place = settings.get("role", ("worker", line.place))
     if role not in ("worker", "server"):
         raise role_place.error(f"role must be worker or server, not {shown(role)}")
     return Host(
         name="",
         slots=number("slots", MAX_SLOTS),
         max_slots=number("max_slots", MAX_SLOTS),
-        user=values["user"][0] if "user" in values else None,
+        user=settings["user"][0] if "user" in settings else None,
         port=number("port", 65_535),
-        python=values["python"][0] if "python" in values else None,
+        python=settings["python"][0] if "python" in settings else None,
         role="server" if role == "server" else "worker",
-        line=line.line,
+        line=line.place.line,
     )
 
 
@@ -285,13 +244,3 @@ def _check_python(path: str, place: Place) -> None:
         )
     if not path.isprintable() or '"' in path:
         raise place.error(f"{shown(path)} holds characters that no path to an interpreter should")
-
-
-def _did_you_mean(key: str) -> str:
-    wanted = key.lower().replace("-", "_")
-    near = _OFTEN_MEANT.get(wanted)
-    if near is None:
-        import difflib  # here, as most hostfiles are right
-
-        near = next(iter(difflib.get_close_matches(wanted[:60], _SETTINGS, n=1)), None)
-    return f"did you mean {near}?" if near else f"known are {', '.join(dict.fromkeys(_SETTINGS.values()))}"

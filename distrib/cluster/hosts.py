@@ -1,4 +1,4 @@
-"""What a hostfile, an inline list and a Slurm allocation all become: hosts, each once, in order."""
+"""Hosts of a job: the common result of hostfiles, host lists and Slurm allocations."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import msgspec
 from distrib.errors import HostfileError
 
 MAX_HOSTS = 100_000
-"""More hosts than this is a slip of the finger (`n[1-999999999]`), not a cluster."""
+"""More hosts are a typing error such as `n[1-999999999]`."""
 
 Role = Literal["worker", "server"]
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """One machine as its user named it. `slots` is None where nobody said how many; IPv6 names carry no brackets."""
+    """A host as the user named it, IPv6 addresses without brackets; `slots` is None where not given."""
 
     name: str
     slots: int | None
@@ -25,14 +25,14 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     port: int | None = None
     """The ssh port."""
     python: str | None = None
-    """Absolute path of the interpreter on that host."""
+    """Absolute path of the Python interpreter on the host."""
     role: Role = "worker"
     line: int = 0
-    """Where the host is first named, counted from 1; 0 outside files."""
+    """The line that first names the host, from 1; 0 outside files."""
 
 
 class HostList(msgspec.Struct, frozen=True, kw_only=True):
-    """Hosts in the order in which they were named, and how they were understood."""
+    """Hosts in the given order, and their source."""
 
     hosts: tuple[Host, ...]
     source: str
@@ -43,20 +43,37 @@ class HostList(msgspec.Struct, frozen=True, kw_only=True):
     `host slots=N` means the same to Open MPI, DeepSpeed and Horovod and is called openmpi.
     """
     notes: tuple[str, ...] = ()
-    """What a reader could have understood otherwise, a line each."""
+    """Ambiguities and their resolution, one line each."""
 
 
 class Place(NamedTuple):
-    """A spot in a source; lines and columns count from 1, 0 where there is none."""
+    """A position in a source; line and column from 1, 0 if there is none."""
 
     source: str
     line: int = 0
     column: int = 0
 
     def right(self, characters: int) -> Place:
+        """Move to the right.
+
+        Args:
+            characters: Columns.
+
+        Returns:
+            The new position.
+        """
         return self._replace(column=self.column + characters)
 
     def error(self, what: str, hint: str = "") -> HostfileError:
+        """Build an error at this position.
+
+        Args:
+            what: The problem.
+            hint: The advice.
+
+        Returns:
+            The error, to be raised.
+        """
         return HostfileError(what, source=self.source, line=self.line, column=self.column, hint=hint)
 
     def __str__(self) -> str:
@@ -64,15 +81,22 @@ class Place(NamedTuple):
 
 
 class Notes:
-    """Notes by kind. Of a kind only the first is told in full: a thousand alike lines make one note."""
+    """Notes by kind, of which only the first is shown in full: a thousand similar lines make one note."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, list[str]] = {}
 
     def add(self, kind: str, text: str) -> None:
+        """Add a note.
+
+        Args:
+            kind: The kind, by which notes are folded.
+            text: One line.
+        """
         self._kinds.setdefault(kind, []).append(text)
 
     def lines(self) -> tuple[str, ...]:
+        """Return one line per kind of note."""
         return tuple(
             texts[0] + (f" (and {len(texts) - 1} more like it)" if len(texts) > 1 else "")
             for texts in self._kinds.values()
@@ -80,15 +104,31 @@ class Notes:
 
 
 def shown(text: str) -> str:
-    """`text` for an error of one line: quoted, control characters escaped, not too long."""
+    """Quote user input for a one-line error, escaped and at most 60 characters.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        The quoted text.
+    """
     return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
-def each_once(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tuple[Host, ...]:
-    """The hosts of `mentions`, each once.
+def merge_mentions(mentions: Iterable[tuple[Host, Place]], notes: Notes) -> tuple[Host, ...]:
+    """Merge repeated mentions of a host.
 
-    A host named n times without a count has n slots, as in Open MPI. Any other repetition is an error: the peers
-    disagree on whether counts add up.
+    A host named n times without a count has n slots, as in Open MPI. Any other repetition is an error, as launchers disagree on it.
+
+    Args:
+        mentions: Hosts and their places, in order.
+        notes: Receives a note on repeated hosts.
+
+    Returns:
+        Each host once, in order.
+
+    Raises:
+        HostfileError: A host is repeated with a count or with other settings, or there are too many hosts.
     """
     seen: dict[str, tuple[Host, Place, int]] = {}
     for number, (host, place) in enumerate(mentions, 1):

@@ -105,10 +105,10 @@ def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
 def _with_measured(target: Path, measured: Measured, source: str, description: str = "") -> str:
     """The file's text with the measured part in it."""
     from distrib.cluster.topology import parse_topology
-    from distrib.cluster.yaml_loader import read_text
+    from distrib.cluster.yaml_loader import read_topology_text
 
     description = description or _minimal(measured.hosts)
-    old = read_text(target) if files.exists(target) else description
+    old = read_topology_text(target) if files.exists(target) else description
     before, _, after = split_measured(old)
     if not _has_content(before + after):
         before += ("" if not before or before.endswith("\n") else "\n") + description
@@ -150,10 +150,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 
 def _is_yaml(text: str, source: str) -> bool:
-    from distrib.cluster.yaml_loader import parse
+    from distrib.cluster.yaml_loader import parse_yaml
 
     try:
-        parse(text, source)
+        parse_yaml(text, source)
     except TopologyError:
         return False
     return True

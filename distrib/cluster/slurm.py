@@ -1,4 +1,4 @@
-"""The hosts of a Slurm allocation, and how many ranks each may run, from the variables that Slurm sets in a job."""
+"""Hosts and slots of a Slurm allocation, from the environment variables of the job."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Mapping
 import msgspec
 
 from distrib.cluster.host_expression import MAX_SLOTS, list_mentions, parse_number, split_list
-from distrib.cluster.hosts import Host, HostList, Notes, Place, each_once, shown
+from distrib.cluster.hosts import Host, HostList, Notes, Place, merge_mentions, shown
 from distrib.errors import HostfileError
 
 SOURCE = "Slurm"
 NODES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 TASKS = "SLURM_TASKS_PER_NODE"
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
-OFTEN_ASKED_FOR = "SLURM_NTASKS_PER_NODE"
-ASKED_FOR = (OFTEN_ASKED_FOR, "SLURM_NTASKS", "SLURM_NPROCS")
-"""Set where somebody asked for tasks; without them Slurm counts as many tasks as there are CPUs for."""
+TASKS_PER_NODE = "SLURM_NTASKS_PER_NODE"
+TASK_REQUESTS = (TASKS_PER_NODE, "SLURM_NTASKS", "SLURM_NPROCS")
+"""Set if the user requested tasks; otherwise Slurm counts one task per CPU."""
 
 _TIMES = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 _GPUS = re.compile(r"(?:[A-Za-z0-9_./-]+[:=])*([0-9]{1,4})|[A-Za-z][A-Za-z0-9_./:-]*")
@@ -25,18 +25,26 @@ _SOCKETS = re.compile(r"\([^()]*\)")
 
 
 def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
-    """The hosts of the Slurm allocation that `environ` describes; None outside one.
+    """Read the hosts of the current Slurm allocation.
 
-    `slots` are one per GPU where Slurm gave GPUs and was asked for one task on each host or none at all, else the tasks
-    that were asked for; None where nobody asked. `max_slots` are the GPUs, or the CPUs where there are none. Raises
-    HostfileError where Slurm's variables contradict each other.
+    `slots` is the number of GPUs if Slurm gave GPUs and one task per host or none was requested, else the requested tasks, None
+    without a request. `max_slots` is the number of GPUs, or of CPUs without GPUs.
+
+    Args:
+        environ: The environment variables.
+
+    Returns:
+        The hosts, None outside an allocation.
+
+    Raises:
+        HostfileError: The variables contradict each other.
     """
     notes = Notes()
     hosts = _named(environ, notes)
     components = _heterogeneous(environ)
     if not hosts and components:
         raise Place(f"{NODES[0]}_HET_GROUP_0").error(
-            f"a heterogeneous job of {components} components, which no single step of Slurm's spans",
+            f"a heterogeneous job of {components} components, expected one component: no Slurm step spans several",
             "name the hosts with -H: they are then reached over ssh",
         )
     if not hosts:
@@ -68,11 +76,18 @@ def slurm_hosts(environ: Mapping[str, str]) -> HostList | None:
 
 
 def gpus_per_host(environ: Mapping[str, str]) -> int:
-    """The GPUs that the allocation has on every host; 0 where it has none, or not as many on each, or nobody knows."""
+    """Return the GPUs of every host of the allocation.
+
+    Args:
+        environ: The environment variables.
+
+    Returns:
+        The count; 0 without GPUs, or if hosts differ or the count is unknown.
+    """
     try:
         hosts = len(_named(environ, Notes()))
         counts = set(_gpus(environ, hosts, _tasks(environ, hosts, Notes())) or ()) if hosts else set()
-    except HostfileError:  # said where the allocation's hosts are used
+    except HostfileError:  # reported where the hosts are used
         return 0
     return counts.pop() if len(counts) == 1 else 0
 
@@ -81,26 +96,26 @@ def _named(environ: Mapping[str, str], notes: Notes) -> tuple[Host, ...]:
     variable = next((name for name in NODES if environ.get(name, "").strip()), None)
     if variable is None:
         return ()
-    return each_once(list_mentions(environ[variable], Place(variable, column=1), notes), notes)
+    return merge_mentions(list_mentions(environ[variable], Place(variable, column=1), notes), notes)
 
 
 def _tasks(environ: Mapping[str, str], hosts: int, notes: Notes) -> list[int] | None:
-    """The tasks on each host, None where nobody asked for any."""
+    """Return the requested tasks of each host, None without a request."""
     if "SLURM_STEP_ID" in environ and _is_of_step(environ, hosts):
-        notes.add("step", f"inside a step of Slurm's, which hides how many tasks the {hosts} hosts of its job have")
-        each = environ.get(OFTEN_ASKED_FOR, "")
-        return [parse_number(each, Place(OFTEN_ASKED_FOR, column=1), "tasks", MAX_SLOTS)] * hosts if each else None
+        notes.add("step", f"inside a Slurm step, which hides the task counts of the {hosts} hosts of its job")
+        each = environ.get(TASKS_PER_NODE, "")
+        return [parse_number(each, Place(TASKS_PER_NODE, column=1), "tasks", MAX_SLOTS)] * hosts if each else None
     counts = _counts(environ, TASKS, "tasks", hosts)
-    return counts if any(name in environ for name in ASKED_FOR) else None
+    return counts if any(name in environ for name in TASK_REQUESTS) else None
 
 
 def _is_of_step(environ: Mapping[str, str], hosts: int) -> bool:
-    """Whether the tasks are the step's, on some hosts of its job: srun replaces the job's number, but not its hosts."""
+    """Test if the task counts are those of a step: srun replaces them, but not the hosts of the job."""
     return sum(int(match[2] or 1) for match in _TIMES.finditer(environ.get(TASKS, ""))) != hosts
 
 
 def _counts(environ: Mapping[str, str], variable: str, what: str, hosts: int) -> list[int] | None:
-    """A number for each host from `2(x3),1`; None where Slurm does not say."""
+    """Expand `2(x3),1` to a number for each host; None if not set."""
     text = environ.get(variable, "")
     if not text.strip():
         return None
@@ -122,12 +137,12 @@ def _counts(environ: Mapping[str, str], variable: str, what: str, hosts: int) ->
 def _cpus(environ: Mapping[str, str], hosts: int) -> list[int] | None:
     try:
         return _counts(environ, CPUS, "CPUs", hosts)
-    except HostfileError:  # of a step, as it may be; and it only says how far -np may go
+    except HostfileError:  # of a step perhaps; it only limits -np
         return None
 
 
 def _gpus(environ: Mapping[str, str], hosts: int, tasks: list[int] | None) -> list[int] | None:
-    """The GPUs of each host; None where there are none, or nobody knows how many are where."""
+    """Return the GPUs of each host; None without GPUs or if their places are unknown."""
     if each := _gpu_count(environ.get("SLURM_GPUS_PER_NODE", "")):
         return [each] * hosts
     if tasks and (each := _gpu_count(environ.get("SLURM_GPUS_PER_TASK", ""))):
@@ -140,13 +155,13 @@ def _gpus(environ: Mapping[str, str], hosts: int, tasks: list[int] | None) -> li
 
 
 def _gpu_count(text: str) -> int:
-    """`8`, `gpu:8`, `a100:4,h100:2` or `gpu:a100:4(S:0-1)`; a kind without a number is one."""
+    """Parse `8`, `gpu:8`, `a100:4,h100:2` or `gpu:a100:4(S:0-1)`; a kind without a number counts one."""
     matches = [_GPUS.fullmatch(item.strip()) for item in _SOCKETS.sub("", text).split(",") if item.strip()]
     return sum(int(match[1] or 1) for match in matches if match)
 
 
 def _heterogeneous(environ: Mapping[str, str]) -> int:
-    """How many components a heterogeneous job has; 0 for any other job."""
-    if (told := environ.get("SLURM_HET_SIZE", "")).isdecimal():
-        return int(told)
+    """Return the components of a heterogeneous job, 0 for any other job."""
+    if (size := environ.get("SLURM_HET_SIZE", "")).isdecimal():
+        return int(size)
     return sum(name.startswith(f"{NODES[0]}_HET_GROUP_") for name in environ)

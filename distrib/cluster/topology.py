@@ -29,7 +29,7 @@ from distrib.cluster.link_spec import parse_uplink
 from distrib.cluster.measurements import Measured, Point
 from distrib.cluster.measurements_io import decode_measured, split_measured
 from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, check_field, expand_hosts, name_hosts
-from distrib.cluster.yaml_loader import Document, FieldError, parse, read_text, typed
+from distrib.cluster.yaml_loader import Document, FieldError, convert_document, parse_yaml, read_topology_text
 from distrib.errors import TopologyError
 
 __all__ = [
@@ -201,7 +201,7 @@ class Topology(Description, frozen=True, kw_only=True, dict=True):
 
 def read_topology(path: str | os.PathLike[str]) -> Topology:
     """Read a topology file; `TopologyError` names the file, the line and the path inside it."""
-    return parse_topology(read_text(os.fspath(path)), os.fspath(path))
+    return parse_topology(read_topology_text(os.fspath(path)), os.fspath(path))
 
 
 def parse_topology(text: str, source: str) -> Topology:
@@ -214,18 +214,18 @@ def parse_topology(text: str, source: str) -> Topology:
         topology = _described(f"{before}measured:\n{after}", source, measured)
         if topology is not None:
             return topology
-    document = parse(text, source)
+    document = parse_yaml(text, source)
     _require_mapping(document)
-    return _finish(typed(document, Description), source)
+    return _finish(convert_document(document, Description), source)
 
 
 def _described(text: str, source: str, measured: Measured) -> Topology | None:
     """The topology that `text` describes, with its measured part; None where something is wrong and the whole must be read."""
     try:
-        document = parse(text, source)
+        document = parse_yaml(text, source)
         if not isinstance(document.data, dict) or document.data.get("measured", 0) is not None:
             return None
-        description = typed(document, Description)
+        description = convert_document(document, Description)
     except TopologyError:
         return None
     if any(_wrong_in(measured, description._groups)):
@@ -242,7 +242,7 @@ def _finish(description: Description, source: str) -> Topology:
 
 def _require_mapping(document: Document) -> None:
     if document.data is None:
-        raise TopologyError("holds nothing", source=document.source, hint="see hostfiles/ for commented examples")
+        raise TopologyError("is empty", source=document.source, hint="see hostfiles/ for commented examples")
     if not isinstance(document.data, dict):
         what = "a list" if isinstance(document.data, list) else "text"
         raise TopologyError(
@@ -308,8 +308,8 @@ def age_notes(topology: Topology | None, now: datetime) -> tuple[str, ...]:
 def _line(source: str, path: str) -> int:
     """Where a path stands in a file; 0 where that can no longer be told. Read again, as only errors need it."""
     try:
-        before, part, after = split_measured(read_text(source))
-        return parse(before + "\n" * part.count("\n") + after, source).line(path)
+        before, part, after = split_measured(read_topology_text(source))
+        return parse_yaml(before + "\n" * part.count("\n") + after, source).line(path)
     except TopologyError:
         return 0
 
