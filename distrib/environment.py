@@ -59,6 +59,9 @@ DISTRIB_STATUS_FD = "DISTRIB_STATUS_FD"
 DISTRIB_PROCESS_TAG = "DISTRIB_PROCESS_TAG"
 """`<job>.<rank>`: tags every process of a rank, so that the launcher finds and ends all of them."""
 
+TORCHELASTIC_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""File to which the script's process writes its uncaught exception, as JSON in the format of torchrun."""
+
 # Set for some ranks.
 DISTRIB_RESULT_FD = "DISTRIB_RESULT_FD"
 """File to which the script writes its result: the pickled value of `distrib_launch.run`, or the JSON of `--profile`."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from distrib_launch.rank_agent import oom
 from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, parse_error_record
 from tests.conftest import SCRIPTS
 
 GLOO = SCRIPTS / "gloo.py"
@@ -195,12 +194,18 @@ def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     assert shown.count("all the same") == 64
 
 
-def ending(rank: int, **changes: object) -> root_cause.Ending:
+def ending(rank: int, **changes: object) -> RankExit:
     values = {
         "rank": rank, "local_rank": rank, "host": f"n{rank}", "time": float(rank), "exit_code": 1, "signal": None,
         "stopped_by": "", "message": "",
     }  # fmt: skip
-    return root_cause.Ending(**{**values, **changes})
+    return RankExit(**{**values, **changes})
+
+
+def raised(headline: str, *frames: str) -> ErrorRecord:
+    """Error of a script that raised `headline`."""
+    lines = frames or ('  File "a.py", line 1, in <module>', "    f()")
+    return ErrorRecord(message=headline, traceback="\n".join(["Traceback (most recent call last):", *lines, headline]))
 
 
 def test_ranks_that_were_stopped_and_ended_well_have_not_finished(tmp_path):
@@ -231,12 +236,11 @@ def test_the_earliest_failure_that_is_no_consequence_and_was_not_asked_for_is_fi
         "horovod.common.exceptions.HorovodInternalError: Horovod has been shut down.",
     ],
 )
-def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text):
-    log = tmp_path / "0.err"
-    log.write_text(f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{text}\n')
-    assert root_cause.is_consequence(log)
-    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no\n')
-    assert not root_cause.is_consequence(log)
+def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(text):
+    assert root_cause.is_consequence(raised(text), "")
+    assert root_cause.is_consequence(None, f"before\n{text}\n")
+    assert not root_cause.is_consequence(raised("ValueError: no"), text)
+    assert root_cause.is_consequence(raised("ValueError: no"), text, 9)
 
 
 @pytest.mark.parametrize(
@@ -249,12 +253,11 @@ def test_what_libraries_say_when_a_peer_is_gone_is_a_consequence(tmp_path, text)
     ],
 )
 def test_well_known_ends_are_explained(tmp_path, words, meaning):
-    log = tmp_path / "1.err"
-    log.write_text(f'noise\nTraceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{words}\n')
-    told = root_cause.describe(ending(1), [ending(1)], log, "/py")
-    assert words in told.message and meaning in told.message
-    assert told.traceback.startswith("Traceback") and told.traceback.endswith(words)
-    apart = root_cause.describe(ending(1), [ending(1)], log, "/py", apart=True).message
+    log, first = tmp_path / "1.err", ending(1, error=raised(words))
+    failure = root_cause.describe(first, [first], log, "/py")
+    assert words in failure.message and meaning in failure.message
+    assert failure.traceback == raised(words).traceback
+    apart = root_cause.describe(first, [first], log, "/py", lacks_pythonpath=True).message
     assert ("for /py on n1, or hand on what is set here: -x PYTHONPATH)" in apart) == ("ModuleNotFound" in words)
 
 
@@ -264,12 +267,12 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
     log.write_text(
         "[rank0]: Traceback (most recent call last):\n"
         '[rank0]:   File "/usr/lib/python3.14/multiprocessing/forkserver.py", line 230, in main\n[rank0]:     f()\n'
-        "[rank0]: TrainingError: it would begin again\nTraceback (most recent call last):\n"
-        '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv\n    chunk = read(handle)\n'
-        "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+        "[rank0]: TrainingError: it would begin again\n"
     )
-    assert not root_cause.is_consequence(log)
-    assert root_cause.describe(ending(0), [], log, "/py").message == (
+    frame = '  File "/usr/lib/python3.14/multiprocessing/connection.py", line 416, in _recv'
+    error = raised("ConnectionResetError: [Errno 104] Connection reset by peer", frame)
+    assert not root_cause.is_consequence(error, log.read_text())
+    assert root_cause.describe(ending(0, error=error), [], log, "/py").message == (
         "ConnectionResetError: [Errno 104] Connection reset by peer "
         "(a process that it had started ended before: TrainingError: it would begin again)"
     )
@@ -278,23 +281,22 @@ def test_a_rank_that_lost_a_process_of_its_own_lost_no_other_rank(tmp_path):
 def test_what_a_process_of_a_rank_says_after_it_is_not_what_it_lost(tmp_path):
     log = tmp_path / "0.err"
     log.write_text(
-        'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n'
-        "RuntimeError: Connection closed by peer [198.18.0.1]:5\nTraceback (most recent call last):\n"
+        "Traceback (most recent call last):\n"
         '  File "/usr/lib/python3.11/multiprocessing/process.py", line 314, in _bootstrap\n    self.run()\n'
         '  File "/usr/lib/python3.11/multiprocessing/connection.py", line 411, in _send_bytes\n    self._send(buf)\n'
         "BrokenPipeError: [Errno 32] Broken pipe\n"
     )
-    assert root_cause.is_consequence(log)
-    assert "had started" not in root_cause.describe(ending(0), [], log, "/py").message
+    error = raised("RuntimeError: Connection closed by peer [198.18.0.1]:5")
+    assert root_cause.is_consequence(error, log.read_text())
+    assert "had started" not in root_cause.describe(ending(0, error=error), [], log, "/py").message
 
 
 def test_a_rank_that_was_stopped_is_not_blamed_for_what_it_said(tmp_path):
     log = tmp_path / "0.err"
-    log.write_text('Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nKeyError: 1\n')
-    first = ending(0, consequence=True, time=1.0)
+    first = ending(0, consequence=True, time=1.0, error=raised("KeyError: 1"))
     stopped = [
-        ending(1, stopped_by="launcher", exit_code=1, words="KeyError: 1", time=2.0),
-        ending(2, stopped_by="launcher", exit_code=1, words="Stopped: asked to end", time=2.0),
+        ending(1, stopped_by="launcher", exit_code=1, error=raised("KeyError: 1"), time=2.0),
+        ending(2, stopped_by="launcher", exit_code=1, error=raised("Stopped: asked to end"), time=2.0),
         ending(3, stopped_by="launcher", exit_code=0, time=2.0),
     ]
     assert root_cause.first_failure([first, *stopped]) is first
@@ -360,7 +362,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_a_consequence(tmp_path):
             "terminate called after throwing an instance of 'c10::DistBackendError'", f"  what():  {ended}", raised, *stack, "", "",
         ])
     )  # fmt: skip
-    assert root_cause.is_consequence(log)
+    assert root_cause.is_consequence(None, log.read_text(), 6)
     told = root_cause.describe(ending(0, exit_code=None, signal=6), [], log, "/py").message
     assert told.startswith(f"killed by SIGABRT; last words: what():  {ended} (not all ranks came to this collective")
 
@@ -392,46 +394,50 @@ def test_what_ends_a_gpu_is_told_and_not_what_torch_advises_after_it(tmp_path):
     assert "terminated with exception: CUDA error: uncorrectable ECC error encountered (a GPU that fails" in told, told
 
 
-def test_what_nccl_says_of_an_error_is_part_of_it(tmp_path):
-    log = tmp_path / "3.err"
-    head = "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled system error, NCCL version 2.28.9"
-    why = (
-        "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888), error: No space left on device (28)"
+def test_what_nccl_says_of_an_error_is_explained(tmp_path):
+    error = raised(
+        "torch.distributed.DistBackendError: NCCL error: Error while creating /dev/shm/nccl-x: No space left on device"
     )
-    lines = [
-        "Traceback (most recent call last):",
-        '  File "/train.py", line 3, in <module>',
-        "    job = distrib.init()",
-    ]
-    lines += [
-        head,
-        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed.",
-        "Last error:",
-        why,
-    ]
-    log.write_text(
-        "".join(f"[rank3]: {line}\n" for line in [*lines, ""]) + "[rank3]:[W122 07:38:15.6 pg.cpp:1] not called\n"
-    )
-    told = root_cause.describe(ending(3, exit_code=1), [], log, "/py")
-    assert told.message == f"{head}: {why} (a disk or /dev/shm of the host is full)"
-    assert told.traceback.splitlines() == lines
+    failure = root_cause.describe(ending(3, error=error), [], tmp_path / "3.err", "/py")
+    assert failure.message == f"{error.message} (a disk or /dev/shm of the host is full)"
 
 
 @pytest.mark.parametrize(
-    "aside", ["Exception in thread Thread-3 (_pin_memory_loop):", "Exception ignored in: <function f>"]
-)
-def test_what_a_thread_says_at_the_end_is_not_what_the_script_died_of(tmp_path, aside):
+    ("record", "message", "traceback"),
+    [
+        ('{"message": {"message": "ValueError: a\\nb", "extraInfo": {"py_callstack": "Trace\\n", "timestamp": "1"}}}', "ValueError: a", "Trace"),
+        ('{"message": "a plain text"}', "a plain text", ""),
+        ("", None, ""),
+        ("{}", None, ""),
+        ('{"message": null}', None, ""),
+        ('{"message": ""}', None, ""),
+        ("[1]", None, ""),
+    ],
+)  # fmt: skip
+def test_error_files_of_torchrun_are_read(record, message, traceback):
+    error = parse_error_record(record)
+    assert error == (ErrorRecord(message=message, traceback=traceback) if message else None)
+
+
+def test_an_exception_that_a_decorated_function_recorded_is_told(launch, tmp_path):
+    """As by torch's `record`, where something ends the process after it."""
+    script = tmp_path / "records.py"
+    script.write_text(
+        "import os\nfrom torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\ndef main():\n    raise ValueError('a bad batch')\n"
+        "try:\n    main()\nfinally:\n    os._exit(5)\n"
+    )
+    run = launch("-np", "2", script, timeout=150)
+    assert run.code == 5 and run.result["first_failure"]["message"] == "ValueError: a bad batch", run
+
+
+def test_the_traceback_of_a_process_without_a_record_is_told(tmp_path):
     log = tmp_path / "3.err"
-    own = 'Traceback (most recent call last):\n  File "/train.py", line 3, in <module>\n    step()\ntorch.OutOfMemoryError: CUDA out of memory.\n'
-    its = 'Traceback (most recent call last):\n  File "/lib/threading.py", line 9, in run\n    self.run()\nConnectionResetError: [Errno 104] Connection reset by peer\n'
-    log.write_text(f"{own}{aside}\n{its}")
-    told = root_cause.describe(ending(3, exit_code=1), [], log, "/py").message
-    assert told.startswith(
-        "torch.OutOfMemoryError: CUDA out of memory. (out of GPU memory"
-    ) and not root_cause.is_consequence(log)
-    for handled in ("", own + "tried again\n" * 9):  # of which the script has told, long ago
-        log.write_text(f"{handled}{aside}\n{its}")
-        assert root_cause.words_of(log).startswith("ConnectionResetError")
+    log.write_text(f"before\n{raised('KeyError: 1').traceback}\n")
+    failure = root_cause.describe(ending(3), [], log, "/py")
+    assert (failure.message, failure.traceback) == ("KeyError: 1", raised("KeyError: 1").traceback)
+    log.write_text(f"Exception in thread Thread-3 (_pin_memory_loop):\n{raised('KeyError: 1').traceback}\n")
+    assert root_cause.describe(ending(3), [], log, "/py").message == "exit code 1; last words: KeyError: 1"
 
 
 @pytest.mark.parametrize("day", ["W1122", "W122"])
@@ -470,50 +476,6 @@ def test_ranks_that_call_different_collectives_are_told_so(launch, tmp_path):
     assert "killed by SIGABRT (the ranks called different collectives" in run.err
 
 
-def test_a_chained_traceback_is_told_from_its_beginning(tmp_path):
-    script = tmp_path / "chained.py"
-    script.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise RuntimeError('no') from error\n")
-    printed = subprocess.run(["python3", str(script)], capture_output=True, text=True).stderr
-    assert root_cause.last_traceback("before\n" + printed + "after\n") == printed.rstrip("\n")
-
-
-BAR = "\rTraining:   0%|          | 0/9\rTraining: 100%|##########| 9/9"
-
-
-@pytest.mark.parametrize("before", ["", BAR, f"{BAR}\r{' ' * 30}\r", f"said\n{BAR}", f"said\n{BAR}\n"])
-@pytest.mark.parametrize("tag", ["", "[rank0]: "])
-def test_a_progress_bar_before_a_traceback_is_none_of_it(before, tag):
-    words = f'{tag}Traceback (most recent call last):\n{tag}  File "a.py", line 1, in <module>\n{tag}    f()\n{tag}ValueError: no'
-    told = root_cause.last_traceback(f"{before}{words}\n")
-    assert told.splitlines()[0].endswith("Traceback (most recent call last):") and "Training" not in told
-    assert root_cause.last_words(told) == "ValueError: no"
-
-
-def test_colours_are_none_of_what_an_exception_says(tmp_path):
-    (log := tmp_path / "1.err").write_text(
-        'Traceback (most recent call last):\n  File \x1b[35m"a.py"\x1b[0m, line \x1b[35m1\x1b[0m, in \x1b[35m<module>\x1b[0m\n'
-        "    \x1b[1;31mimport\x1b[0m nosuch\n\x1b[1;35mModuleNotFoundError\x1b[0m: \x1b[35mNo module named 'nosuch'\x1b[0m\n"
-    )
-    told = root_cause.describe(ending(1), [ending(1)], log, "/py")
-    assert told.message.startswith("ModuleNotFoundError: No module named 'nosuch'") and "install nosuch" in told.message
-    assert "\x1b" not in told.traceback
-
-
-def test_an_exception_is_told_with_all_it_says(tmp_path):
-    told = 'RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): "a".\n\tsize mismatch for b'
-    words = f'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\n{told}'
-    assert root_cause.last_traceback(f"before\n{words}\nafter\n") == words
-    assert root_cause.last_words(words) == "RuntimeError: Error(s) in loading state_dict for Net:"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="no exception groups")
-def test_an_exception_group_is_told_by_its_name(tmp_path):
-    script = tmp_path / "group.py"
-    script.write_text("raise ExceptionGroup('two things', [ValueError(1), KeyError(2)])\n")
-    printed = subprocess.run([sys.executable, str(script)], capture_output=True, text=True).stderr
-    assert root_cause.last_words(root_cause.last_traceback(printed)) == "ExceptionGroup: two things (2 sub-exceptions)"
-
-
 def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
     vanished = [ending(rank, host=f"n{rank}", lost="silence", exit_code=None) for rank in (2, 3)]
     told = root_cause.describe(vanished[0], [ending(1, host="n1"), *vanished], tmp_path / "2.err", "/py")
@@ -537,9 +499,8 @@ def test_hosts_that_vanish_together_point_at_what_they_share(tmp_path):
         ("", None),
     ],
 )
-def test_a_fault_is_told_by_the_last_words(tmp_path, words, number):
-    (tmp_path / "err").write_text("before\n" + words)
-    assert root_cause.fault_in(tmp_path / "err") == number
+def test_a_fault_is_told_by_the_last_words(words, number):
+    assert root_cause.fault_in("before\n" + words) == number
 
 
 def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_path):
@@ -560,5 +521,6 @@ def test_of_ranks_that_were_lost_at_once_the_one_that_made_a_fault_is_first(tmp_
 
 @given(st.text())
 def test_any_text_may_be_searched_for_a_traceback(text):
-    assert isinstance(root_cause.last_traceback(text), str)
-    assert isinstance(root_cause.last_traceback(f"Traceback (most recent call last):\n{text}\n"), str)
+    root_cause.error_in(text)
+    root_cause.error_in(f"Traceback (most recent call last):\n{text}\n")
+    parse_error_record(text)

@@ -13,7 +13,7 @@ from distrib_launch import runner
 from distrib_launch.cli import launch
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.supervisor import tolerance_rules
-from distrib_launch.supervisor.root_cause import Ending
+from distrib_launch.supervisor.rank_exit import RankExit
 
 
 def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> argparse.Namespace:
@@ -95,8 +95,8 @@ def test_what_cannot_be(tmp_path, words, hosts, says):
         planned(tmp_path, *words, hosts=hosts)
 
 
-def ending(rank: int, code: int = 1, lost: bool = False, stopped_by: str = "") -> Ending:
-    return Ending(
+def ending(rank: int, code: int = 1, lost: bool = False, stopped_by: str = "") -> RankExit:
+    return RankExit(
         rank=rank, local_rank=0, host="n1", time=0.0, exit_code=None if lost else code, signal=None,
         stopped_by=stopped_by, message="", lost="silence" if lost else "",
     )  # fmt: skip

@@ -15,6 +15,7 @@ from distrib.utils import files
 from distrib_launch import results, runner
 from distrib_launch.cli import launch
 from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.rank_exit import signal_name
 
 FUNCTION_LIMIT_BYTES = 1 << 30
 NOT_HERE = ("dry_run", "json", "version", "help", "module")
@@ -148,11 +149,11 @@ def _failed(result: results.Result, run_dir: Path) -> JobFailed:
         if first and first.rank == rank.rank:
             errors[rank.rank] = first.traceback or first.message
             continue
-        traceback = (
-            root_cause.last_traceback(root_cause.tail(run_dir / f"ranks/{rank.rank}.err")) if rank.exit_code else ""
+        error = root_cause.error_in(root_cause.tail(run_dir / f"ranks/{rank.rank}.err")) if rank.exit_code else None
+        ended = f"killed by {signal_name(rank.signal)}" if rank.signal else f"exit code {rank.exit_code}"
+        errors[rank.rank] = (
+            error.traceback if error else (ended if rank.exit_code is not None else "lost without an exit record")
         )
-        ended = f"killed by {root_cause.signal_name(rank.signal)}" if rank.signal else f"exit code {rank.exit_code}"
-        errors[rank.rank] = traceback or (ended if rank.exit_code is not None else "lost without an exit record")
     if first is None:
         what = f"the job was {result.status} (exit code {result.exit_code})"
     else:

@@ -14,7 +14,7 @@ from distrib import units
 from distrib.cluster.node import name_hosts
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import Result
-from distrib_launch.supervisor.root_cause import signal_name
+from distrib_launch.supervisor.rank_exit import signal_name
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

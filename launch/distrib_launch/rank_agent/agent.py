@@ -35,6 +35,7 @@ from distrib.environment import (
     DISTRIB_SERVERS,
     DISTRIB_STATUS_FD,
     DISTRIB_TOKEN,
+    TORCHELASTIC_ERROR_FILE,
 )
 from distrib.utils.framing import ProtocolError
 from distrib.utils.mpi_env import identity
@@ -56,6 +57,7 @@ BUFFER_LIMIT_BYTES = 16 << 20
 
 CHUNK_BYTES = 1 << 18
 RUN_SCRIPT = Path(__file__).with_name("run_script.py")
+ERROR_LIMIT_BYTES = 1 << 20
 DRAIN_SECONDS = 2.0
 
 RETURN_SECONDS = 3600.0
@@ -101,6 +103,7 @@ class Rank:
         self.input: int | None = None  # what the launcher has for the script's standard input
         self.value: int | None = None  # what the script has for the launcher
         self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
+        self.error_file: int | None = None  # to which the script's process writes its uncaught exception
         self.memory: OutOfMemory | None = None
         self.spies = Spies(self.selector, self._tell_stack)
 
@@ -310,6 +313,8 @@ class Rank:
         """It has run before, and is started again."""
         assert self.guard
         self.guard.dismiss()
+        if self.error_file is not None:
+            os.close(self.error_file)
         self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
         self.tail.clear()
 
@@ -360,6 +365,9 @@ class Rank:
             self.value = os.memfd_create("distrib-value")
             environ[DISTRIB_RESULT_FD] = str(self.value)
             passed.append(self.value)
+        # Reached through this process, so that the script inherits no descriptor for it.
+        self.error_file = os.memfd_create("distrib-error")
+        environ[TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self.error_file}"
         news: socket.socket | None = None
         if DISTRIB_SERVER in environ:
             if self.news:
@@ -490,10 +498,16 @@ class Rank:
             {
                 "exit_code": exit_code, "signal": number, "started": self.started, "ended": ended or time.time(),
                 "stopped_by": self.stopping, "message": message, "device": self.device,
-                "placed": self.placed,
+                "placed": self.placed, "error": self._read_error(),
             },
         )  # fmt: skip
         self._flush()
+
+    def _read_error(self) -> str:
+        if self.error_file is None:
+            return ""
+        os.lseek(self.error_file, 0, os.SEEK_SET)
+        return os.read(self.error_file, ERROR_LIMIT_BYTES).decode(errors="replace")
 
     # -- the wire -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-import traceback
 
 from distrib.environment import DISTRIB_RESULT_FD
 
@@ -26,12 +25,7 @@ def main() -> int:
     sys.argv = [told["name"]]
     value_descriptor = int(os.environ.pop(DISTRIB_RESULT_FD))
     function, arguments = pickle.loads(told["call"])  # now that its modules can be found
-    try:
-        value = function(*arguments)
-    except Exception as error:  # the traceback begins in the function, not here
-        assert error.__traceback__
-        traceback.print_exception(type(error), error, error.__traceback__.tb_next)
-        return 1
+    value = function(*arguments)
     import cloudpickle
 
     with os.fdopen(value_descriptor, "wb") as file:

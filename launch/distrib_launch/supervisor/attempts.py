@@ -23,6 +23,7 @@ from distrib_launch.preflight.host_sessions import Connections
 from distrib_launch.results import Attempt, Result
 from distrib_launch.slots import HostPlan
 from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.supervisor import HOST_SILENCE_SECONDS, Supervisor
 from distrib_launch.supervisor.tolerance_rules import ASYNC_HOST_SILENCE_SECONDS
 
@@ -40,7 +41,7 @@ class Ended(NamedTuple):
 
     plan: LaunchPlan
     result: Result
-    endings: Sequence[root_cause.Ending]
+    endings: Sequence[RankExit]
     started: float
     """Unix time."""
     stepped: bool

@@ -9,7 +9,8 @@ from typing import Any
 from distrib_launch import rank_environment
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.control_channel import Kind
-from distrib_launch.supervisor import root_cause, tolerance_rules
+from distrib_launch.supervisor import tolerance_rules
+from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.rank_state import RankState
 
 Send = Callable[[RankState, Kind, dict[str, Any]], None]
@@ -22,12 +23,12 @@ class Recovery:
         self._plan, self._ranks, self._send, self._warn = plan, ranks, send, warn
 
     @property
-    def endings(self) -> list[root_cause.Ending]:
+    def endings(self) -> list[RankExit]:
         """How the ranks ended, of those that have."""
         return [state.ending for state in self._ranks if state.ending]
 
     @property
-    def first_endings(self) -> list[root_cause.Ending]:
+    def first_endings(self) -> list[RankExit]:
         """The same, but of workers that were started again how they died first: what came then was not their failure."""
         found = [state.first_ending or state.ending for state in self._ranks]
         return [ending for ending in found if ending]
@@ -125,9 +126,10 @@ class Recovery:
     def _say(self, state: RankState, *, again: bool) -> None:
         ending = state.ending
         assert ending
-        how = root_cause.signal_name(ending.signal) if ending.signal else f"exit code {ending.exit_code}"
         others = [other for other in self.endings if other is not ending]
         was_main = ending.rank == tolerance_rules.main(self._plan, others, self._again)
         told = again and ending.lost  # when it was lost
         was_main = was_main and not told and self._is_training
-        self._warn(tolerance_rules.lines(self._plan, ending, ending.message or how, again=again, was_main=was_main))
+        self._warn(
+            tolerance_rules.lines(self._plan, ending, ending.message or ending.how, again=again, was_main=was_main)
+        )

@@ -13,6 +13,7 @@ from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.results import Failure, Status
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import Recovery
+from distrib_launch.supervisor.rank_exit import RankExit
 
 ORPHANED_SECONDS = 30.0
 """For how long the daemons of an engine that has left may still be ending its ranks."""
@@ -71,16 +72,24 @@ class Verdict:
         if not self._failure and first and (status == "failed" or (self._had_failed and not first.stopped_by)):
             host = next(host for host in self._plan.hosts if host.name == first.host)
             interpreter = self._plan.script_on(host)[0]
-            apart = mpirun.keeps_here("PYTHONPATH", self._plan, os.environ) and not local_addresses.is_here(first.host)
+            lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", self._plan, os.environ) and not local_addresses.is_here(
+                first.host
+            )
             return (
                 status,
                 code,
-                root_cause.describe(first, self._recovery.first_endings, logs[first.rank], interpreter, apart=apart),
+                root_cause.describe(
+                    first,
+                    self._recovery.first_endings,
+                    logs[first.rank],
+                    interpreter,
+                    lacks_pythonpath=lacks_pythonpath,
+                ),
             )
         return status, code, self._failure
 
     @property
-    def _first(self) -> root_cause.Ending | None:
+    def _first(self) -> RankExit | None:
         return None if self._recovery.succeeded else root_cause.first_failure(self._recovery.first_endings)
 
     @property

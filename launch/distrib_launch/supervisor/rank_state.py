@@ -9,7 +9,7 @@ from typing import IO, Any
 from distrib_launch.launch_plan import RankPlan
 from distrib_launch.rank_agent.control_channel import Assignment, Channel
 from distrib_launch.results import RankResult
-from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.rank_exit import RankExit
 
 
 class RankState:
@@ -20,7 +20,7 @@ class RankState:
         self.channel: Channel | None = None
         self.hello: dict[str, Any] = {}
         self.address = ""
-        self.ending: root_cause.Ending | None = None
+        self.ending: RankExit | None = None
         self.assignment: Assignment | None = None
         """What it was told to run."""
         self.restarts = 0
@@ -28,7 +28,7 @@ class RankState:
         """How many of these were not because its host had been cut off."""
         self.again_at = 0.0
         """When it is started again, monotonic, if it has died and waits for that."""
-        self.first_ending: root_cause.Ending | None = None
+        self.first_ending: RankExit | None = None
         """How it died before it was started again for the first time."""
         self.device = plan.device
         self.placed: dict[str, Any] = {}

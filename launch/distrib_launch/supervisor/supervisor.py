@@ -35,6 +35,7 @@ from distrib_launch.supervisor.fault_tolerance import Recovery
 from distrib_launch.supervisor.hang_detector import HangDetector
 from distrib_launch.supervisor.host_liveness import Liveness
 from distrib_launch.supervisor.outcome import Verdict
+from distrib_launch.supervisor.rank_exit import ErrorRecord, RankExit, parse_error_record, signal_name
 from distrib_launch.supervisor.rank_state import RankState
 
 START_SECONDS = 120.0
@@ -447,12 +448,13 @@ class Supervisor:
             record["stopped_by"],
             time_=record["ended"] - self._clock_offset(state.plan.host),
             message=record["message"],
+            error=parse_error_record(record["error"]),
         )
 
     def _lost(self, state: RankState, why: str, lost: Literal["closed", "silence"] = "closed") -> None:
         """The rank is gone without a record."""
         stopped_by = "launcher" if self.stopping else ""
-        fault = None if stopped_by else root_cause.fault_in(state.error_log)
+        fault = None if stopped_by else root_cause.fault_in(root_cause.tail(state.error_log))
         self._settle(state, None, fault, stopped_by, time_=time.time(), message=why, lost=lost)
 
     def _settle(
@@ -465,10 +467,14 @@ class Supervisor:
         time_: float,
         message: str,
         lost: Literal["", "closed", "silence"] = "",
+        error: ErrorRecord | None = None,
     ) -> None:
         if state.ending:
             return
-        state.ending = root_cause.Ending(
+        consequence = False
+        if not stopped_by and (exit_code or number):
+            consequence = root_cause.is_consequence(error, root_cause.tail(state.error_log), number)
+        state.ending = RankExit(
             rank=state.plan.rank,
             local_rank=state.plan.local_rank,
             host=state.plan.host,
@@ -476,10 +482,8 @@ class Supervisor:
             signal=number,
             stopped_by=stopped_by,
             closing=state.closing,
-            words=root_cause.words_of(state.error_log) if stopped_by and exit_code else "",
-            consequence=not stopped_by
-            and bool(exit_code or number)
-            and root_cause.is_consequence(state.error_log, number),
+            consequence=consequence,
+            error=error,
             time=time_,
             message=message,
             lost=lost,
@@ -566,7 +570,7 @@ class Supervisor:
         if not all(state.ending and not state.ending.failed for state in self.ranks):  # else it has reached its end
             self.verdict.stop(128 + number, had_failed=bool(self.first_bad))
         if self.interrupts == 1:
-            self.console.say(f"{root_cause.signal_name(number)}: stopping the job (once more: at once)")
+            self.console.say(f"{signal_name(number)}: stopping the job (once more: at once)")
             self._stop(self.grace_seconds)
         else:
             self._stop(0.0)
@@ -621,7 +625,7 @@ class Supervisor:
             self._stop(self.grace_seconds)  # it left because of that rank, and both were seen at once
             return
         where = socket.gethostname()
-        how = f"was killed by {root_cause.signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
         if lost in self.hosts:
             where, how = lost, f"lost its daemon on {lost}, or the ssh connection to it,"
         what = f"{self.plan.engine} {how} while its ranks were running"

@@ -1,0 +1,85 @@
+"""Exit of one rank, as its exit record or its silence shows it."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, Literal
+
+import msgspec
+
+Lost = Literal["", "closed", "silence"]
+"""How a rank was lost without an exit record: its connection closed, its host fell silent, or not at all."""
+
+
+class ErrorRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Uncaught exception of a rank: `message` in one line, `traceback` as Python prints it."""
+
+    message: str
+    traceback: str
+
+
+class RankExit(msgspec.Struct, frozen=True, kw_only=True):
+    """Exit of one rank."""
+
+    rank: int
+    local_rank: int
+    host: str
+    time: float
+    """Unix time on the launcher's clock."""
+    exit_code: int | None
+    """None if no exit record came."""
+    signal: int | None
+    """Signal that ended it; without a record, of the fault that its stderr reports."""
+    stopped_by: str
+    """`launcher`, `engine` or `lost`; empty if it ended of its own accord."""
+    message: str
+    lost: Lost = ""
+    consequence: bool = False
+    """Whether it failed because its connection to another rank broke."""
+    closing: bool = False
+    """Whether it reported the end of its script."""
+    error: ErrorRecord | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it did not end with exit code 0."""
+        return self.exit_code != 0 or self.signal is not None
+
+    @property
+    def code(self) -> int:
+        """Exit code of the launcher if this is the first failure."""
+        return 128 + self.signal if self.signal else self.exit_code or 1
+
+    @property
+    def how(self) -> str:
+        """`SIGKILL`, `exit code 3` or `no exit record`."""
+        if self.exit_code is None:
+            return "no exit record"
+        return signal_name(self.signal) if self.signal else f"exit code {self.exit_code}"
+
+
+def signal_name(number: int) -> str:
+    """Return `SIGKILL` for 9, `signal 99` for a number without a name.
+
+    Args:
+        number: Number of the signal.
+    """
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def parse_error_record(text: str) -> ErrorRecord | None:
+    """Return the error in an error file of torchrun's format, None if the text is none.
+
+    Args:
+        text: Content of the file that TORCHELASTIC_ERROR_FILE names.
+    """
+    try:
+        record: Any = msgspec.json.decode(text)["message"]
+        message = record if isinstance(record, str) else record["message"]
+        traceback = "" if isinstance(record, str) else record["extraInfo"]["py_callstack"]
+        return ErrorRecord(message=message.strip().splitlines()[0], traceback=traceback.strip("\n"))
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError, IndexError):
+        return None
