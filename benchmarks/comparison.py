@@ -49,7 +49,7 @@ def run(cluster: Cluster, options: list[str], arguments: list[str]) -> list[tupl
             cluster.hostfile,
             "--run-dir",
             f"{scratch}/run",
-            "--no-check",
+            "--no-preflight",
             *options,
             SCRIPT,
             *arguments,

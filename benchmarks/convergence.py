@@ -51,7 +51,7 @@ def run(cluster: Cluster, name: str, seed: int, epochs: int, extra: list[str]) -
             cluster.hostfile,
             "--run-dir",
             f"{scratch}/run",
-            "--no-check",
+            "--no-preflight",
             *options,
             SCRIPT,
             *arguments,

@@ -42,7 +42,7 @@ def main() -> int:
                   "-np", str(options.ranks), "--output", "tag"]  # fmt: skip
         contenders = {
             "distrib-launch": [*launch, *python[1:]],
-            "distrib-launch --no-fold": [*launch, "--no-fold", *python[1:]],
+            "distrib-launch --no-dedup": [*launch, "--no-dedup", *python[1:]],
             "mpirun --output tag": [*mpirun, *python],
         }
         for name, command in contenders.items():

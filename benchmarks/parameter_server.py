@@ -61,7 +61,7 @@ def run(cluster: Cluster, hosts: str, *words: object) -> tuple[dict[int, list[di
     with tempfile.TemporaryDirectory() as folder:
         listed = Path(folder, "hosts.txt")
         listed.write_text(hosts)
-        command = [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", "-H", str(listed), *map(str, words)]
+        command = [str(LAUNCH), "--no-preflight", "--run-dir", f"{folder}/run", "-H", str(listed), *map(str, words)]
         done = cluster.run("n1", command, env=ENVIRONMENT, timeout=80)
         lines = {
             int(path.stem): [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
@@ -151,7 +151,7 @@ def memory(size: str, seconds: float) -> bool:
 def launch_on(cluster: Cluster, folder: str) -> list[str]:
     """The words that start an asynchronous job on all hosts, of which every update counts as one, before its own options."""
     hosts = ["-H", str(cluster.hostfile)]
-    return [str(LAUNCH), "--no-check", "--run-dir", f"{folder}/run", *hosts, "--mode", "async", "--no-stale-rate"]
+    return [str(LAUNCH), "--no-preflight", "--run-dir", f"{folder}/run", *hosts, "--mode", "async", "--no-stale-rate"]
 
 
 def idle(seconds: float) -> bool:

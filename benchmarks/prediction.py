@@ -133,7 +133,7 @@ class Waiting:
     def __init__(self, cluster: Cluster, *options: object) -> None:
         self._folder = Path(tempfile.mkdtemp(dir=cluster.directory))
         self._log = (self._folder / "log").open("w+")
-        command = [BIN / "distrib-launch", "-H", cluster.hostfile, "--run-dir", self._folder / "run", "--no-check"]
+        command = [BIN / "distrib-launch", "-H", cluster.hostfile, "--run-dir", self._folder / "run", "--no-preflight"]
         words = [str(word) for word in [*command, *options, STEPS, self._folder]]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._job = subprocess.Popen(

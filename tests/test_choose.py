@@ -1,4 +1,4 @@
-"""Which hosts, slots and GPUs take part: `--include`, `--exclude`, `--pool`, `--spread`, `-np`."""
+"""Which hosts, slots and GPUs take part: `--include`, `--exclude`, `--gpu-type`, `--spread`, `-np`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distrib.cluster.hostfile import Host
 from distrib.cluster.topology import Gpus
 from distrib.errors import ConfigError
 from distrib_launch.cli import launch as cli
-from distrib_launch.host_selection import Choice, Wishes, choose, parse_filter, share_out
+from distrib_launch.host_selection import HostFilter, SelectedHost, distribute_ranks, parse_filter, select_hosts
 from tests.conftest import LAUNCH, SCRIPTS, call
 
 JOB = SCRIPTS / "job.py"
@@ -146,7 +146,7 @@ def test_this_machine_is_chosen_from_too(tmp_path):
         (["--include", "a", "--exclude", "b"], "--include and --exclude exclude each other"),
         (["--include", "a", "-np", "3"], "3 ranks asked for with -np, but -H has 2 slot(s) on 1 host(s) after your choice"),
         (["--exclude", "c:0"], "nobody has said how many slots c has"),
-        (["--pool", "A100"], "--pool A100: no host has such a GPU; nobody has said which GPUs the hosts have"),
+        (["--gpu-type", "A100"], "--gpu-type A100: no host has such a GPU; nobody has said which GPUs the hosts have"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(tmp_path, arguments, words):
@@ -169,17 +169,17 @@ def lab(tmp_path) -> list[str]:
 
 
 def test_a_pool_keeps_the_hosts_with_such_gpus(tmp_path, lab):
-    told = plan(tmp_path, *lab, "--pool", "a100")
+    told = plan(tmp_path, *lab, "--gpu-type", "a100")
     assert per_host(told) == {"new1": 8, "new2": 8}
     assert not any("different GPUs" in note for note in told["notes"])
-    line = refused(tmp_path, *lab, "--pool", "H100")
+    line = refused(tmp_path, *lab, "--gpu-type", "H100")
     assert "there are Tesla V100-SXM2-32GB: old1, old2; NVIDIA A100-SXM4-80GB: new1, new2; CPU only: plain" in line
 
 
 def test_a_synchronous_plan_that_mixes_gpus_names_the_pools(tmp_path, lab):
     (note,) = [note for note in plan(tmp_path, *lab)["notes"] if "different GPUs" in note]
     assert "Tesla V100-SXM2-32GB: old1, old2; NVIDIA A100-SXM4-80GB: new1, new2; CPU only: plain" in note
-    assert "--pool chooses one kind" in note
+    assert "--gpu-type chooses one kind" in note
     for fine in (["--include", "old1@old2"], ["-x", "CUDA_VISIBLE_DEVICES="]):
         assert not any("different GPUs" in note for note in plan(tmp_path, *lab, *fine)["notes"])
 
@@ -217,14 +217,14 @@ def test_indices_are_those_of_gpus_where_the_topology_knows_them(tmp_path, lab):
 
 
 def test_leaving_out_a_broken_gpu_takes_another_where_there_is_one():
-    (host,) = choose([Host(name="a", slots=2)], {"a": Gpus(count=4)}, {"a": 2}, Wishes(exclude="a:0"))
+    (host,) = select_hosts([Host(name="a", slots=2)], {"a": Gpus(count=4)}, {"a": 2}, HostFilter(exclude="a:0"))
     assert (host.slots, host.indices) == (2, (1, 2))
 
 
 @pytest.mark.parametrize("nothing", ["", "-1", " ", "NoDevFiles"])
 def test_a_list_of_no_gpus_is_a_job_on_cpus(tmp_path, lab, monkeypatch, capsys, nothing):
     monkeypatch.chdir(tmp_path)
-    words = ["--dry-run", "--json", *lab, "--pool", "A100", "-x", f"CUDA_VISIBLE_DEVICES={nothing}", str(JOB)]
+    words = ["--dry-run", "--json", *lab, "--gpu-type", "A100", "-x", f"CUDA_VISIBLE_DEVICES={nothing}", str(JOB)]
     assert cli.main(words) == 0
     assert {rank["device"] for rank in json.loads(capsys.readouterr().out)["ranks"]} == {"cpu"}
 
@@ -245,8 +245,8 @@ def test_spread_is_even_and_in_order(tmp_path):
 )
 def test_every_rank_is_shared_out_once(case, how):
     slots, wanted = case
-    choices = [Choice(host=Host(name=f"n{i}", slots=n), slots=n) for i, n in enumerate(slots)]
-    shares = share_out(choices, wanted, how)
+    choices = [SelectedHost(host=Host(name=f"n{i}", slots=n), slots=n) for i, n in enumerate(slots)]
+    shares = distribute_ranks(choices, wanted, spread=how == "spread")
     counts = {choice.host.name: count for choice, count in shares}
     assert sum(counts.values()) == wanted
     assert list(counts) == sorted(counts, key=lambda name: int(name[1:]))
@@ -263,7 +263,7 @@ def test_every_rank_is_shared_out_once(case, how):
 
 def test_chosen_gpus_are_all_that_a_script_sees_and_are_counted_from_zero(launch):
     gpus = ["-x", "CUDA_VISIBLE_DEVICES=4,5,GPU-abc,7"]
-    run = launch("--no-check", *gpus, "--include", "localhost:0,2", JOB, "*:environment")
+    run = launch("--no-preflight", *gpus, "--include", "localhost:0,2", JOB, "*:environment")
     assert run.code == 0, run
     assert [rank["device"] for rank in run.result["ranks"]] == ["cuda:0", "cuda:1"]
     for rank in range(2):
@@ -285,7 +285,7 @@ def test_chosen_slots_of_cpu_hosts_and_a_gpu_that_is_not_there(make_cluster, lau
     ]
     assert "CUDA_VISIBLE_DEVICES" not in (run.run_dir / "ranks/0.out").read_text()
     gpus = ["-x", "CUDA_VISIBLE_DEVICES=0,1"]
-    run = launch("--no-check", "-H", cluster.hostfile, *gpus, "--include", "n2:1,3", JOB, cluster=cluster)
+    run = launch("--no-preflight", "-H", cluster.hostfile, *gpus, "--include", "n2:1,3", JOB, cluster=cluster)
     assert run.code == 1, run
     assert "n2 has no GPU 3: it shows 2, counted from 0" in run.result["first_failure"]["message"]
     assert cluster.left_over(within_seconds=6) == {}

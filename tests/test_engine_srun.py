@@ -18,7 +18,7 @@ import pytest
 from distrib.errors import ConfigError
 from distrib.utils.mpi_env import identity
 from distrib_launch import runner as job
-from distrib_launch.cli import launch as cli
+from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import srun
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
@@ -152,7 +152,7 @@ class TestInAnAllocation:
         ):  # fmt: skip
             folder = tmp_path / str(number)
             folder.mkdir()
-            code, out = batch(cluster, folder, "--no-check", *words, WHERE, allocation=["-N2", *allocation])
+            code, out = batch(cluster, folder, "--no-preflight", *words, WHERE, allocation=["-N2", *allocation])
             assert code == 0, (allocation, out)
             ranks = result_in(folder)["ranks"]
             assert [rank["host"] for rank in ranks] == hosts, allocation
@@ -189,7 +189,7 @@ class TestInAnAllocation:
 
     def test_gpus_that_salloc_says_nothing_of(self, make_slurm, tmp_path):
         cluster = make_slurm(2, gpus=2)
-        words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--no-check", "--run-dir", tmp_path / "run", WHERE]
+        words = ["salloc", "-N2", "--gres=gpu:2", LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", WHERE]
         allocated = cluster.run("n1", words, timeout=200)
         assert allocated.returncode == 0, allocated
         ranks = [(rank["host"], rank["device"]) for rank in result_in(tmp_path)["ranks"]]
@@ -199,7 +199,7 @@ class TestInAnAllocation:
     @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda:{}")])
     def test_inside_a_step_of_the_allocation(self, make_slurm, tmp_path, gpus, device):
         cluster = make_slurm(2, gpus=gpus)
-        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--no-check", "--run-dir", tmp_path / "run", WHERE]
+        step = ["srun", "-N1", "-n1", "--overlap", LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", WHERE]
         words = ["-N2", "--ntasks-per-node=2", *([f"--gpus-per-node={gpus}"] if gpus else [])]
         allocated = cluster.run("n1", ["salloc", *words, *step], timeout=200)
         assert allocated.returncode == 0, allocated
@@ -433,7 +433,7 @@ def test_hosts_need_the_daemon_of_the_engine_that_starts_the_ranks(tmp_path, eng
     """Not that of an Open MPI which is where srun is, too."""
     daemon = tmp_path / "prted"
     daemon.touch()
-    plan = job.make_plan(cli.parser().parse_args(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
+    plan = job.plan_launch(launch_arguments.parse(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
     plan = msgspec.structs.replace(plan, engine=engine, command=(str(tmp_path / engine),))
     assert preflight._programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
 

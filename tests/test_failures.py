@@ -190,7 +190,7 @@ def test_many_ranks_saying_the_same_are_folded(launch, tmp_path):
     # On a busy machine ranks may wake too far from each other, but not every time.
     assert any(f"[0-3] all the same {turn}\n" in run.out for turn in range(16)), run
     assert sorted(run.out.splitlines()[-4:]) == [f"[{r}@localhost] own {r}" for r in range(4)]
-    shown = launch("-np", "4", "--no-fold", script).out
+    shown = launch("-np", "4", "--no-dedup", script).out
     assert shown.count("all the same") == 64
 
 

@@ -18,6 +18,7 @@ import pytest
 from distrib.errors import ConfigError
 from distrib_launch import runner as job
 from distrib_launch.cli import launch as cli
+from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import mpirun
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_environment import is_secret
@@ -242,7 +243,7 @@ def test_the_grace_is_the_same_when_the_engine_stops_a_rank(tmp_path):
 
 def test_daemons_that_are_starting_are_waited_for_when_the_launcher_is_killed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    plan = job.make_plan(cli.parser().parse_args(["-H", "n1", "--run-dir", ".", str(JOB)]))
+    plan = job.plan_launch(launch_arguments.parse(["-H", "n1", "--run-dir", ".", str(JOB)]))
     plan = msgspec.structs.replace(plan, command=("sh", "-c", "sleep 1; touch all-there"))
     if not (launcher := os.fork()):
         try:
@@ -340,7 +341,7 @@ def test_long_output_arrives_whole_and_in_order(launch):
 
 
 def test_only_one_rank_is_shown_and_all_are_kept(launch):
-    run = launch("-np", "2", "--only-rank", "1", JOB)
+    run = launch("-np", "2", "--show-rank", "1", JOB)
     assert run.out == "[1@localhost] rank 1 done\n"
     assert (run.run_dir / "ranks/0.out").read_text() == "rank 0 done\n"
 
@@ -482,7 +483,7 @@ def test_no_python_module_of_that_name(launch, tmp_path):
         (["--ssh-command", "ssh '", "JOB"], "--ssh-command ssh ': no closing quotation"),
         (["--ssh-command", "nowhere/ssh -v", "JOB"], "--ssh-command nowhere/ssh: there is no such command"),
         (["--dry-run", "--interface", "10.0.0.0/33", "JOB"], "--interface 10.0.0.0/33: no network"),
-        (["-np", "2", "--only-rank", "2", "JOB"], "--only-rank 2: there are ranks 0 to 1"),
+        (["-np", "2", "--show-rank", "2", "JOB"], "--show-rank 2: there are ranks 0 to 1"),
         (["x" * 300], "no such script"),
         (["--sync", "", "JOB"], "--sync: it is empty; is a variable not set?"),
         (["--image", "i", "JOB"], "--image is for pods; add --engine kubernetes, or leave out --image"),

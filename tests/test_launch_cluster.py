@@ -190,7 +190,7 @@ def test_the_host_where_ranks_could_not_start_is_named_and_not_those_that_were_t
 ):
     cluster = make_cluster(3)
     cluster.run("n2", ["mount", "--bind", tmp_path, ROOT / "distrib"], check=True)  # a torn installation
-    for words in ([], ["--no-check"]):
+    for words in ([], ["--no-preflight"]):
         run = launch(*words, "-H", cluster.hostfile, JOB, cluster=cluster)
         assert run.code == 3, run
         assert "error: n2: distrib: " in run.err and "n1: " not in run.err and "rank 0" not in run.err, run
@@ -272,7 +272,7 @@ def test_a_host_whose_python_lacks_torch_is_named(make_cluster, launch, tmp_path
     checked = launch("-H", "n1:1,n2:1", script, cluster=cluster)
     assert checked.code == 3, checked
     assert "error: n2: torch: no torch, n1 has" in checked.err
-    run = launch("-H", "n1:1,n2:1", "--no-check", script, cluster=cluster)
+    run = launch("-H", "n1:1,n2:1", "--no-preflight", script, cluster=cluster)
     assert run.code != 0, run
     assert run.result["first_failure"]["host"] == "n2"
     assert "n2" in run.err and "torch" in run.err
@@ -314,7 +314,7 @@ def test_more_hosts_than_the_engine_calls_by_itself(make_cluster, launch, tmp_pa
         cluster.run("n66", ["nft", words], check=True)
     script = tmp_path / "name.py"
     script.write_text("import socket\nprint(socket.gethostname())\n")
-    run = launch("-H", cluster.hostfile, "--no-check", script, cluster=cluster, timeout=150)
+    run = launch("-H", cluster.hostfile, "--no-preflight", script, cluster=cluster, timeout=150)
     assert run.code == 0, run
     logs = (run.run_dir / "ranks").glob("*.out")
     assert {log.read_text().strip() for log in logs} == set(cluster.hosts)
@@ -325,7 +325,17 @@ def test_a_job_that_is_stopped_while_daemons_start_leaves_none(make_cluster, tmp
     ssh, called = tmp_path / "ssh", tmp_path / "called"
     ssh.write_text(f'#!/bin/sh\ncase "$*" in *prted*) touch {called}; sleep 2;; esac\nexec ssh "$@"\n')
     ssh.chmod(0o755)
-    command = [LAUNCH, "-H", cluster.hostfile, "--run-dir", tmp_path / "run", "--ssh-command", ssh, "--no-check", JOB]
+    command = [
+        LAUNCH,
+        "-H",
+        cluster.hostfile,
+        "--run-dir",
+        tmp_path / "run",
+        "--ssh-command",
+        ssh,
+        "--no-preflight",
+        JOB,
+    ]
     process = cluster.popen("n1", command, cwd=tmp_path)
     deadline = time.monotonic() + 60
     while not called.exists() and time.monotonic() < deadline:
@@ -345,7 +355,7 @@ def test_who_stops_a_job_while_hosts_are_asked_why_it_did_not_start_does_not_wai
     ssh.write_text(f"#!/bin/sh\ntouch {asked}\nexec sleep 60\n")
     ssh.chmod(0o755)
     (tmp_path / "mpirun").symlink_to("/bin/false")
-    options = ["--run-dir", "run", "--ssh-command", ssh, "--mpirun", "./mpirun", "--no-check"]
+    options = ["--run-dir", "run", "--ssh-command", ssh, "--mpirun", "./mpirun", "--no-preflight"]
     process = cluster.popen("n1", [LAUNCH, "-H", "n2", *options, JOB], cwd=tmp_path)
     deadline = time.monotonic() + 20
     while not asked.exists() and time.monotonic() < deadline:

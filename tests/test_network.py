@@ -270,11 +270,11 @@ def test_a_bridge_that_a_fast_card_is_in_goes_by_that_card(cards, taken):
 INTERFACES = """
 import json, socket, sys
 sys.path[:0] = [sys.argv[1]]
-from distrib.cluster import inventory_program
+from distrib.cluster.remote import inventory_agent
 asked = []
-cards_below = inventory_program.cards_below
-inventory_program.cards_below = lambda *words: asked.append(words) or cards_below(*words)
-cards = {each["name"]: each["cards"] for each in inventory_program.interfaces()}
+cards_below = inventory_agent.cards_below
+inventory_agent.cards_below = lambda *words: asked.append(words) or cards_below(*words)
+cards = {each["name"]: each["cards"] for each in inventory_agent.interfaces()}
 names = dict(socket.if_nameindex())
 print(json.dumps([cards, {names[upper]: [names[one] for one in lower] for upper, lower in asked[0][2].items()}]))
 """

@@ -52,7 +52,7 @@ def probed(make_cluster, tmp_path):
             TOPO,
             "probe",
             "--quick",
-            "--no-check",
+            "--no-preflight",
             "-H",
             cluster.hostfile,
             "-o",

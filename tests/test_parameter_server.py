@@ -1485,7 +1485,7 @@ def test_synchronous_steps_wait_for_a_worker_that_was_started_again_once_it_has_
 
 def launched(folder: Path, lesson: list[str], *words: str) -> subprocess.Popen[str]:
     """A job of two workers that do a lesson."""
-    command = [str(LAUNCH), "--no-check", "--run-dir", str(folder / "run"), "-np", "2", "--mode", "async", *words]
+    command = [str(LAUNCH), "--no-preflight", "--run-dir", str(folder / "run"), "-np", "2", "--mode", "async", *words]
     command.append("--no-stale-rate")  # every update counts as one
     return subprocess.Popen(
         [*command, str(SCRIPT), *lesson], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -1689,14 +1689,14 @@ def test_what_main_has_read_is_there_for_a_worker_that_is_started_again_after_it
 
 @pytest.mark.parametrize("words", [("-np", "1"), ("-np", "2", "--staleness", "0")])
 def test_only_the_gradients_of_the_step_count(tmp_path, words):
-    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", *words, "--mode", "async", SCRIPT, "left_out"]
+    command = [LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", *words, "--mode", "async", SCRIPT, "left_out"]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("how", ["failed", "well"])
 def test_nobody_waits_long_for_a_rank_that_ended_before_it_began(tmp_path, how):
-    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", "-np", "2", "--mode", "async", SCRIPT]
+    command = [LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", "-np", "2", "--mode", "async", SCRIPT]
     begun = time.monotonic()
     done = subprocess.run(
         [*command, "one_leaves_at_once", how],
@@ -1716,7 +1716,7 @@ def test_the_log_is_that_of_the_rank_which_is_main_for_the_others(tmp_path):
         "import distrib\njob = distrib.init()\n"
         "job._status.metrics({'rank': job.rank}, is_main=job.rank == 1)\njob.log(of=job.rank)\n"
     )
-    command = [LAUNCH, "--no-check", "--run-dir", tmp_path / "run", "-np", "2", script]
+    command = [LAUNCH, "--no-preflight", "--run-dir", tmp_path / "run", "-np", "2", script]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [json.loads(line)["metrics"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

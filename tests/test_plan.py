@@ -75,10 +75,13 @@ def test_ranks_are_those_that_a_launch_would_start(words, hosts, ranks):
 
 
 def test_a_network_of_the_catalogue_runs_on_the_gpus_that_were_chosen():
-    for words in (["-H", MIXED, "--pool", "v100"], ["--topology", MIXED.with_suffix(".yaml"), "--include", "old[1-4]"]):
+    for words in (
+        ["-H", MIXED, "--gpu-type", "v100"],
+        ["--topology", MIXED.with_suffix(".yaml"), "--include", "old[1-4]"],
+    ):
         told = planned("--workload", "ResNet-50", *words)
         assert (told["workload"]["device"], told["predictions"][-1]["ranks"]) == ("V100-PCIe-16GB", 8)
-    done = plan("--workload", "ResNet-50", "--gpu", "A100", "--network", "HDR", "--pool", "A100")
+    done = plan("--workload", "ResNet-50", "--gpu", "A100", "--network", "HDR", "--gpu-type", "A100")
     assert done.returncode == 2 and "no hosts to choose from" in done.stderr
 
 
@@ -420,7 +423,7 @@ def test_parameter_servers_are_no_ranks_of_what_is_predicted(tmp_path):
         about = ["--topology", topology, "--workload", cpu_profile(tmp_path), "--warn-below", "100%"]
         done = call(launch.main, "-H", hosts, *about, *words, "--dry-run", "--json", SCRIPTS / "where.py")
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["outlook"]
+        return json.loads(done.stdout)["forecast"]
 
     beside = predicted("n1:2,n2:2", "--mode", "async")
     assert (beside["predicted"]["hosts"], beside["predicted"]["ranks"]) == (2, 4)

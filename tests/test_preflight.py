@@ -768,7 +768,7 @@ def test_an_idle_host_steps_in_for_a_bad_one(make_cluster, launch, tmp_path, set
 @pytest.mark.cluster
 def test_without_a_check_nothing_is_asked_and_the_card_is_the_one_that_leads_to_the_launcher(make_cluster, launch):
     cluster = make_cluster(2)
-    run = launch("-H", cluster.hostfile, "--no-check", JOB, "*:environment", cluster=cluster)
+    run = launch("-H", cluster.hostfile, "--no-preflight", JOB, "*:environment", cluster=cluster)
     assert run.code == 0, run
     assert not (run.run_dir / "preflight.json").exists()
     assert [env["GLOO_SOCKET_IFNAME"] for env in environments(run, 2)] == ["eth0", "eth0"]
@@ -841,8 +841,8 @@ def test_a_bridge_with_the_same_address_everywhere_and_cards_of_different_names(
     assert wanted.code == 0, wanted
     missing = launch("-H", cluster.hostfile, "--interface", "eth0", JOB, cluster=cluster)
     refused(missing, cluster, "n2", "network", "no usable interface eth0; it has", "ens5 (198.18.0.2/16)")
-    unasked = launch("-H", cluster.hostfile, "--interface", "eth0", "--no-check", JOB, cluster=cluster)
-    assert unasked.code == 2 and "--no-check asks no host" in unasked.err, unasked
+    unasked = launch("-H", cluster.hostfile, "--interface", "eth0", "--no-preflight", JOB, cluster=cluster)
+    assert unasked.code == 2 and "--no-preflight asks no host" in unasked.err, unasked
     decoy = launch("-H", cluster.hostfile, "--interface", "docker0", JOB, cluster=cluster)
     assert decoy.code == 3, decoy
     assert "is on n1, n2, n3 alike" in decoy.err

@@ -454,7 +454,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
     facts = Facts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
     line, kept = encode(structs.replace(START, facts=(facts,))), []
-    console = Console(["n1", "n2"], only_rank=0, streams=View(kept.append).streams)
+    console = Console(["n1", "n2"], show_rank=0, streams=View(kept.append).streams)
     data = f"{line}\n".encode()
     for at in range(0, len(data), 1 << 18):
         console.rank_output(0, 1, data[at : at + (1 << 18)])

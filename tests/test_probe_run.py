@@ -35,10 +35,10 @@ from distrib.probe.records import (
 )
 from distrib.probe.settings import DEFAULT
 from distrib.probe.stages import LINKS_DONE
-from distrib_launch import launch_plan as planning
-from distrib_launch import results, runner
+from distrib_launch import launch_plan, results, runner
 from distrib_launch.cli import topo
 from distrib_launch.console import Console
+from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.supervisor import Supervisor
 from tests.test_probe import Network, facts
@@ -873,8 +873,8 @@ def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0
 
 
 def test_input_goes_to_the_ranks_that_want_it(tmp_path):
-    plan = planning.make_plan(
-        planning.Options(script="x", arguments=(), interpreter="python", directory="/", run_dir=str(tmp_path)),
+    plan = launch_plan.build_plan(
+        LaunchOptions(script="x", directory="/", run_dir=str(tmp_path), engine="mpirun"),
         hostfile.parse_host_list("a:2,b:2"), None,
     )  # fmt: skip
     for wanted, ranks in (((0,), [0]), (None, [0, 1, 2, 3])):

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace as Part
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -22,7 +23,7 @@ from distrib.training.checkpoint import checkpoint_format, replicas
 from distrib.training.checkpoint.replicas import Stamp
 from distrib.utils import signals
 from distrib_launch import runner
-from distrib_launch.cli import launch as cli
+from distrib_launch.cli import launch_arguments
 from distrib_launch.preflight.gate import Admission
 from distrib_launch.results import Failure
 from distrib_launch.supervisor import attempts
@@ -101,7 +102,7 @@ def test_who_interrupts_the_job_ends_it(tmp_path):
     ("words", "told"),
     [
         (["-H", "a,b", "--min-hosts", "3"], "--min-hosts 3: the job has 2 host(s)"),
-        (["-H", "a,b", "--min-hosts", "1", "--no-check"], "--no-check asks no host whether it is fit"),
+        (["-H", "a,b", "--min-hosts", "1", "--no-preflight"], "--no-preflight asks no host whether it is fit"),
         (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "no host is asked that Slurm has yet to give"),
         (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this one itself"),
     ],
@@ -110,35 +111,35 @@ def test_what_cannot_be_is_refused(words, told):
     with pytest.raises(
         ConfigError, match="^" + told.replace("(", r"\(").replace(")", r"\)") if told.startswith("--min") else told[:30]
     ):
-        runner.make_plan(cli.parser().parse_args([*words, str(TRAINING)]))
+        runner.plan_launch(launch_arguments.parse([*words, str(TRAINING)]))
 
 
 def test_a_job_that_is_started_again_keeps_its_run_and_may_have_fewer_ranks():
-    options = cli.parser().parse_args(
+    options = launch_arguments.parse(
         ["-H", "a:2,b:2,c:2", "-np", "6", "--min-hosts", "1", "--max-restarts", "4", str(TRAINING)]
     )
-    first = runner.make_plan(options)
-    again = runner.make_plan(options, before=first, again=True)
-    rest = runner.make_plan(options, ["b"], again)
+    first = runner.plan_launch(options)
+    again = runner.plan_launch(options, before=first, restart=True)
+    rest = runner.plan_launch(options, ["b"], again)
     assert first.world_size == again.world_size == 6 and rest.world_size == 4
     assert first.run == first.job == again.run == rest.run and again.job == rest.job != first.job
     environment = rest.ranks[0].environment
     assert environment["TORCHELASTIC_RUN_ID"] == first.job and environment["DISTRIB_JOB"] == rest.job
     assert (environment["TORCHELASTIC_RESTART_COUNT"], environment["TORCHELASTIC_MAX_RESTARTS"]) == ("1", "4")
-    options.min_hosts = None
-    with pytest.raises(ConfigError, match="6 ranks asked for"):
-        runner.make_plan(options, ["b"], again)
+    options = msgspec.structs.replace(options, min_hosts=None)
+    with pytest.raises(ConfigError, match="6 ranks requested"):
+        runner.plan_launch(options, ["b"], again)
 
 
 def test_a_hostfile_that_was_changed_meanwhile_is_what_counts(tmp_path):
     (file := tmp_path / "hosts.txt").write_text("a slots=2\nb slots=2\nc slots=2\n")
-    words = ["-H", str(file), "-np", "6", "--only-rank", "5", "--min-hosts", "2", "--max-restarts", "4", str(TRAINING)]
-    options = cli.parser().parse_args(words)
-    first = runner.make_plan(options)
+    words = ["-H", str(file), "-np", "6", "--show-rank", "5", "--min-hosts", "2", "--max-restarts", "4", str(TRAINING)]
+    options = launch_arguments.parse(words)
+    first = runner.plan_launch(options)
     file.write_text("a slots=2\nc slots=2\n")
-    assert runner.make_plan(options, before=first, again=True).world_size == 4
+    assert runner.plan_launch(options, before=first, restart=True).world_size == 4
     file.write_text("c slots=2\n")
-    alone = runner.make_plan(options, before=first, again=True)
+    alone = runner.plan_launch(options, before=first, restart=True)
     with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*--min-hosts 2 asks for more"):
         Admission(options, None, None, None, None).run(alone)
 

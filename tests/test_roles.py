@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-
 import msgspec
 import pytest
 
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib_launch import runner
-from distrib_launch.cli import launch
+from distrib_launch.cli import launch_arguments
+from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.supervisor import tolerance_rules
 from distrib_launch.supervisor.rank_exit import RankExit
 
 
-def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> argparse.Namespace:
+def options(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchOptions:
     script = tmp_path / "train.py"
     script.write_text("")
     if "\n" in hosts:
         (tmp_path / "hosts.txt").write_text(hosts)
         hosts = str(tmp_path / "hosts.txt")
-    return launch.parser().parse_args(["-H", hosts, "--mode", "async", *words, str(script)])
+    return launch_arguments.parse(["-H", hosts, "--mode", "async", *words, str(script)])
 
 
 def planned(tmp_path, *words: str, hosts: str = "n1:2,n2:2") -> LaunchPlan:
-    return runner.make_plan(options(tmp_path, *words, hosts=hosts))
+    return runner.plan_launch(options(tmp_path, *words, hosts=hosts))
 
 
 def servers(plan: LaunchPlan) -> list[str]:
@@ -63,7 +62,7 @@ def test_servers_run_on_hosts_that_were_chosen(tmp_path):
     assert servers(planned(tmp_path, "--exclude", "n2", "--servers", "1")) == ["n1"]
     assert servers(planned(tmp_path, "--exclude", "n3", "-np", "2", "--servers", "1", hosts="n1:2,n2:2,n3:2")) == ["n2"]
     without = options(tmp_path, "--drop-bad-hosts", hosts=apart)
-    assert servers(runner.make_plan(without, without=["n3"])) == ["n4"]
+    assert servers(runner.plan_launch(without, dropped=["n3"])) == ["n4"]
     with pytest.raises(ConfigError, match="n9, which is not among the hosts"):
         planned(tmp_path, "--exclude", "n9", hosts=apart)
     with pytest.raises(ConfigError, match="--exclude names slots of n3, which has role=server"):

@@ -153,7 +153,7 @@ def test_a_folder_is_brought_to_hosts_without_it(make_cluster, launch, project):
         "root@n1:1,root@n2:1,n3:1",
         "--run-dir",
         project / "runs/one two",
-        "--no-fold",
+        "--no-dedup",
     ]  # -F of ssh has blanks
     run = launch(*options, script, cluster=cluster, cwd=project.parent)
     assert run.code != 0, run  # nobody has brought it yet
@@ -207,7 +207,7 @@ def test_hosts_run_their_own_interpreters(make_cluster, launch, tmp_path):
         "maps = {line.split(None, 5)[-1].strip() for line in open('/proc/self/maps') if 'libmpi.so' in line}\n"
         "print(socket.gethostname(), os.environ['LOCAL_RANK'], sys.prefix, *maps, sep='|')\n"
     )
-    run = launch("-H", hostfile, "--no-fold", script, cluster=cluster)
+    run = launch("-H", hostfile, "--no-dedup", script, cluster=cluster)
     assert run.code == 0, run
     told = [(run.run_dir / f"ranks/{rank}.out").read_text().strip().split("|")[:3] for rank in range(5)]
     assert told == [["n3", "0", str(other)], ["n1", "0", str(VENV)], ["n1", "1", str(VENV)],

@@ -15,10 +15,10 @@ from distrib.strategy import Strategy
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
 from distrib_launch import html_report, runner
-from distrib_launch.cli import launch
-from distrib_launch.forecast_record import Outlook
+from distrib_launch.cli import launch_arguments
+from distrib_launch.forecast_record import ForecastRecord
 from distrib_launch.results import Failure, RankResult, Result
-from distrib_launch.supervisor.performance_monitor import Watch
+from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from tests.conftest import SCRIPTS
 
 HOSTS = ("n1", "n2", "n3")
@@ -31,15 +31,15 @@ FORETOLD = Prediction(
 
 @pytest.fixture
 def plan(tmp_path):
-    options = launch.parser().parse_args(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
-    outlook = Outlook(workload="w", source="w.json", predicted=FORETOLD, expected_error=0.05)
-    return replace(runner.make_plan(options), outlook=outlook)
+    options = launch_arguments.parse(["-H", ",".join(HOSTS), "--run-dir", str(tmp_path), str(SCRIPTS / "where.py")])
+    outlook = ForecastRecord(workload="w", source="w.json", predicted=FORETOLD, expected_error=0.05)
+    return replace(runner.plan_launch(options), forecast=outlook)
 
 
 def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
     """One look at every rank; returns what was said, and what is kept."""
     said: list[str] = []
-    watch = Watch(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in range(1, 6)}.get)
+    watch = PerformanceMonitor(plan, said.append, {f"10.0.0.{n}": f"n{n}" for n in range(1, 6)}.get)
     links = links or {}
     for rank, host in enumerate(HOSTS):
         own = {f"10.0.0.{b[1]}": rate for (a, b), rate in links.items() if a == host}
@@ -60,7 +60,7 @@ def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
 
 def test_a_lost_rank_does_not_silence_the_others(plan):
     said: list[str] = []
-    watch = Watch(plan, said.append, lambda _: None)
+    watch = PerformanceMonitor(plan, said.append, lambda _: None)
     for _ in range(3):
         for rank in range(len(HOSTS) - 1):
             watch.hear(rank, {"steps": 20, "step_seconds": 0.3, "compute_seconds": 0.09, "exposed_seconds": 0.21})
@@ -105,12 +105,12 @@ def test_what_the_wire_has_not_cost_is_told_of_too(plan):
         "(90% was predicted): of 200 ms a step, 80 ms are waiting for gradients and 30 ms rank 1 computing for longer than was predicted; link"
         in said[0]
     )
-    said, _ = hear(replace(plan, outlook=None), step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
+    said, _ = hear(replace(plan, forecast=None), step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
     assert "and 30 ms rank 1 computing for longer than most; link" in said[0]
 
 
 def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
-    said, measured = hear(replace(plan, outlook=None), step=0.3, links=RING)
+    said, measured = hear(replace(plan, forecast=None), step=0.3, links=RING)
     assert len(said) == 1 and "was predicted" not in said[0] and measured.prediction_error is None
 
 
@@ -146,7 +146,7 @@ def test_the_wire_is_not_blamed_for_what_data_costs(plan):
 
 def test_each_warning_comes_once_and_all_looks_count(plan):
     said: list[str] = []
-    watch = Watch(plan, said.append, lambda _: None)
+    watch = PerformanceMonitor(plan, said.append, lambda _: None)
     for step in (0.3, 0.3, 0.4):
         for rank in (2, 0, 1):
             watch.hear(
@@ -174,7 +174,7 @@ def test_each_warning_comes_once_and_all_looks_count(plan):
     ],
 )
 def test_what_a_script_may_write_into_its_pipe(plan, told):
-    watch = Watch(plan, pytest.fail, lambda _: None)
+    watch = PerformanceMonitor(plan, pytest.fail, lambda _: None)
     with pytest.raises(ValueError):
         watch.hear(0, told)
     assert watch.measured is None

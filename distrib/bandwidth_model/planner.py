@@ -20,7 +20,7 @@ from distrib.cluster.hosts import Host
 from distrib.cluster.node import MAX_GPUS
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError
-from distrib_launch.host_selection import Choice, Wishes, choose, wishes_of
+from distrib_launch.host_selection import HostFilter, SelectedHost, select_hosts
 
 if TYPE_CHECKING:
     from distrib.cluster.hostfile import HostList
@@ -110,7 +110,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
 
 
-def question(options: argparse.Namespace) -> Question:
+def question(options: argparse.Namespace, host_filter: HostFilter) -> Question:
     """What the options ask. Raises ConfigError where they leave open what is needed, or name what is not there."""
     from distrib_launch.runner import read_hosts, read_topology_for
 
@@ -122,7 +122,7 @@ def question(options: argparse.Namespace) -> Question:
 
         check_hosts(topology, listed)
     gpu = hypothetical.gpu_named(options.gpu) if options.gpu is not None else None
-    choices = _taking_part(listed, topology, wishes_of(options))
+    choices = _taking_part(listed, topology, host_filter)
     there = first_kind(topology, [choice.host.name for choice in choices])
     workload = workload_of(options.workload, gpu, there, options.batch, hint="add --gpu, such as A100")
     network = hypothetical.parse_network(options.network, gpudirect) if options.network is not None else None
@@ -250,24 +250,26 @@ def _compared(network: Network, predictions: tuple[Prediction, ...], nodes: int)
     return Compared(network=network.text, predictions=predictions, price=price, price_per_efficiency_percent=per)
 
 
-def _taking_part(listed: HostList | None, topology: Topology | None, wishes: Wishes) -> tuple[Choice, ...]:
+def _taking_part(
+    listed: HostList | None, topology: Topology | None, host_filter: HostFilter
+) -> tuple[SelectedHost, ...]:
     """The hosts that would train, as a launch would choose them; none where nobody names any. Raises ConfigError."""
     every = (
         listed.hosts if listed else tuple(Host(name=name, slots=None) for name in (topology.hosts if topology else ()))
     )
     if not every:
-        if wishes != Wishes():
+        if host_filter != HostFilter():
             raise ConfigError("there are no hosts to choose from", hint="name them with -H or --topology")
         return ()
     workers = [host for host in every if host.role == "worker"]
     known = {host.name: topology.gpus_of(host.name) if topology else None for host in workers}
     slots = {host.name: host.slots or _gpus(topology, host.name) or 1 for host in workers}
     servers = tuple(host.name for host in every if host.role == "server")
-    return choose(workers, known, slots, msgspec.structs.replace(wishes, servers=servers))
+    return select_hosts(workers, known, slots, msgspec.structs.replace(host_filter, server_hosts=servers))
 
 
 def _ranks(
-    choices: Sequence[Choice], listed: HostList | None, topology: Topology | None, workload: Workload
+    choices: Sequence[SelectedHost], listed: HostList | None, topology: Topology | None, workload: Workload
 ) -> dict[str, int]:
     """How many ranks a launch gives each of the hosts."""
     counts = {}

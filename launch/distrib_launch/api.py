@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from distrib.errors import ConfigError, JobFailed
 from distrib.utils import files
 from distrib_launch import results, runner
-from distrib_launch.cli import launch
+from distrib_launch.cli import launch_arguments
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
 
@@ -50,17 +52,17 @@ def run(
     words = _words({"hosts": _hosts(hosts), "np": np, **options})
     if callable(target):
         name = getattr(target, "__name__", type(target).__name__)
-        wanted = launch.parser().parse_args([*words, "--module", "distrib_launch.rank_agent.run_function"])
+        wanted = launch_arguments.parse([*words, "--module", "distrib_launch.rank_agent.run_function"])
         script_input = _pickled(target, args, name)
     else:
         name = Path(target).stem
-        wanted = launch.parser().parse_args([*words, str(files.absolute_path(target)), *map(str, args)])
+        wanted = launch_arguments.parse([*words, str(files.absolute_path(target)), *map(str, args)])
         script_input = b""
     if wanted.engine == "kubernetes":
         raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")
     with results.claimed_run_dir(wanted.run_dir, name) as run_dir:
-        wanted.run_dir = str(run_dir)
-        plan = runner.make_plan(wanted)
+        wanted = msgspec.structs.replace(wanted, run_dir=str(run_dir))
+        plan = runner.plan_launch(wanted)
     result = runner.launch(plan, wanted, streams=(sys.stdout, sys.stderr), script_input=script_input)
     if result.status != "succeeded":
         failure = _failed(result, run_dir)
@@ -87,8 +89,7 @@ def _words(options: Mapping[str, Any]) -> list[str]:
     """The command's words for options by name."""
     known = {
         flag[2:].replace("-", "_"): action
-        for action in launch.parser()._actions
-        for flag in action.option_strings
+        for flag, action in launch_arguments.parser()._option_string_actions.items()
         if flag.startswith("--")
     }
     words: list[str] = []

@@ -124,15 +124,15 @@ class Console:
         hosts: list[str],
         *,
         quiet: bool = False,
-        only_rank: int | None = None,
-        fold: bool = True,
+        show_rank: int | None = None,
+        dedup: bool = True,
         streams: tuple[TextIO, TextIO] | None = None,
     ) -> None:
         self._hosts = hosts
         self._quiet = quiet
-        self._only_rank = only_rank
-        self._line_limit_bytes = LINE_LIMIT_BYTES if only_rank is None else ALONE_LIMIT_BYTES
-        self._folders = {1: Folder(), 2: Folder()} if fold and len(hosts) > 1 and only_rank is None else {}
+        self._show_rank = show_rank
+        self._line_limit_bytes = LINE_LIMIT_BYTES if show_rank is None else ALONE_LIMIT_BYTES
+        self._folders = {1: Folder(), 2: Folder()} if dedup and len(hosts) > 1 and show_rank is None else {}
         self._streams = streams
         self._colour = {fd: streams is None and os.isatty(fd) and "NO_COLOR" not in os.environ for fd in (1, 2)}
         self._tags: dict[tuple[int, int], bytes] = {}
@@ -154,7 +154,7 @@ class Console:
 
     def rank_output(self, rank: int, descriptor: int, data: bytes) -> None:
         """Show a piece of a rank's output (`descriptor` 1 or 2) as tagged whole lines."""
-        if self._quiet or (self._only_rank is not None and rank != self._only_rank):
+        if self._quiet or (self._show_rank is not None and rank != self._show_rank):
             return
         key = (rank, descriptor)
         data = self._partial.pop(key, b"") + data
@@ -289,13 +289,13 @@ class Console:
                         select.select([], [descriptor], [])
 
 
-def complain(error: object) -> None:
+def report_error(error: object) -> None:
     """Print an error of the command itself."""
     with contextlib.suppress(OSError):
         print(f"distrib-launch: error: {error}", file=sys.stderr, flush=True)
 
 
-def bear_closed() -> None:
+def ignore_closed_streams() -> None:
     """Where standard output or error is closed (`>&-`), as Python then has none, what would be written is thrown away."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -303,7 +303,7 @@ def bear_closed() -> None:
 
 
 @contextlib.contextmanager
-def perhaps_unread() -> Iterator[None]:
+def tolerate_closed_pipe() -> Iterator[None]:
     """What is printed may find nobody to read it, as in `... | head`; that is no failure.
 
     Raises LaunchError where it cannot be written: on a full disk, say.

@@ -1,4 +1,4 @@
-"""What was predicted of a job, as `plan.json` keeps it."""
+"""Predicted and measured performance of a job, as `plan.json` and `result.json` contain them."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import msgspec
 from distrib.bandwidth_model.prediction import Prediction
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted of a job with the strategy that it runs with, and the warning that this is worth."""
+class ForecastRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted performance of a job with its strategy."""
 
     workload: str
     source: str
-    """Where the workload is from: a file, or the catalogue."""
+    """Origin of the workload: a file, or the catalogue."""
     predicted: Prediction
     expected_error: float
-    """Of the step's time: of links and workload together."""
+    """Relative error to expect of the step time, of links and workload together."""
     warning: str = ""
 
 
-class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
-    """What a link carried during the run while it had something to carry, and what the topology says of it."""
+class LinkUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Rate of a link while it was in use, and the rate that the topology predicts."""
 
     source: str
     target: str
@@ -28,21 +28,19 @@ class LinkSeen(msgspec.Struct, frozen=True, kw_only=True):
     expected_bytes_per_second: float | None
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks measured of their steps; times are medians, those of the slowest rank.
-
-    `exposed_seconds` is what a step takes beyond computing. `efficiency`: the step of one rank alone, as profiled, or else
-    computing alone, against the step. `prediction_error`: how much longer the step was than predicted, as a part of that.
-    `network_seconds`: what the links of the busiest host need for what it sends in a step, by the rates that they have; None where
-    nobody counted.
-    """
+class MeasuredPerformance(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured steps of a job. Times are medians of the slowest rank."""
 
     steps: int
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
+    """Time of a step beyond computing."""
     efficiency: float
+    """Step time of one rank alone, as profiled or else computing only, divided by the step time."""
     slowest_rank: int
-    links: tuple[LinkSeen, ...] = ()
+    links: tuple[LinkUsage, ...] = ()
     prediction_error: float | None = None
+    """Relative excess of the step time over the predicted one."""
     network_seconds: float | None = None
+    """Time that the links of the busiest host need for a step at their rates; None: traffic was not counted."""

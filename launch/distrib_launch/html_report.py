@@ -98,10 +98,10 @@ def _speed(plan: LaunchPlan, result: Result) -> list[str]:
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]
     parts = ["<h2>Speed</h2>", _table(("", "predicted", "measured"), rows, numbers=(1, 2))]
-    if seen and seen.prediction_error is not None and plan.outlook:
+    if seen and seen.prediction_error is not None and plan.forecast:
         parts.append(
-            f"<p>A step took {seen.prediction_error:+.1%} against what was predicted of {escape(plan.outlook.workload)} "
-            f"({escape(plan.outlook.source)}; error to expect {plan.outlook.expected_error:.0%}).</p>"
+            f"<p>A step took {seen.prediction_error:+.1%} against what was predicted of {escape(plan.forecast.workload)} "
+            f"({escape(plan.forecast.source)}; error to expect {plan.forecast.expected_error:.0%}).</p>"
         )
     if told and told.cap:
         parts.append(

@@ -1,12 +1,11 @@
-"""From hosts, topology and options to a plan: who runs what, where. Pure; `--dry-run` prints it.
+"""Plan of a launch: hosts, ranks, devices, environment and command. Pure; `--dry-run` prints it.
 
-Every decision about a launch is made here, once; the engines only carry it out.
+Every decision about a launch is made here, once; the engines carry it out.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -15,49 +14,18 @@ from distrib.cluster.hostfile import HostList
 from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils.ranges import ranges
-from distrib_launch import engines, host_selection, rank_environment, server_placement
-from distrib_launch.cli import training_options
-from distrib_launch.cli.options import GRACE_SECONDS
-from distrib_launch.forecast_record import Outlook
+from distrib_launch import engines, host_selection, rank_environment, rank_placement
+from distrib_launch.forecast_record import ForecastRecord
+from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.rank_agent import affinity
-from distrib_launch.slots import HostPlan, plan_hosts
+from distrib_launch.rank_placement import HostPlan
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Topology
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the user asked for, apart from the hosts."""
-
-    script: str
-    """The path of a file, or a module's name."""
-    arguments: tuple[str, ...]
-    interpreter: str
-    directory: str
-    run_dir: str
-    ranks: int | None = None
-    strategy: Strategy = Strategy()
-    engine: str = "mpirun"
-    mpirun: str | None = None
-    ssh_command: str | None = None
-    environment: dict[str, str] = {}
-    wishes: host_selection.Wishes = host_selection.Wishes()
-    bind: str = "auto"
-    sync: str | None = None
-    module: bool = False
-    grace_seconds: float = GRACE_SECONDS
-    """Between SIGTERM and SIGKILL."""
-    job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
-    """The job's name; a plan made again for fewer hosts keeps it, for connections are open in its name."""
-    run: str | None = None
-    """The name of the job's first start, where it is started again."""
-    restarts: int = 0
-    """How often it was started again before."""
-    max_restarts: int = 0
-
-
-class Here(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of the machine that plans: its names among the hosts, how many GPUs it shows, and its cores."""
+class LocalMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """The machine that plans: its names in host lists, its number of GPUs and its cores."""
 
     names: frozenset[str] = frozenset({"localhost"})
     gpus: int = 0
@@ -65,35 +33,33 @@ class Here(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: where it runs, on what, and what its script finds in the environment.
-
-    `role` is `worker`, or `server` for a parameter server: those are numbered after the workers.
-    `device` is `cuda:N`, `cpu`, or `auto` where nobody has yet told whether the host has GPUs; the host decides then.
-    `cpus`, such as `0-3` (empty: not bound), and `threads` are decided on the host too: None where it is not this one.
-    """
+    """One rank: its host, device, CPUs and environment. Parameter servers are numbered after the workers."""
 
     rank: int
     host: str
     local_rank: int
     role: str
+    """`worker` or `server`."""
     device: str
+    """`cpu`, `cuda:N`, or `auto` if the host decides because its GPUs are not known."""
     environment: dict[str, str]
     cpus: str | None = None
+    """CPUs such as `0-3`, empty for no binding; None: decided on the host."""
     threads: int | None = None
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A job, wholly decided. `command` is what the engine runs on this machine.
-
-    `job` is this start's name, `run` that of the first one: a job that failed is started again under another.
-    """
+    """All decisions about one start of a job."""
 
     job: str
+    """Name of this start."""
     run: str
+    """Name of the job's first start."""
     restarts: int
     world_size: int
     engine: str
     command: tuple[str, ...]
+    """Command of the engine on this machine."""
     script: tuple[str, ...]
     directory: str
     run_dir: str
@@ -104,78 +70,99 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...]
     bind: str = "auto"
     ssh: tuple[str, ...] = ()
-    """The words that reach a host, before its name."""
+    """Command that reaches a host, without the host's name."""
     ssh_config: str | None = None
-    """The user's own configuration of ssh, where `ssh` reads one of ours that includes it."""
+    """The user's ssh configuration if `ssh` reads a generated one that includes it."""
     sync: str | None = None
-    """The folder that is brought to every host first."""
+    """Folder that is copied to every host first."""
     network: str = ""
-    """Why the hosts' interfaces were chosen as they were; empty before launch."""
+    """Reason for the choice of interfaces; empty before the preflight."""
     listen: tuple[str, ...] = ()
-    """Addresses for the control channel; empty: those by which the hosts reach this machine."""
+    """Addresses for the control channel; empty: those by which hosts reach this machine."""
     seen_as: tuple[str, ...] = ()
-    """Addresses of this machine from which the hosts saw it come when they were asked; empty before launch."""
+    """Addresses of this machine as the hosts saw them; empty before the preflight."""
     engine_environment: dict[str, str] = {}
-    """What is set for the engine's own processes."""
+    """Variables of the engine's own processes."""
     topology: str | None = None
-    """The file that says what the hosts are made of."""
-    outlook: Outlook | None = None
-    """What was predicted of the job; None where its workload is not known."""
+    """File with the description of the hosts."""
+    forecast: ForecastRecord | None = None
+    """Predicted performance; None if the workload is not known."""
     warn_below: float = 0.8
-    """The efficiency below which the wire is warned of."""
+    """Scaling efficiency below which a warning is given."""
 
     @property
     def started(self) -> tuple[RankPlan, ...]:
-        """The ranks in the order in which engines number what they start: host by host."""
+        """Ranks in the order in which engines number their processes: host by host."""
         places = {host.name: place for place, host in enumerate(self.hosts)}
         return tuple(sorted(self.ranks, key=lambda rank: (places[rank.host], rank.local_rank)))
 
     def script_on(self, host: HostPlan, role: str = "worker") -> tuple[str, ...]:
-        """The command of each rank on a host: the script, run by the host's own interpreter where it has one."""
-        return (host.python or self.script[0], *(server_placement.COMMAND if role == "server" else self.script[1:]))
+        """Return the command of each rank on a host.
+
+        Args:
+            host: Host of the plan; its own interpreter is used if it has one.
+            role: `worker` or `server`.
+        """
+        return (
+            host.python or self.script[0],
+            *(rank_placement.SERVER_COMMAND if role == "server" else self.script[1:]),
+        )
 
 
 def without_secrets(plan: LaunchPlan) -> LaunchPlan:
-    """The plan for the eyes of others."""
+    """Return the plan with masked secrets, to show or write it.
+
+    Args:
+        plan: Any plan.
+    """
     ranks = tuple(
-        msgspec.structs.replace(
-            rank,
-            environment=rank_environment.mask_secrets(rank.environment),
-        )
+        msgspec.structs.replace(rank, environment=rank_environment.mask_secrets(rank.environment))
         for rank in plan.ranks
     )
     return msgspec.structs.replace(plan, ranks=ranks)
 
 
-def make_plan(
-    options: Options,
+def build_plan(
+    options: LaunchOptions,
     host_list: HostList | None,
     topology: Topology | None,
-    here: Here = Here(),  # noqa: B008 (it is frozen)
+    local: LocalMachine = LocalMachine(),  # noqa: B008 (it is frozen)
 ) -> LaunchPlan:
-    """Decide everything about a launch. Raises `ConfigError` when it cannot be."""
-    from distrib_launch.engines import mpirun
+    """Decide everything about a launch.
 
+    Args:
+        options: LaunchOptions with `engine`, `environment` and `run_dir` filled in.
+        host_list: Hosts of the user; None: this machine.
+        topology: Description of the hosts.
+        local: This machine.
+
+    Raises:
+        ConfigError: The options cannot be met by the hosts.
+    """
+    from distrib_launch.engines import mpirun  # it imports this package's plan types
+
+    strategy = options.strategy
     visible = options.environment.get("CUDA_VISIBLE_DEVICES")
     cpu_only = visible is not None and not affinity.listed_gpus(visible)
-    in_step = options.strategy.mode == "sync" and not options.strategy.balance and not cpu_only
-    with_servers = options.strategy.mode == "async"
-    host_list, apart = server_placement.split_roles(host_list) if with_servers else (host_list, ())
-    wishes = msgspec.structs.replace(options.wishes, servers=tuple(host.name for host in apart))
-    placed = plan_hosts(host_list, topology, options.ranks, here.gpus, wishes, in_step=in_step)
-    hosts, notes = placed.hosts, placed.notes
-    if with_servers:
-        apart = host_selection.choose_servers(apart, wishes)
-        hosts = server_placement.place_servers(hosts, apart, placed.idle, options.strategy.servers)
-        server_placement.check_replicas(hosts, options.strategy.replicas)
+    synchronous = strategy.mode == "sync" and not strategy.balance and not cpu_only
+    has_servers = strategy.mode == "async"
+    host_list, dedicated = rank_placement.split_server_hosts(host_list) if has_servers else (host_list, ())
+    host_filter = msgspec.structs.replace(options.host_filter, server_hosts=tuple(host.name for host in dedicated))
+    placement = rank_placement.place_workers(
+        host_list, topology, options.ranks, local.gpus, host_filter, synchronous=synchronous
+    )
+    hosts, notes = placement.hosts, placement.notes
+    if has_servers:
+        dedicated = host_selection.select_server_hosts(dedicated, host_filter)
+        hosts = rank_placement.place_servers(hosts, dedicated, placement.idle, strategy.servers)
+        rank_placement.check_replicas(hosts, strategy.replicas)
     else:
-        notes += server_placement.notes_without_servers(host_list, hosts)
-    gpus = dict.fromkeys(placed.gpus, 0) if cpu_only else placed.gpus
-    workers = _workers(hosts, gpus, here, options)
-    servers = _servers(hosts, len(workers), options)
-    ranks = (*workers, *servers)
-    notes += training_options.notes_on(
-        options.strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
+        notes += rank_placement.notes_on_ignored_roles(host_list, hosts)
+    gpus = dict.fromkeys(placement.gpus, 0) if cpu_only else placement.gpus
+    workers = _workers(hosts, gpus, local, options)
+    ranks = (*workers, *_servers(hosts, len(workers), options))
+    notes += _notes_on_ineffective_options(
+        strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
     )
     ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
     plan = LaunchPlan(
@@ -188,8 +175,8 @@ def make_plan(
         script=(options.interpreter, *(["-m"] if options.module else []), options.script, *options.arguments),
         directory=options.directory,
         run_dir=options.run_dir,
-        mode=options.strategy.mode,
-        strategy=options.strategy,
+        mode=strategy.mode,
+        strategy=strategy,
         hosts=hosts,
         ranks=ranks,
         notes=notes,
@@ -203,8 +190,22 @@ def make_plan(
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
 
 
-def _workers(hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], here: Here, options: Options) -> list[RankPlan]:
-    """The ranks that run the script. Raises ConfigError where a host has fewer GPUs than slots."""
+def _notes_on_ineffective_options(strategy: Strategy, devices: Collection[str], hosts: int) -> tuple[str, ...]:
+    gpus = any(device.startswith("cuda") for device in devices)
+    if strategy.all_reduce != "auto" and gpus:
+        return (f"--all-reduce {strategy.all_reduce} is for CPU hosts: between GPUs NCCL chooses the algorithm",)
+    compresses_inside = strategy.backend != "torch" or strategy.all_reduce == "flat"
+    if strategy.mode == "sync" and not compresses_inside and not strategy.gradients.exact and hosts == 1 and not gpus:
+        return (
+            f"--gradients {strategy.gradients} changes nothing on one CPU host: only traffic between hosts is compressed",
+        )
+    return ()
+
+
+def _workers(
+    hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], local: LocalMachine, options: LaunchOptions
+) -> list[RankPlan]:
+    """Plan the ranks that run the script. Raises ConfigError if a host has fewer GPUs than slots."""
     found: list[RankPlan] = []
     for group, host in enumerate(hosts):
         count = gpus[host.name] if host.workers else 0
@@ -212,7 +213,7 @@ def _workers(hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], here: He
             raise ConfigError(
                 f"{host.name}: {host.workers} slots, but {count} GPU(s)", hint="one rank per GPU; lower its slots"
             )
-        shares = _shares(host, count, here, options)
+        shares = _shares(host, count, local, options)
         for local_rank in range(host.workers):
             found.append(
                 RankPlan(
@@ -231,8 +232,8 @@ def _workers(hosts: Sequence[HostPlan], gpus: Mapping[str, int | None], here: He
     return found
 
 
-def _servers(hosts: Sequence[HostPlan], first: int, options: Options) -> list[RankPlan]:
-    """The parameter servers, numbered after the workers."""
+def _servers(hosts: Sequence[HostPlan], first: int, options: LaunchOptions) -> list[RankPlan]:
+    """Plan the parameter servers, numbered after the workers."""
     found: list[RankPlan] = []
     for group, host in enumerate(hosts):
         for local_rank in range(host.workers, host.ranks):
@@ -249,17 +250,17 @@ def _servers(hosts: Sequence[HostPlan], first: int, options: Options) -> list[Ra
     return found
 
 
-def _shares(host: HostPlan, count: int | None, here: Here, options: Options) -> list[affinity.Share]:
-    """What the process around a rank will decide on this machine; nothing for the others."""
-    if host.name not in here.names or here.machine is None:
+def _shares(host: HostPlan, count: int | None, local: LocalMachine, options: LaunchOptions) -> list[affinity.Share]:
+    """Predict the CPUs that the rank agents on this machine will choose; empty for other hosts."""
+    if host.name not in local.names or local.machine is None:
         return []
     environ = dict(options.environment)
-    gpus = here.gpus if count is None else count
-    if host.chosen is not None and gpus and max(host.chosen) < here.gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, host.chosen, here.gpus)
-    told = environ.get("OMP_NUM_THREADS", "")
+    gpus = local.gpus if count is None else count
+    if host.chosen is not None and gpus and max(host.chosen) < local.gpus:
+        environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, host.chosen, local.gpus)
+    threads = environ.get("OMP_NUM_THREADS", "")
     found = []
     for local_rank in range(host.workers):
-        share = affinity.share_of(here.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
-        found.append(share._replace(threads=int(told)) if told.isdigit() else share)
+        share = affinity.share_of(local.machine, local_rank, host.workers, environ, options.bind, on_gpus=bool(gpus))
+        found.append(share._replace(threads=int(threads)) if threads.isdigit() else share)
     return found

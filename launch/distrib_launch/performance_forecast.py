@@ -1,8 +1,7 @@
-"""Before a launch: how far the job will scale, a warning where the wire will cap it, and what `--mode auto` chooses."""
+"""Forecast of a job before it starts: scaling efficiency, a warning if the network limits it, the strategy of `--mode auto`."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
@@ -29,30 +28,41 @@ from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
 from distrib.strategy import INNER_STEPS, Strategy
-from distrib_launch.cli.plan import beside
-from distrib_launch.forecast_record import Outlook
+from distrib_launch.forecast_record import ForecastRecord
 
 if TYPE_CHECKING:
+    from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.launch_plan import LaunchPlan
 
-WORTH = 0.02
-"""What a strategy must gain, as a part of the ideal speed, to be worth a word."""
+MIN_GAIN = 0.02
+"""Smallest gain in scaling efficiency for which another strategy is recommended; the model's error is of this size."""
 
-_UNKNOWN = "mode auto needs to know the workload (--profile measures it, --workload names it); the default is used"
+UNKNOWN_WORKLOAD = (
+    "mode auto needs to know the workload (--profile measures it, --workload names it); the default is used"
+)
 
 
 def find_workload(
-    options: argparse.Namespace, topology: Topology | None, hosts: Sequence[str]
+    options: LaunchOptions, topology: Topology | None, hosts: Sequence[str]
 ) -> tuple[Workload, str] | None:
-    """The workload of `--workload`, else the profile `NAME.profile.json` beside the script `NAME.py`; and where it is from.
+    """Find the workload of a job.
 
-    Raises ConfigError for one that cannot be.
+    Args:
+        options: Options of the launch.
+        topology: Description of the hosts.
+        hosts: Names of the hosts.
+
+    Returns:
+        The workload of `--workload`, else the profile beside the script, with its origin; None if there is neither.
+
+    Raises:
+        ConfigError: The workload or the file is not valid.
     """
     given = options.workload
     if given == "none":
         return None
     if given is None:
-        found = beside(options)
+        found = options.adjacent_profile
         if found is None:
             return None
         given = str(found)
@@ -61,24 +71,29 @@ def find_workload(
     return workload_of(given, None, first_kind(topology, hosts), None, hint=hint), origin
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """The strategy to run a plan with, what is to be expected of it (None: nothing can be said), and notes for the user."""
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Strategy to run a plan with, its predicted performance (None: not known), and notes for the user."""
 
     strategy: Strategy
-    outlook: Outlook | None = None
+    record: ForecastRecord | None = None
     notes: tuple[str, ...] = ()
 
 
-def look(plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None) -> Look:
-    """Look ahead at the job of this plan.
+def forecast(plan: LaunchPlan, options: LaunchOptions, topology: Topology | None) -> Forecast:
+    """Predict the performance of a job. If the model cannot, a note of the result says why.
 
-    Raises ConfigError for a workload that was asked for and cannot be; where the model cannot tell, a note says why.
+    Args:
+        plan: Plan of the job.
+        options: Options of the launch.
+        topology: Description of the hosts.
+
+    Raises:
+        ConfigError: `--workload` is not valid.
     """
-    auto = options.mode == "auto"
 
-    def nothing(why: object) -> Look:
-        note = f"nothing is predicted: {why}" + ("; mode auto uses the default" if auto else "")
-        return Look(strategy=plan.strategy, notes=(note,))
+    def nothing(why: object) -> Forecast:
+        note = f"no performance forecast: {why}" + ("; mode auto uses the default" if options.auto_mode else "")
+        return Forecast(strategy=plan.strategy, notes=(note,))
 
     try:
         found = find_workload(options, topology, [host.name for host in plan.hosts])
@@ -87,59 +102,63 @@ def look(plan: LaunchPlan, options: argparse.Namespace, topology: Topology | Non
             raise
         return nothing(error)
     if found is None:
-        return Look(strategy=plan.strategy, notes=(_UNKNOWN,) if auto else ())
+        return Forecast(strategy=plan.strategy, notes=(UNKNOWN_WORKLOAD,) if options.auto_mode else ())
     if plan.world_size == 1:
-        return Look(strategy=plan.strategy)
+        return Forecast(strategy=plan.strategy)
     try:
-        return _foresee(plan, options, topology, *found)
+        return _predict(plan, options, topology, *found)
     except DistribError as error:
         return nothing(error)
 
 
-def _foresee(
-    plan: LaunchPlan, options: argparse.Namespace, topology: Topology | None, profiled: Workload, source: str
-) -> Look:
-    """What the model says. Raises DistribError where it cannot tell."""
-    auto = options.mode == "auto"
+def _predict(
+    plan: LaunchPlan, options: LaunchOptions, topology: Topology | None, profiled: Workload, source: str
+) -> Forecast:
+    """Run the model. Raises DistribError if it does not cover the job."""
     workload = _on_ranks(plan, profiled, source)
     notes = note_on_processors(profiled, workload)
     strategy, as_placed = plan.strategy, _as_placed(plan, workload)
     working = [host for host in plan.hosts if host.workers]
     hosts = tuple(host.name for host in working)
     each = tuple(host.workers for host in working)
-    predicted = predict_step(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
+    prediction = predict_step(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
     advice = recommend(topology, workload, as_placed, hosts=hosts, ranks_per_host=each)
-    if auto:
-        strategy, predicted, why = _choose(strategy, predicted, advice)
+    if options.auto_mode:
+        strategy, prediction, why = _choose(strategy, prediction, advice)
         notes += (why,)
     few = None
     if topology and as_placed.servers is None:  # those that stand apart remain, however few hosts work
-        few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=predicted)
+        few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=prediction)
     limit = None
-    if len(working) > 1 and predicted.cap and not predicted.cap.needed_bytes_per_second:
-        limit = unlimited(topology, workload, predicted.strategy, hosts=hosts, ranks_per_host=each)
-    # With what was chosen otherwise the option would be refused, or mean other ranks.
-    restricted = any((options.ranks, options.include, options.exclude, options.spread, options.min_hosts))
-    warning = _warning(plan, predicted, limit, advice, few, options.warn_below, auto=auto, restricted=restricted)
-    fed = predicted.loader_seconds <= (1 - options.warn_below) * predicted.step_seconds
+    if len(working) > 1 and prediction.cap and not prediction.cap.needed_bytes_per_second:
+        limit = unlimited(topology, workload, prediction.strategy, hosts=hosts, ranks_per_host=each)
+    # Beside these options `--include` would be refused, or select other ranks.
+    hosts_chosen = options.host_filter
+    restricted = any(
+        (options.ranks, hosts_chosen.include, hosts_chosen.exclude, hosts_chosen.spread, options.min_hosts)
+    )
+    warning = _warning(
+        plan, prediction, limit, advice, few, options.warn_below, auto=options.auto_mode, restricted=restricted
+    )
+    fed = prediction.loader_seconds <= (1 - options.warn_below) * prediction.step_seconds
     if warning or not fed:
-        notes += tuple(note for note in predicted.notes if note not in notes)
+        notes += tuple(note for note in prediction.notes if note not in notes)
     if warning:
         notes += age_notes(topology, datetime.now(timezone.utc))
-    if predicted.fits_memory is False:
+    if prediction.fits_memory is False:
         notes += (f"{workload.name} and its buckets may need more memory than {workload.device} has",)
-    outlook = Outlook(
+    record = ForecastRecord(
         workload=workload.name,
         source=source,
-        predicted=predicted,
-        expected_error=(predicted.expected_error**2 + workload.expected_error**2) ** 0.5,
+        predicted=prediction,
+        expected_error=(prediction.expected_error**2 + workload.expected_error**2) ** 0.5,
         warning=warning,
     )
-    return Look(strategy=strategy, outlook=outlook, notes=notes)
+    return Forecast(strategy=strategy, record=record, notes=notes)
 
 
 def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
-    """The workload with the processors that ranks have. Raises ConfigError for one of other devices than theirs."""
+    """Adapt the workload to the CPUs of the ranks. Raises ConfigError if it was profiled on another kind of device."""
     devices = {rank.device.partition(":")[0] for rank in plan.ranks}
     if ("cuda" in devices and workload.device == "cpu") or (devices == {"cpu"} and workload.device != "cpu"):
         other = "GPUs" if "cuda" in devices else "CPUs"
@@ -149,7 +168,7 @@ def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
 
 
 def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
-    """The plan's strategy as the model counts. Raises ConfigError where that knows no such placement."""
+    """Return the strategy as the model counts servers. Raises ConfigError for placements that the model does not cover."""
     servers = _servers_apart(plan)
     if servers and sum(host.workers > 0 for host in plan.hosts) == 1:
         raise ConfigError("the servers are on other hosts than the only one with workers")
@@ -159,33 +178,33 @@ def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
 
 
 def _servers_apart(plan: LaunchPlan) -> int | None:
-    """How many parameter servers the model is to count as dedicated; None where each worker's host has its share of them."""
+    """Return the number of dedicated parameter servers; None if every worker's host runs its share of them."""
     servers = sum(host.servers for host in plan.hosts)
     beside = sum(host.servers > 0 for host in plan.hosts if host.workers)
     return None if not servers or beside == sum(host.workers > 0 for host in plan.hosts) else servers
 
 
 def _choose(
-    strategy: Strategy, predicted: Prediction, advice: Sequence[Recommendation]
+    strategy: Strategy, prediction: Prediction, advice: Sequence[Recommendation]
 ) -> tuple[Strategy, Prediction, str]:
-    """The fastest with the arithmetic of what the user has chosen himself, and a line that says what and why."""
-    best = best_equivalent(advice, predicted.strategy)
-    if best and best.prediction.efficiency >= predicted.efficiency + 0.5 * WORTH:
+    """Return the fastest strategy with identical arithmetic, its prediction, and a note with the reason."""
+    best = best_equivalent(advice, prediction.strategy)
+    if best and best.prediction.efficiency >= prediction.efficiency + 0.5 * MIN_GAIN:
         way = best.strategy.all_reduce if strategy.all_reduce == "auto" else strategy.all_reduce
         chosen = msgspec.structs.replace(strategy, all_reduce=way, bucket_bytes=best.strategy.bucket_bytes)
-        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {predicted.efficiency:.0%}"
-        why = f"mode auto: {' '.join(launch_options(chosen))}, for {gain}; the arithmetic is the same"
+        gain = f"{best.prediction.efficiency:.0%} of the ideal speed instead of {prediction.efficiency:.0%}"
+        why = f"mode auto: {' '.join(launch_options(chosen))}, for {gain}; identical arithmetic"
         return chosen, best.prediction, why
     return (
         strategy,
-        predicted,
-        f"mode auto: the default is as good as any that leaves the arithmetic as it is ({predicted.efficiency:.0%} of the ideal speed)",
+        prediction,
+        f"mode auto: the default is the fastest strategy with identical arithmetic ({prediction.efficiency:.0%} of the ideal speed)",
     )
 
 
 def _warning(
     plan: LaunchPlan,
-    predicted: Prediction,
+    prediction: Prediction,
     limit: Limit | None,
     advice: Sequence[Recommendation],
     few: HostSubset | None,
@@ -194,72 +213,78 @@ def _warning(
     auto: bool,
     restricted: bool,
 ) -> str:
-    """What is said of a job that the wire will hold below the threshold; empty for others.
+    """Return a warning if the predicted efficiency is below the threshold, else an empty text.
 
-    `limit` is what it would reach where wires held nothing back, for a job that no wire brings to what is wanted.
+    `limit` is the efficiency with an infinitely fast network, for a job that no network brings to the threshold.
     """
-    if predicted.efficiency >= threshold:
+    if prediction.efficiency >= threshold:
         return ""
     counts = {host.workers for host in plan.hosts if host.workers}
     ranks = str(counts.pop()) if len(counts) == 1 else f"up to {max(counts)}"
-    hosts = f"{predicted.hosts} host{'' if predicted.hosts == 1 else 's'}"
-    cap = predicted.cap
-    why = predicted.losses[0].what if predicted.losses else "no link, the ranks themselves"
+    hosts = f"{prediction.hosts} host{'' if prediction.hosts == 1 else 's'}"
+    cap = prediction.cap
+    why = prediction.losses[0].what if prediction.losses else "no link, the ranks themselves"
     if cap and why == f"link {cap.link}":
         why = f"link {cap.link}, {units.rate_text(cap.bandwidth_bytes_per_second)}"
         if cap.needed_bytes_per_second:
             why += f"; {cap.wanted_efficiency:.0%} needs {units.rate_text(cap.needed_bytes_per_second)}"
-        elif limit and limit.losses and limit.efficiency < predicted.efficiency + WORTH:
+        elif limit and limit.losses and limit.efficiency < prediction.efficiency + MIN_GAIN:
             why = f"{limit.losses[0].what}; no network brings more than {limit.efficiency:.0%}"
-    said = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {predicted.efficiency:.0%} ({why})"
+    text = f"{hosts} x {ranks} rank{'' if ranks == '1' else 's'} will reach {prediction.efficiency:.0%} ({why})"
     if few:
-        said += f". {faster_subset_text(few, predicted)}{'' if restricted else f': {include_option(few)}'}"
-    chosen = predicted.strategy
+        text += f". {faster_subset_text(few, prediction)}{'' if restricted else f': {include_option(few)}'}"
+    chosen = prediction.strategy
     # --mode auto takes the place of another mode, with what was chosen beside it.
     same = best_equivalent(advice, chosen if chosen.mode == "sync" else Strategy())
-    if same and not auto and same.prediction.efficiency >= predicted.efficiency + WORTH:
+    if same and not auto and same.prediction.efficiency >= prediction.efficiency + MIN_GAIN:
         own = () if chosen.mode == "sync" else _only_of(plan.strategy)
-        said += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
-        said += f" without {' '.join(own)}" if own else ""
+        text += f". {_named(same)} would reach {same.prediction.efficiency:.0%}: --mode auto"
+        text += f" without {' '.join(own)}" if own else ""
     other = mildest(advice, threshold, chosen)
-    if other and other.prediction.efficiency >= predicted.efficiency + 2 * WORTH:
-        said += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
-    return said
+    if other and other.prediction.efficiency >= prediction.efficiency + 2 * MIN_GAIN:
+        text += f". {_named(other)} would reach {other.prediction.efficiency:.0%} ({other.convergence}): {' '.join(_options(other, plan))}"
+    return text
 
 
 def _only_of(chosen: Strategy) -> tuple[str, ...]:
-    """The options that mean something in its mode alone, and would be refused in another."""
+    """Return the options that other modes refuse."""
     shared = msgspec.structs.replace(Strategy(), gradients=chosen.gradients, accumulate=chosen.accumulate)
     elsewhere = {*launch_options(shared), "--mode", chosen.mode}
     return tuple(word for word in launch_options(chosen) if word.startswith("--") and word not in elsewhere)
 
 
 def _options(advice: Recommendation, plan: LaunchPlan) -> tuple[str, ...]:
-    """What to give for it: servers that the hostfile places need no option."""
+    """Return the options for a recommendation; servers that the hostfile places need no option."""
     servers = advice.strategy.servers
     placed = plan.strategy.servers is None and servers == _servers_apart(plan)
     return launch_options(msgspec.structs.replace(advice.strategy, servers=None if placed else servers))
 
 
-_LADDER = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
-"""What changes the arithmetic, mildest first."""
+_SEVERITY = ("fp16", "bf16", "int8", "powersgd", "topk", "accumulate", "local", "async")
+"""Changes of the arithmetic, mildest first."""
 
 
 def mildest(advice: Sequence[Recommendation], threshold: float, chosen: Strategy) -> Recommendation | None:
-    """Of what changes the arithmetic from that of `chosen`, the mildest that reaches the threshold, else the fastest."""
+    """Return the mildest recommendation that changes the arithmetic and reaches the threshold, else the fastest.
+
+    Args:
+        advice: Recommendations, fastest first.
+        threshold: Wanted scaling efficiency, 0 to 1.
+        chosen: Present strategy.
+    """
     changing = [each for each in advice if not (each.exact or each.batch or is_equivalent(each.strategy, chosen))]
     enough = [each for each in changing if each.prediction.efficiency >= threshold]
-    return min(enough, key=lambda each: _harshness(each.strategy), default=changing[0] if changing else None)
+    return min(enough, key=lambda each: _severity(each.strategy), default=changing[0] if changing else None)
 
 
-def _harshness(strategy: Strategy) -> tuple[int, ...]:
-    """The steps of the ladder that it takes, the harshest first."""
+def _severity(strategy: Strategy) -> tuple[int, ...]:
+    """Return the indices in `_SEVERITY`, the most severe first."""
     steps = [strategy.mode, "accumulate" if strategy.accumulate > 1 else "", strategy.gradients.format]
-    return tuple(sorted((_LADDER.index(step) for step in steps if step in _LADDER), reverse=True))
+    return tuple(sorted((_SEVERITY.index(step) for step in steps if step in _SEVERITY), reverse=True))
 
 
 def _named(advice: Recommendation) -> str:
-    """Such as `Gradients as bf16`."""
+    """Describe a strategy, such as `Gradients as bf16`."""
     strategy = advice.strategy
     parts = []
     if strategy.all_reduce == "flat":

@@ -21,6 +21,7 @@ from distrib.utils import signals
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
+    from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.launch_plan import LaunchPlan
     from distrib_launch.results import Result
 
@@ -212,7 +213,7 @@ def _launch(
         primary=options.way,
         gpudirect=gpudirect,
     )
-    words = ["--run-dir", str(folder), "--bind", "none", "--only-rank", "0"]
+    words = ["--run-dir", str(folder), "--bind", "none", "--show-rank", "0"]
     if options.mode == "quick":  # without all-reduce, one rank on each host measures everything
         words += ["-np", str(len(present)), "--spread"]
     # Of several values of a variable the last one counts.
@@ -253,24 +254,24 @@ def _with_all_gpus(plan: LaunchPlan, whole: LaunchPlan) -> LaunchPlan:
 
 def _launcher_options(
     options: argparse.Namespace, words: Sequence[str], spec: str, variables: Sequence[str] | None = None
-) -> argparse.Namespace:
+) -> LaunchOptions:
     """The launcher's own options: `words`, and those that were given to probe; `variables` in the place of its own."""
-    from distrib_launch.cli import launch
+    from distrib_launch.cli import launch_arguments
 
     words = list(words)
     for name in (
-        "hosts", "topology", "include", "exclude", "pool", "interface", "engine", "mpirun", "ssh_command",
+        "hosts", "topology", "include", "exclude", "gpu_type", "interface", "engine", "mpirun", "ssh_command",
     ):  # fmt: skip
         if (value := getattr(options, name)) is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
     for variable in options.environment if variables is None else variables:
         words += ["-x", variable]
-    if options.no_check:
-        words.append("--no-check")
-    return launch.parser().parse_args([*words, "--module", "distrib.probe", spec])
+    if not options.preflight:
+        words.append("--no-preflight")
+    return launch_arguments.parse([*words, "--module", "distrib.probe", spec])
 
 
-def _plan(wanted: argparse.Namespace, without: Sequence[str] = ()) -> LaunchPlan:
+def _plan(wanted: LaunchOptions, without: Sequence[str] = ()) -> LaunchPlan:
     from distrib_launch import runner
 
-    return runner.make_plan(wanted, without)
+    return runner.plan_launch(wanted, without)

@@ -1,8 +1,7 @@
-"""`distrib-launch --profile FILE`: one rank measures a step of its script, and what it found is written to FILE."""
+"""Profile of a step for `distrib-launch --profile FILE`: request to the rank, and the file."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,26 +15,37 @@ from distrib.utils import files
 
 if TYPE_CHECKING:
     from distrib_launch.console import Console
+    from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.results import Result
 
 
-class _Answer(msgspec.Struct, kw_only=True):
+class _ProfileReply(msgspec.Struct, kw_only=True):
+    """Result file of the profiled rank (`distrib.training.profile_file`)."""
+
     workload: Workload | None = None
     steps: int = 0
     problem: str = ""
 
 
-def prepare(options: argparse.Namespace) -> dict[str, str]:
-    """What the rank is told. Raises ConfigError for options that do not go with a profile."""
+def prepare(options: LaunchOptions) -> dict[str, str]:
+    """Return the variables that request a profile from the rank.
+
+    Args:
+        options: Options with `profile` and `engine` set.
+
+    Raises:
+        ConfigError: An option does not go with a profile, or its file cannot be written.
+    """
+    assert options.profile
     if options.ranks not in (None, 1):
-        raise ConfigError(f"--profile measures one rank alone, not {options.ranks}", hint="leave out -np")
-    if options.mode not in ("sync", "auto"):
+        raise ConfigError(f"--profile measures one rank, not {options.ranks}", hint="leave out -np")
+    if options.strategy.mode != "sync":
         raise ConfigError(
-            f"--profile measures a rank without others, so not in mode {options.mode}", hint="leave out --mode"
+            f"--profile measures one rank, so not in mode {options.strategy.mode}", hint="leave out --mode"
         )
-    if options.accumulate > 1:
+    if options.strategy.accumulate > 1:
         raise ConfigError(
-            f"--profile measures a step of one batch, not of {options.accumulate}",
+            f"--profile measures a step of one batch, not of {options.strategy.accumulate}",
             hint="leave out --accumulate; the launch that you plan for takes it",
         )
     if options.module and options.script == "distrib_launch.rank_agent.run_function":
@@ -44,33 +54,47 @@ def prepare(options: argparse.Namespace) -> dict[str, str]:
         raise ConfigError(
             "--profile cannot bring its file back from Kubernetes", hint="profile on one of your machines"
         )
-    if what := files.write_problem(options.profile):
-        raise ConfigError(f"--profile {options.profile}: {what}", hint="name a file to write")
+    if problem := files.write_problem(options.profile):
+        raise ConfigError(f"--profile {options.profile}: {problem}", hint="name a file to write")
     name = options.script.rpartition(".")[2] if options.module else Path(options.script).stem
     return {DISTRIB_PROFILE: msgspec.json.encode({"name": name}).decode()}
 
 
-def keep(options: argparse.Namespace, result: Result, run_dir: Path, console: Console) -> None:
-    """Write the profile where it was wanted and say what is in it. Raises LaunchError where the script gave none."""
+def save(options: LaunchOptions, result: Result, run_dir: Path, console: Console) -> None:
+    """Write the profile to its file and show a summary; do nothing if the job failed.
+
+    Args:
+        options: Options with `profile` set.
+        result: Result of the job.
+        run_dir: Run directory with the rank's result file.
+        console: Receives the summary.
+
+    Raises:
+        LaunchError: The script did not yield a profile.
+    """
     if result.status != "succeeded":
-        return  # it has been told why
+        return  # the failure has been reported
+    assert options.profile
     try:
-        answer = msgspec.json.decode((run_dir / "ranks/0.value").read_bytes(), type=_Answer)
+        reply = msgspec.json.decode((run_dir / "ranks/0.value").read_bytes(), type=_ProfileReply)
     except (OSError, msgspec.DecodeError):
         raise LaunchError(
             f"no profile: {options.script} ended without calling distrib.init()",
             hint="a profile needs distrib.init() and job.prepare(model, optimizer, loader) in the script",
         ) from None
-    if answer.workload is None:
-        raise LaunchError(
-            answer.problem, hint="let the script run on for longer" if "step(s); a" in answer.problem else ""
-        )
-    write_workload(options.profile, answer.workload)
-    console.say(f"{summary(answer.workload, answer.steps)}; written to {options.profile}")
+    if reply.workload is None:
+        raise LaunchError(reply.problem, hint="let the script run for longer" if "step(s); a" in reply.problem else "")
+    write_workload(options.profile, reply.workload)
+    console.say(f"{summary(reply.workload, reply.steps)}; written to {options.profile}")
 
 
 def summary(workload: Workload, steps: int) -> str:
-    """What a profile says, in a line."""
+    """Describe a profile in one line.
+
+    Args:
+        workload: The profile.
+        steps: Number of measured steps.
+    """
 
     def time(seconds: float) -> str:
         return units.format_duration(seconds, digits=3)

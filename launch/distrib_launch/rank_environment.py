@@ -38,8 +38,8 @@ from distrib.environment import (
 from distrib.errors import ConfigError
 
 if TYPE_CHECKING:
-    from distrib_launch.launch_plan import Options
-    from distrib_launch.slots import HostPlan
+    from distrib_launch.launch_options import LaunchOptions
+    from distrib_launch.rank_placement import HostPlan
 
 FORWARDED_PREFIXES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "CUDA_DEVICE_MAX_", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_",
@@ -96,7 +96,13 @@ def forwarded_variables(environ: Mapping[str, str], requested: Sequence[str]) ->
 
 
 def planned(
-    options: Options, hosts: Sequence[HostPlan], *, group: int, local_rank: int, rank: int, server: int | None = None
+    options: LaunchOptions,
+    hosts: Sequence[HostPlan],
+    *,
+    group: int,
+    local_rank: int,
+    rank: int,
+    server: int | None = None,
 ) -> dict[str, str]:
     """Build the part of a rank's environment that is known with the plan.
 

@@ -17,7 +17,7 @@ from distrib.bandwidth_model.prediction import Prediction
 from distrib.errors import ConfigError, DistribError
 from distrib.utils import files as paths
 from distrib.utils import signals
-from distrib_launch.forecast_record import Measured
+from distrib_launch.forecast_record import MeasuredPerformance
 
 if TYPE_CHECKING:
     from distrib_launch.launch_plan import LaunchPlan
@@ -99,7 +99,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The starts before the last one."""
     predicted: Prediction | None = None
     """What the bandwidth model said before the start, where the workload was known."""
-    measured: Measured | None = None
+    measured: MeasuredPerformance | None = None
     """What the ranks measured of their steps, where their script has `distrib.init()` and took enough of them."""
 
 

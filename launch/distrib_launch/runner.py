@@ -1,34 +1,46 @@
-"""A launch from its options to its result: the one path that the command and Python share."""
+"""A launch from its options to its result, for the command line and for `distrib_launch.run`."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
-import re
-import sys
+import secrets
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import msgspec
+
 from distrib.errors import ConfigError, DistribError, LaunchError
 from distrib.utils import files
-from distrib_launch.cli.options import FILE_NAME
+from distrib_launch.launch_options import HOST_FILE_NAME, LaunchOptions
 
 if TYPE_CHECKING:
     from distrib.cluster.hostfile import HostList
     from distrib.cluster.topology import Topology
     from distrib_launch.console import Console
-    from distrib_launch.launch_plan import Here, LaunchPlan, Options
+    from distrib_launch.launch_plan import LaunchPlan, LocalMachine
     from distrib_launch.results import Result
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+NO_INTERPRETER_HINT = "leave out python: every host starts its own"
 
 
 def read_hosts(given: str | None) -> HostList | None:
-    """The hosts of `-H`: a file, a list, or None for Slurm's allocation, if there is one."""
+    """Read the hosts of a launch.
+
+    Args:
+        given: Value of `-H`: a hostfile or a list; None: Slurm's allocation, if there is one.
+
+    Returns:
+        The hosts; None for this machine.
+
+    Raises:
+        HostfileError: The file or list is not valid.
+        ConfigError: srun started several launchers.
+    """
     from distrib.cluster import hostfile
 
     if given is None:
@@ -36,13 +48,21 @@ def read_hosts(given: str | None) -> HostList | None:
 
         srun.refuse_several_launchers(os.environ)
         return hostfile.slurm_hosts(srun.allocation())
-    if files.exists(given) or FILE_NAME.search(given):
+    if files.exists(given) or HOST_FILE_NAME.search(given):
         return hostfile.read_hostfile(given)
     return hostfile.parse_host_list(given)
 
 
 def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
-    """The topology that was named, else the YAML file beside the hostfile with its stem, if there is one."""
+    """Read the topology of a launch.
+
+    Args:
+        given: Value of `--topology`; None: the YAML file beside the hostfile with the same stem, if there is one.
+        hosts: Value of `-H`.
+
+    Raises:
+        TopologyError: The file is not valid.
+    """
     path = Path(given) if given else None
     if path is None and hosts and files.exists(hosts):
         candidates = (Path(hosts).with_suffix(suffix) for suffix in (".yaml", ".yml"))
@@ -54,8 +74,8 @@ def read_topology_for(given: str | None, hosts: str | None) -> Topology | None:
     return read_topology(path)
 
 
-def _not_described(topology: Topology, hosts: HostList) -> str:
-    """A note on hosts that the topology does not know; they are launched on all the same."""
+def _unknown_hosts(topology: Topology, hosts: HostList) -> str:
+    """Return a note on hosts that the topology does not describe; the launch continues with them."""
     from distrib.cluster.topology import check_hosts
     from distrib.errors import TopologyError
 
@@ -66,235 +86,213 @@ def _not_described(topology: Topology, hosts: HostList) -> str:
     return ""
 
 
-def this_machine(environment: Mapping[str, str]) -> Here:
-    """What a plan made here must know of this machine; `environment` is the ranks'."""
+def local_machine(environment: Mapping[str, str]) -> LocalMachine:
+    """Return the properties of this machine that a plan depends on.
+
+    Args:
+        environment: Variables that the ranks get from the user.
+    """
     from distrib.utils import local_addresses
-    from distrib_launch import launch_plan as planning
+    from distrib_launch import launch_plan
     from distrib_launch.rank_agent import affinity
 
-    return planning.Here(
+    return launch_plan.LocalMachine(
         names=local_addresses.own_names(),
         gpus=affinity.count_gpus({**os.environ, **environment}),
         machine=affinity.read_machine(),
     )
 
 
-_PYTHON = re.compile(r"python[\d.]*")
-_NO_PYTHON = "leave it out: every host starts its own"
-
-
-def make_plan(
-    options: argparse.Namespace, without: Collection[str] = (), before: LaunchPlan | None = None, *, again: bool = False
+def plan_launch(
+    options: LaunchOptions, dropped: Collection[str] = (), before: LaunchPlan | None = None, *, restart: bool = False
 ) -> LaunchPlan:
-    """Decide everything about the launch that `options`, those of the command, ask for.
+    """Read hosts and topology, and decide everything about the launch.
 
-    `without` names hosts left out. `before` is a plan of this job that was made before: of the same start of it, or where it is
-    started `again` of the last one.
+    Args:
+        options: Options of the user.
+        dropped: Hosts that cannot take part.
+        before: Earlier plan of the same job.
+        restart: The job restarts after `before`; else the plan replaces `before` in the same start.
+
+    Raises:
+        DistribError: The options, files or hosts do not allow the launch.
     """
-    import msgspec
-
-    from distrib_launch import engines
-    from distrib_launch import launch_plan as planning
+    from distrib_launch import engines, launch_plan
     from distrib_launch.engines import kubernetes
     from distrib_launch.preflight import interface_selection
 
-    directory = str(files.working_directory())
-    _refuse_broken_text([options.script, *options.arguments, *options.env, directory, options.run_dir or ""])
+    _refuse_undecodable([options.script, *options.arguments, *options.variables, options.directory, options.run_dir])
     engine = options.engine or engines.default(options.hosts is not None, os.environ)
     in_image = engine == "kubernetes"
     if not in_image:
-        kubernetes.refuse_words_on_pods(options)
-    if not in_image and not options.module:
-        refuse_hostfile(options.script, options.hosts)
-        _check_script(options.script, alone=options.hosts is None)
+        kubernetes.refuse_pod_options(options.pods)
+        if not options.module:
+            refuse_hostfile(options.script, options.hosts)
+            _check_script(options.script, is_local=options.hosts is None)
     if options.interface:
-        interface_selection.named(options.interface)  # refused before anything is planned where it cannot be
+        interface_selection.parse_interface(options.interface)  # refused before anything is planned
     hosts = read_hosts(options.hosts)
     topology = read_topology_for(options.topology, options.hosts)
-    wanted = _wanted(options, engine, without, fewer=again or bool(without))
-    _refuse_broken_text([f"{name}={value}" for name, value in wanted.environment.items()])
+    resolved = _resolve(options, engine, dropped, allow_fewer_ranks=restart or bool(dropped))
+    _refuse_undecodable([f"{name}={value}" for name, value in resolved.environment.items()])
     if before:
-        wanted = msgspec.structs.replace(
-            wanted,
+        resolved = msgspec.structs.replace(
+            resolved,
             run=before.run,
-            restarts=before.restarts + again,
-            job=wanted.job if again else before.job,
+            restarts=before.restarts + restart,
+            job=secrets.token_hex(4) if restart else before.job,
         )
     if in_image:
-        wanted = kubernetes.in_image(wanted, options.script, options.run_dir)
-    here = this_machine(wanted.environment)
-    plan = _with_outlook(planning.make_plan(wanted, hosts, topology, here), wanted, options, hosts, topology, here)
+        resolved = kubernetes.in_image(resolved, options.script, options.run_dir)
+    local = local_machine(resolved.environment)
+    plan = launch_plan.build_plan(resolved, hosts, topology, local)
+    plan = _add_forecast(plan, resolved, hosts, topology, local)
     plan = msgspec.structs.replace(plan, notes=(*plan.notes, *_notes(options, plan, hosts, topology)))
     if options.min_hosts and not before and not in_image:
-        _check_min_hosts(options, plan)
-    if options.only_rank is not None and not before and not 0 <= options.only_rank < plan.world_size:
-        raise ConfigError(f"--only-rank {options.only_rank}: there are ranks 0 to {plan.world_size - 1}")
+        _check_min_hosts(options.min_hosts, plan, preflight=options.preflight)
+    if options.show_rank is not None and not before and not 0 <= options.show_rank < plan.world_size:
+        raise ConfigError(f"--show-rank {options.show_rank}: there are ranks 0 to {plan.world_size - 1}")
     return plan
 
 
-def _wanted(options: argparse.Namespace, engine: str, without: Collection[str], *, fewer: bool) -> Options:
-    """What the command's options ask for, apart from the hosts; `fewer`: whether ranks may be missing where --min-hosts is given."""
-    import msgspec
+def forwarded(options: LaunchOptions) -> dict[str, str]:
+    """Return the variables that every rank gets from the user.
 
-    from distrib_launch import host_selection, rank_environment, results, rsync
-    from distrib_launch import launch_plan as planning
-    from distrib_launch.cli import training_options
+    Args:
+        options: Options of the user.
+    """
+    from distrib_launch import rank_environment
 
-    environment = rank_environment.forwarded_variables(os.environ, options.env)
+    return rank_environment.forwarded_variables(os.environ, options.variables)
+
+
+def _resolve(
+    options: LaunchOptions, engine: str, dropped: Collection[str], *, allow_fewer_ranks: bool
+) -> LaunchOptions:
+    """Fill in what the user left to the launcher."""
+    from distrib_launch import results, rsync
+
+    environment = forwarded(options)
     if options.profile:
         from distrib_launch import profile_request
 
-        environment |= profile_request.prepare(options)
-    run_dir = results.choose_run_dir(options.run_dir, options.script)
-    folder = rsync.check_folder(options.sync) if options.sync is not None else None
-    return planning.Options(
+        environment |= profile_request.prepare(msgspec.structs.replace(options, engine=engine))
+    run_dir = results.choose_run_dir(options.run_dir or None, options.script)
+    return msgspec.structs.replace(
+        options,
         script=options.script if options.module else str(files.absolute_path(options.script)),
-        module=options.module,
-        arguments=tuple(options.arguments),
-        interpreter=sys.executable,
         directory=str(files.working_directory()),
         run_dir=str(run_dir),
         ranks=1 if options.profile else options.ranks,
-        strategy=training_options.strategy_of(options),
         engine=engine,
-        mpirun=options.mpirun,
-        ssh_command=options.ssh_command,
         environment=environment,
-        wishes=msgspec.structs.replace(
-            host_selection.wishes_of(options),
-            spread=options.spread,
-            without=tuple(without),
-            fewer=options.min_hosts is not None and fewer,
+        host_filter=msgspec.structs.replace(
+            options.host_filter,
+            dropped=tuple(dropped),
+            allow_fewer_ranks=options.min_hosts is not None and allow_fewer_ranks,
         ),
-        bind=options.bind,
-        grace_seconds=options.grace,
-        sync=str(folder) if folder else None,
-        max_restarts=options.max_restarts,
+        sync=str(rsync.check_folder(options.sync)) if options.sync is not None else None,
     )
 
 
-def _notes(
-    options: argparse.Namespace, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None
-) -> list[str]:
-    """What the command line and the script, beside the plan itself, are to be told."""
+def _notes(options: LaunchOptions, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None) -> list[str]:
+    """Return notes on the command line, the script and the topology."""
     from distrib_launch.engines import kubernetes, mpirun
 
     notes = []
-    if plan.engine == "kubernetes" and (unheeded := kubernetes.unheeded(options)):
-        notes.append(f"left out, as pods have an image and a network of their own: {', '.join(unheeded)}")
+    if plan.engine == "kubernetes" and (ignored := kubernetes.ignored_options(options)):
+        notes.append(f"left out, as pods have an image and a network of their own: {', '.join(ignored)}")
     if mpirun.keeps_here("PYTHONPATH", plan, os.environ):
-        notes.append("PYTHONPATH is set here, and ranks on other hosts do not have it; -x PYTHONPATH hands it on")
+        notes.append("PYTHONPATH is set here but not for ranks on other hosts; -x PYTHONPATH forwards it")
     on_cpus = all(rank.device == "cpu" for rank in plan.ranks)
     if not on_cpus and mpirun.keeps_here("CUDA_VISIBLE_DEVICES", plan, os.environ):
         notes.append(
-            "CUDA_VISIBLE_DEVICES is set here, and ranks on other hosts do not have it: they use the first GPUs there; "
-            "-x CUDA_VISIBLE_DEVICES hands it on"
+            "CUDA_VISIBLE_DEVICES is set here but not for ranks on other hosts: they use the first GPUs there; "
+            "-x CUDA_VISIBLE_DEVICES forwards it"
         )
-    if topology and hosts and (note := _not_described(topology, hosts)):
+    if topology and hosts and (note := _unknown_hosts(topology, hosts)):
         notes.append(note)
     late = [word for word in options.arguments if word in ("-np", "-H")]
     if late and options.hosts is None and options.ranks is None:
         notes.append(
-            f"{late[0]} after the script is an argument of the script; what is for distrib-launch stands before it"
+            f"{late[0]} after the script is an argument of the script; options of distrib-launch stand before it"
         )
     return notes
 
 
 def refuse_hostfile(script: str, hosts: str | None) -> None:
-    """Raises ConfigError where what was named as the script is a hostfile by its name, and no hosts were named."""
-    if hosts is None and FILE_NAME.search(Path(script).name):
-        raise ConfigError(f"{script} is no script", hint=f"hosts are named with -H {script}")
+    """Raise ConfigError if the script has the name of a hostfile and no hosts were given.
+
+    Args:
+        script: Path that was given as the script.
+        hosts: Value of `-H`.
+    """
+    if hosts is None and HOST_FILE_NAME.search(Path(script).name):
+        raise ConfigError(f"{script} is not a script", hint=f"hosts are named with -H {script}")
 
 
-def _check_script(given: str, *, alone: bool) -> None:
-    """Raises ConfigError where it is no Python script, or where this machine is `alone` and may not read it."""
+def _check_script(given: str, *, is_local: bool) -> None:
+    """Raise ConfigError if it is not a Python script, or if a job on this machine only may not read it."""
     script = Path(given)
-    if files.is_file(script):
-        if alone and not os.access(script, os.R_OK):
-            raise ConfigError(f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}")
-        _refuse_other_languages(script)
-        return
-    hint = "options of distrib-launch stand before the script, the script's own after it"
-    raise ConfigError(
-        f"{given}: {'is a directory' if files.is_dir(script) else 'no such script'}",
-        hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
-    )
+    is_interpreter = script.name.startswith("python") and script.suffix != ".py"
+    if not files.is_file(script):
+        hint = "options of distrib-launch stand before the script, the script's own after it"
+        raise ConfigError(
+            f"{given}: {'is a directory' if files.is_dir(script) else 'no such script'}",
+            hint=NO_INTERPRETER_HINT if is_interpreter else hint,
+        )
+    if is_local and not os.access(script, os.R_OK):
+        raise ConfigError(f"{script}: cannot read it: no permission", hint=f"chmod a+r {script}")
+    with contextlib.suppress(OSError), script.open("rb") as file:  # hosts are asked whether they can read it
+        if file.read(4) == b"\x7fELF":
+            raise ConfigError(
+                f"{script}: it is a program, and distrib-launch starts Python scripts",
+                hint=NO_INTERPRETER_HINT if is_interpreter else "name the Python script that it starts",
+            )
 
 
-def _refuse_other_languages(script: Path) -> None:
-    try:
-        with script.open("rb") as file:
-            first = file.readline(200)
-    except OSError:
-        return  # which the hosts are asked about
-    if first.startswith(b"\x7fELF"):
-        what = "it is a program"
-    elif first.startswith(b"#!") and b"python" not in first and not _is_python(script):
-        what = "its first line is " + first.decode(errors="replace").strip()
-    else:
-        return
-    hint = "name the Python script that it starts; -x NAME=VALUE sets a variable"
-    raise ConfigError(
-        f"{script}: {what}, and distrib-launch starts Python scripts",
-        hint=_NO_PYTHON if _PYTHON.fullmatch(script.name) else hint,
-    )
-
-
-def _is_python(script: Path) -> bool:
-    """Whatever its first line starts: `uv run --script`, or a shell that executes a Python whose path is too long for such a line."""
-    import ast
-
-    try:
-        ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return False
-    return True
-
-
-def _check_min_hosts(options: argparse.Namespace, plan: LaunchPlan) -> None:
+def _check_min_hosts(min_hosts: int, plan: LaunchPlan, *, preflight: bool) -> None:
     from distrib_launch import engines
 
-    least = f"--min-hosts {options.min_hosts}"
-    if options.min_hosts > len(plan.hosts):
-        raise ConfigError(f"{least}: the job has {len(plan.hosts)} host(s)", hint="ask for fewer, or give more hosts")
-    if engines.way_to_ask(plan, no_check=options.no_check) is None:
-        why = "--no-check asks no host whether it is fit" if options.no_check else engines.NOT_ASKED
-        raise ConfigError(f"{least}: {why}", hint=f"leave out {least.split()[0]}")
+    if min_hosts > len(plan.hosts):
+        raise ConfigError(
+            f"--min-hosts {min_hosts}: the job has {len(plan.hosts)} host(s)", hint="lower it, or give more hosts"
+        )
+    if engines.remote_shell(plan, preflight=preflight) is None:
+        why = engines.NOT_ASKED if preflight else "--no-preflight does not check any host"
+        raise ConfigError(f"--min-hosts {min_hosts}: {why}", hint="leave out --min-hosts")
 
 
-def _with_outlook(
+def _add_forecast(
     plan: LaunchPlan,
-    wanted: Options,
-    options: argparse.Namespace,
+    resolved: LaunchOptions,
     hosts: HostList | None,
     topology: Topology | None,
-    here: Here,
+    local: LocalMachine,
 ) -> LaunchPlan:
-    """The plan with what is predicted of it, and in mode auto with the strategy that is best for it."""
-    import msgspec
+    """Add the predicted performance, and in mode auto the fastest strategy."""
+    from distrib_launch import launch_plan
 
-    from distrib_launch import launch_plan as planning
-    from distrib_launch.cli import plan as outlooks
+    notes, record = plan.notes, None
+    if resolved.wants_forecast:
+        from distrib_launch import performance_forecast  # loads the bandwidth model
 
-    notes, outlook = plan.notes, None
-    if outlooks.is_wanted(options):
-        from distrib_launch import performance_forecast as before
-
-        look = before.look(plan, options, topology)
-        if look.strategy != plan.strategy:
-            plan = planning.make_plan(msgspec.structs.replace(wanted, strategy=look.strategy), hosts, topology, here)
-        notes, outlook = (*plan.notes, *look.notes), look.outlook
+        forecast = performance_forecast.forecast(plan, resolved, topology)
+        if forecast.strategy != plan.strategy:
+            changed = msgspec.structs.replace(resolved, strategy=forecast.strategy)
+            plan = launch_plan.build_plan(changed, hosts, topology, local)
+        notes, record = (*plan.notes, *forecast.notes), forecast.record
     return msgspec.structs.replace(
         plan,
         notes=notes,
         topology=topology.source if topology else None,
-        outlook=outlook,
-        warn_below=options.warn_below,
+        forecast=record,
+        warn_below=resolved.warn_below,
     )
 
 
-def _refuse_broken_text(words: list[str]) -> None:
-    """Plans are JSON, and so UTF-8; bytes that are not cannot be kept or passed on."""
+def _refuse_undecodable(words: list[str]) -> None:
+    """Raise ConfigError for text that is not UTF-8, which JSON cannot contain."""
     from distrib_launch.rank_environment import is_secret
 
     for word in words:
@@ -312,16 +310,26 @@ def _refuse_broken_text(words: list[str]) -> None:
 
 def launch(
     plan: LaunchPlan,
-    options: argparse.Namespace,
+    options: LaunchOptions,
     *,
     streams: tuple[TextIO, TextIO] | None = None,
     script_input: bytes = b"",
     input_ranks: Collection[int] | None = None,
 ) -> Result:
-    """Run the plan to its end and write the run directory. Raises `DistribError` when the job could not be started.
+    """Run a plan to its end and write the run directory.
 
-    `streams` take what would go to standard output and error; `script_input` is what the scripts of `input_ranks`, or of
-    every rank, find on their standard input.
+    Args:
+        plan: Result of `plan_launch`.
+        options: Options of the user.
+        streams: Replacements of standard output and standard error.
+        script_input: Standard input of the scripts.
+        input_ranks: Ranks that get `script_input`; None: all.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        DistribError: The job could not be started.
     """
     from distrib_launch import results
     from distrib_launch.console import Console
@@ -331,9 +339,9 @@ def launch(
     run_dir = Path(plan.run_dir)
     console = Console(
         [rank.host for rank in plan.ranks],
-        quiet=options.quiet or options.json,
-        only_rank=options.only_rank,
-        fold=not options.no_fold,
+        quiet=options.quiet,
+        show_rank=options.show_rank,
+        dedup=options.dedup,
         streams=streams,
     )
     try:
@@ -346,7 +354,7 @@ def launch(
 def _launch(
     run_dir: Path,
     plan: LaunchPlan,
-    options: argparse.Namespace,
+    options: LaunchOptions,
     console: Console,
     script_input: bytes,
     input_ranks: Collection[int] | None,
@@ -384,18 +392,18 @@ def _launch(
     if result.predicted and result.measured:
         seconds, predicted = result.measured.step_seconds, result.predicted.step_seconds
         console.say(
-            f"a step took {seconds * 1e3:,.4g} ms, {predicted * 1e3:,.4g} ms was predicted ({seconds / predicted - 1:+.0%})"
+            f"a step took {seconds * 1e3:,.4g} ms, predicted {predicted * 1e3:,.4g} ms ({seconds / predicted - 1:+.0%})"
         )
     if options.profile:
         from distrib_launch import profile_request
 
-        profile_request.keep(options, result, run_dir, console)
+        profile_request.save(options, result, run_dir, console)
     if result.status != "succeeded" or options.verbose:
         console.say(f"{result.status} after {result.seconds:.1f} s; everything is in {run_dir}")
     return result
 
 
 def _in_container() -> bool:
-    """Where being root is the common way, of no more power than the container has."""
+    """Return True inside a container, where root is usual and has no power over the host."""
     marks = Path("/.dockerenv"), Path("/run/.containerenv")
     return "KUBERNETES_SERVICE_HOST" in os.environ or any(map(files.exists, marks))

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError
 from distrib.utils import files
-from distrib_launch import host_selection
-from distrib_launch.cli.options import add_hosts, add_ways
+from distrib_launch.cli.options import add_connection_options, add_host_filter, add_hosts, host_filter
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
     from distrib.cluster.inventory import Question
     from distrib.cluster.topology import Topology
-    from distrib_launch.host_selection import Wishes
+    from distrib_launch.host_selection import HostFilter
     from distrib_launch.launch_plan import LaunchPlan
     from distrib_launch.preflight.host_sessions import Connections
     from distrib_launch.preflight.preflight import Answers, Report
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 def add_options(check: argparse.ArgumentParser) -> None:
     """The verb's options."""
     add_hosts(check, "a Slurm allocation's, else this machine")
-    host_selection.add_options(check)
-    add_ways(check)
+    add_host_filter(check)
+    add_connection_options(check)
     check.add_argument("--json", action="store_true", help="everything that was found, as JSON")
     check.add_argument("script", nargs="?", metavar="SCRIPT", help="also: is this script the same on every host?")
 
@@ -58,7 +57,7 @@ def asked(
     hosts: HostList | None,
     topology: Topology | None,
     *,
-    wishes: Wishes,
+    host_filter: HostFilter,
     script: Path | None = None,
     mpirun: str | None = None,
     ssh_command: str | None = None,
@@ -69,34 +68,31 @@ def asked(
 
     from distrib.strategy import Strategy
     from distrib.utils import rlimits
-    from distrib_launch import engines, rank_environment
-    from distrib_launch import launch_plan as planning
+    from distrib_launch import engines, launch_plan, rank_environment
     from distrib_launch.engines.mpirun import write_ssh_config
+    from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.preflight import preflight
     from distrib_launch.preflight.host_sessions import Connections
-    from distrib_launch.runner import this_machine
+    from distrib_launch.runner import local_machine
 
     # Hosts that the hostfile sets apart for parameter servers are judged as such: they need no GPU.
     apart = hosts is not None and {host.role for host in hosts.hosts} > {"server"}
     environment = rank_environment.forwarded_variables(os.environ, [])
     with tempfile.TemporaryDirectory(prefix="distrib-check-") as folder:
-        plan = planning.make_plan(
-            planning.Options(
+        plan = launch_plan.build_plan(
+            LaunchOptions(
                 script=str(script or "-"),
-                arguments=(),
-                interpreter=sys.executable,
-                directory=str(files.working_directory()),
                 run_dir=folder,
                 engine=engine,
                 mpirun=mpirun,
                 ssh_command=ssh_command,
                 environment=environment,
-                wishes=wishes,
+                host_filter=host_filter,
                 strategy=Strategy(mode="async") if apart else Strategy(),
             ),
             hosts,
             topology,
-            this_machine(environment),
+            local_machine(environment),
         )
         write_ssh_config(Path(folder), plan)
         question = preflight.question_of(plan)
@@ -104,7 +100,7 @@ def asked(
             question = msgspec.structs.replace(question, script=None, directory=None)
         rlimits.allow(len(plan.hosts), 0)
         with Connections() as connections:
-            remote = engines.way_to_ask(plan)
+            remote = engines.remote_shell(plan)
             assert remote
             answers = preflight.ask(plan, plan.hosts, question, remote, connections, _say)
             yield Asked(plan, question, answers, connections)
@@ -114,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
     """Ask the hosts, show what they said; 0 when a job may start on them, else 3."""
     import msgspec
 
-    from distrib_launch.console import perhaps_unread
+    from distrib_launch.console import tolerate_closed_pipe
     from distrib_launch.preflight import interface_selection as network
     from distrib_launch.preflight import preflight
     from distrib_launch.runner import read_hosts, read_topology_for, refuse_hostfile
@@ -125,10 +121,10 @@ def run(options: argparse.Namespace) -> int:
     if options.script:
         refuse_hostfile(options.script, options.hosts)
     if options.interface:
-        network.named(options.interface)
+        network.parse_interface(options.interface)
     topology = read_topology_for(options.topology, options.hosts)
     with asked(
-        read_hosts(options.hosts), topology, wishes=host_selection.wishes_of(options), script=script, mpirun=options.mpirun,
+        read_hosts(options.hosts), topology, host_filter=host_filter(options), script=script, mpirun=options.mpirun,
         ssh_command=options.ssh_command, engine=engine_for(options),
     ) as all_:  # fmt: skip
         report, _ = preflight.settle(
@@ -139,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
             interface=options.interface,
             environ=os.environ,
         )
-    with perhaps_unread():
+    with tolerate_closed_pipe():
         if options.json:
             print(msgspec.json.encode(report).decode())
         else:

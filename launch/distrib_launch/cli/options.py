@@ -1,62 +1,41 @@
-"""How both commands read their options: what is wrong with one is an error like all others."""
+"""Parser of both commands and the option groups that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from distrib.errors import ConfigError
-
-GRACE_SECONDS = 5.0
-"""Between SIGTERM and SIGKILL, where no --grace is given."""
-
-FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
-"""Names that are no host's, and no script's, but those of files about hosts."""
+from distrib_launch.host_selection import HostFilter
+from distrib_launch.launch_options import HOST_FILE_NAME
 
 _RANKS = "-np N starts N ranks on this machine, -H HOST:N,HOST:N as many on each host"
 _HOSTS = "-H FILE or -H HOST,HOST names the hosts, and one launch starts the ranks on all of them"
-OTHERS_WORDS = {
-    **dict.fromkeys(("nproc-per-node", "nproc", "num-gpus", "gpus", "ntasks", "ntasks-per-node", "num-processes", "ppn", "N"), _RANKS),
-    **dict.fromkeys(("nnodes", "nodes", "num-nodes", "num-machines"), _HOSTS),
-    **dict.fromkeys(("hostfile", "machinefile", "nodefile", "nodelist", "f"), "-H FILE names the hosts"),
-    **dict.fromkeys(("host", "hosts", "w"), "-H HOST:N,HOST:N names the hosts"),
-    **dict.fromkeys(("master-addr", "master-port", "node-rank", "machine-rank", "standalone"), "leave it out: the launcher sees to it"),
-    **dict.fromkeys(("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf"), "leave it out: the launcher sees to it"),
-    "oversubscribe": "-np N on this machine, or slots=N in a hostfile, may be more than there are cores",
-    **dict.fromkeys(("map-by", "bind-to", "cpu-bind"), "--bind says which processors a rank may use"),
-    "mca": "--interface chooses the network; -x OMPI_MCA_NAME=VALUE sets other parameters of Open MPI",
+OTHER_LAUNCHERS = {
+    **dict.fromkeys(("nproc-per-node", "nproc", "num-gpus", "ntasks", "num-processes"), _RANKS),
+    **dict.fromkeys(("nnodes", "nodes", "num-nodes", "num-machines", "hostfile", "machinefile", "host"), _HOSTS),
+    **dict.fromkeys(("master-addr", "master-port", "node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "standalone"),
+                    "leave it out: distrib-launch sets it"),
 }  # fmt: skip
-"""What takes the place of options of torchrun, mpirun, srun, DeepSpeed and accelerate, which some write with one dash."""
+"""Hints for options of torchrun, mpirun, srun, DeepSpeed and accelerate."""
 
-
-class _OfOthers(argparse.Action):
-    """An option of another launcher, with one dash. Argparse would take `-hostfile` for `-h`, and some versions show the help."""
-
-    def __call__(self, parser: Any, namespace: object, values: object, option: str | None = None) -> None:
-        parser.refuse([option])
+MAX_DIGITS = 9
+"""Limit for numbers in options: larger ones are typing errors, and int() takes quadratic time."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError for wrong options, and takes no abbreviations, which another option may make ambiguous one day."""
+    """Argument parser that raises ConfigError and accepts no abbreviations, which new options would make ambiguous."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
-
-    def _get_option_tuples(self, word: str) -> list[Any]:
-        """What `word` may abbreviate: argparse asks of every word with one dash, the script's own among them."""
-        return [found for found in super()._get_option_tuples(word) if not isinstance(found[0], _OfOthers)]
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, hint=f"see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        """As argparse does it; an option without a value, as of a variable that is not set, is never taken for one left out."""
-        if "-np" in self._option_string_actions:
-            for flag in {f"-{word}" for word in OTHERS_WORDS if len(word) > 1} - self._option_string_actions.keys():
-                self.add_argument(flag, action=_OfOthers, nargs=0, dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        """Parse, and refuse empty values, such as those of shell variables that are not set."""
         options, unknown = super().parse_known_args(args, namespace)
         for action in self._actions:
             if action.option_strings and getattr(options, action.dest, None) == "" != action.default:
@@ -65,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         return options, unknown
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """As argparse does it, but for the words on what it does not know."""
+        """Parse, and suggest a correction for unknown options."""
         options: argparse.Namespace
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -73,28 +52,27 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Raise for words that are no option of this command, naming one that may have been meant."""
+        """Raise ConfigError for unknown words, with the option that was probably meant.
+
+        Args:
+            unknown: Words that the parser did not recognize.
+        """
         word = unknown[0].partition("=")[0]
-        known = [flag for flag, action in self._option_string_actions.items() if not isinstance(action, _OfOthers)]
-        near = difflib.get_close_matches(word, known, n=1)
-        perhaps = f"; did you mean {near[0]}?" if near and word.startswith("-") else ""
-        if "-np" in self._option_string_actions and word.startswith("-"):
-            others = OTHERS_WORDS.get(word.lstrip("-").replace("_", "-"))
-            perhaps = f"; {others}" if others else perhaps
-        elif (
-            "-H" in self._option_string_actions
-            and not word.startswith("-")
-            and FILE_NAME.search(word.rpartition("/")[2])
-        ):
-            option = (
-                "a topology is named with --topology" if word.endswith(("yaml", "yml")) else "hosts are named with -H"
-            )
-            perhaps = f"; {option} {word}"
-        self.error(f"unrecognized arguments: {' '.join(unknown)}{perhaps}")
+        hint = ""
+        if word.startswith("-"):
+            near = difflib.get_close_matches(word, self._option_string_actions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            if "-np" in self._option_string_actions:
+                other = OTHER_LAUNCHERS.get(word.lstrip("-").replace("_", "-"))
+                hint = f"; {other}" if other else hint
+        elif "-H" in self._option_string_actions and HOST_FILE_NAME.search(word.rpartition("/")[2]):
+            is_topology = word.endswith(("yaml", "yml"))
+            hint = f"; {'a topology is named with --topology' if is_topology else 'hosts are named with -H'} {word}"
+        self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
 
 
-class Joined(argparse.Action):
-    """An option that may be given several times, each with hosts: all of them count."""
+class _AppendFilter(argparse.Action):
+    """Join the values of an option that is given several times."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -103,51 +81,8 @@ class Joined(argparse.Action):
         setattr(namespace, self.dest, values if first is None else f"{first}@{values}")
 
 
-MOST_DIGITS = 9
-
-
-def number(what: str, least: int = 1) -> Callable[[str], int]:
-    """What reads an option that is a number of `what`."""
-
-    def read(text: str) -> int:
-        if not text.isascii() or not text.isdigit() or len(text) > MOST_DIGITS or int(text) < least:
-            most = f", of at most {MOST_DIGITS} digits" if len(text) > MOST_DIGITS else ""
-            raise argparse.ArgumentTypeError(f"{text[:40]!r} is no number of {what}; give {least} or more{most}")
-        return int(text)
-
-    return read
-
-
-def add_hosts(parser: argparse._ActionsContainer, default: str) -> None:
-    """Which hosts, and what they are made of; `default` says which are meant where none are named."""
-    parser.add_argument(
-        "-H",
-        "--hosts",
-        action=Once,
-        metavar="FILE|LIST",
-        help=f"a hostfile, or hosts such as a:2,b:2 (default: {default})",
-    )
-    parser.add_argument("--topology", metavar="FILE", help="what the hosts are made of (default: the YAML file beside the "
-                        "hostfile with its stem)")  # fmt: skip
-
-
-def add_ssh(parser: argparse._ActionsContainer) -> None:
-    """How hosts are reached."""
-    parser.add_argument("--ssh-command", metavar="CMD", help="how to reach hosts (default: ssh)")
-
-
-def add_ways(parser: argparse._ActionsContainer) -> None:
-    """The network between hosts, and what reaches and starts them."""
-    parser.add_argument("--interface", metavar="NAME|CIDR", help="the network between the hosts, by interface names or "
-                        "as 10.0.0.0/16 (default: the best one that all share)")  # fmt: skip
-    parser.add_argument(
-        "--mpirun", metavar="PATH", help="a site's own Open MPI 5 (default: the one installed with distrib)"
-    )
-    add_ssh(parser)
-
-
-class Once(argparse.Action):
-    """An option whose second value would take the place of the first, where people mean both."""
+class _OnlyOnce(argparse.Action):
+    """Refuse a second value, which would silently replace the first one."""
 
     def __call__(
         self, parser: object, namespace: argparse.Namespace, values: object, option: str | None = None
@@ -158,3 +93,126 @@ class Once(argparse.Action):
                 f"{option} is given twice, {first} and {values}", hint="name all hosts in one list or file: a:2,b:2"
             )
         setattr(namespace, self.dest, values)
+
+
+def integer(what: str, minimum: int = 1) -> Callable[[str], int]:
+    """Return a converter for the value of an option.
+
+    Args:
+        what: Plural noun for the message, such as `ranks`.
+        minimum: Smallest accepted value.
+    """
+
+    def read(text: str) -> int:
+        if not text.isascii() or not text.isdigit() or len(text) > MAX_DIGITS or int(text) < minimum:
+            most = f", of at most {MAX_DIGITS} digits" if len(text) > MAX_DIGITS else ""
+            raise argparse.ArgumentTypeError(
+                f"{text[:40]!r} is not a valid number of {what}; give {minimum} or more{most}"
+            )
+        return int(text)
+
+    return read
+
+
+def accept_old_spelling(parser: argparse._ActionsContainer, old: str, new: str) -> None:
+    """Accept the former name of an option without showing it in the help.
+
+    Args:
+        parser: Parser or group with the option.
+        old: Former name.
+        new: Present name.
+    """
+    parser._option_string_actions[old] = parser._option_string_actions[new]
+
+
+def add_hosts(parser: argparse._ActionsContainer, default: str) -> None:
+    """Add `-H` and `--topology`.
+
+    Args:
+        parser: Parser or group.
+        default: Hosts that are used without `-H`, as text for the help.
+    """
+    parser.add_argument("-H", "--hosts", action=_OnlyOnce, metavar="FILE|LIST",
+                        help=f"use the hosts of a hostfile, or hosts such as a:2,b:2 (default: {default})")  # fmt: skip
+    parser.add_argument("--topology", metavar="FILE", help="read the description of the hosts from FILE (default: the YAML file "
+                        "beside the hostfile with the same stem)")  # fmt: skip
+
+
+def add_host_filter(parser: argparse._ActionsContainer) -> None:
+    """Add `--include`, `--exclude` and `--gpu-type`.
+
+    Args:
+        parser: Parser or group.
+    """
+    parser.add_argument("--include", action=_AppendFilter, metavar="HOSTS",
+                        help="use only these hosts, slots or GPUs, such as host:0,2@host2@node[3-8]:1")  # fmt: skip
+    parser.add_argument(
+        "--exclude", action=_AppendFilter, metavar="HOSTS", help="use all but these hosts, slots or GPUs"
+    )
+    parser.add_argument("--gpu-type", metavar="GPU", help="use only hosts with GPUs of this kind, such as A100")
+    accept_old_spelling(parser, "--pool", "--gpu-type")
+
+
+def host_filter(options: argparse.Namespace) -> HostFilter:
+    """Return the values of the options of `add_host_filter`.
+
+    Args:
+        options: Parsed options.
+    """
+    return HostFilter(include=options.include, exclude=options.exclude, gpu_type=options.gpu_type)
+
+
+def add_ssh(parser: argparse._ActionsContainer) -> None:
+    """Add `--ssh-command`.
+
+    Args:
+        parser: Parser or group.
+    """
+    parser.add_argument("--ssh-command", metavar="CMD", help="reach hosts with this command (default: ssh), such as "
+                        "'ssh -i KEY'")  # fmt: skip
+
+
+def add_connection_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options for the network between hosts and the programs that reach them.
+
+    Args:
+        parser: Parser or group.
+    """
+    parser.add_argument("--interface", metavar="NAME|CIDR", help="use this network between hosts, by interface name or as "
+                        "10.0.0.0/16 (default: the fastest that all hosts share)")  # fmt: skip
+    parser.add_argument(
+        "--mpirun", metavar="PATH", help="use the site's Open MPI 5 (default: the one installed with distrib)"
+    )
+    add_ssh(parser)
+
+
+def add_no_preflight(parser: argparse._ActionsContainer) -> None:
+    """Add `--no-preflight`.
+
+    Args:
+        parser: Parser or group.
+    """
+    parser.add_argument(
+        "--no-preflight", dest="preflight", action="store_false", help="start without checking the hosts"
+    )
+    accept_old_spelling(parser, "--no-check", "--no-preflight")
+
+
+def fraction(text: str) -> float:
+    """Convert `80%`, `80` or `0.8` to 0.8.
+
+    Args:
+        text: Value of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not a number from 0 to 100 %.
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        value = float(number) if number.isascii() and len(number) < 12 else -1.0
+    except ValueError:
+        value = -1.0
+    value /= 100 if percent or value > 1 else 1
+    if rest or not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid percentage; write such as 80%")
+    return value

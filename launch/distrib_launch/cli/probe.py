@@ -23,9 +23,9 @@ from distrib.probe import output as probefile
 from distrib.probe.journal import Journal
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.utils import files, signals
-from distrib_launch import host_selection, probe_job
-from distrib_launch.cli.options import add_hosts, add_ways
-from distrib_launch.console import perhaps_unread
+from distrib_launch import probe_job
+from distrib_launch.cli.options import add_connection_options, add_host_filter, add_hosts, add_no_preflight
+from distrib_launch.console import tolerate_closed_pipe
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
@@ -56,7 +56,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
 def add_options(probe: argparse.ArgumentParser) -> None:
     """The verb's options."""
     add_hosts(probe, "a Slurm allocation's, else this machine alone")
-    host_selection.add_options(probe)
+    add_host_filter(probe)
     probe.add_argument("--drop-bad-hosts", action="store_true", help="leave out hosts that are not fit, saying which")
     probe.add_argument("-o", "--output", metavar="FILE", help="write what was measured into this topology file; what "
                        "people wrote there stays")  # fmt: skip
@@ -77,9 +77,9 @@ def add_options(probe: argparse.ArgumentParser) -> None:
                        "host has InfiniBand or RoCE, else tcp)")  # fmt: skip
     probe.add_argument("-x", dest="environment", action="append", default=[], metavar="NAME[=VALUE]",
                        help="a variable for all ranks, as for distrib-launch; -x CUDA_VISIBLE_DEVICES= leaves GPUs alone")  # fmt: skip
-    probe.add_argument("--no-check", action="store_true", help="ask the hosts nothing beforehand")
+    add_no_preflight(probe)
     probe.add_argument("--engine", choices=["mpirun", "srun"], help="as for distrib-launch")
-    add_ways(probe)
+    add_connection_options(probe)
     probe.add_argument(
         "--run-dir", type=os.path.expanduser, metavar="DIR", help="where logs go (default: distrib-runs/<time>-probe)"
     )
@@ -303,7 +303,7 @@ def _tell(
                 done.append(f"drawn in {path}")
             except DistribError as error:
                 problems.append(error)
-    with perhaps_unread():
+    with tolerate_closed_pipe():
         if options.json:
             print(msgspec.json.format(msgspec.json.encode(output), indent=2).decode())
         else:

@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     what they should."""
     import msgspec
 
-    from distrib_launch.console import perhaps_unread
+    from distrib_launch.console import tolerate_closed_pipe
     from distrib_launch.runner import read_hosts, read_topology_for
     from distrib_launch.topology_view.model import view_of
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         from distrib_launch.topology_view.diagram import plot
 
         plot(view, path)
-    with perhaps_unread():
+    with tolerate_closed_pipe():
         if options.json:
             told = _as_json(view)
             if said:

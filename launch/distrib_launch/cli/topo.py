@@ -10,13 +10,13 @@ from distrib._version import __version__
 from distrib.errors import DistribError
 from distrib.utils import files, signals
 from distrib_launch.cli.options import Parser
-from distrib_launch.console import bear_closed, perhaps_unread
+from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     signals.interrupt()  # as long as no job runs, which hears them itself
-    bear_closed()
+    ignore_closed_streams()
     try:
         return _run(argv)
     except DistribError as error:
@@ -68,7 +68,7 @@ def _run(argv: Sequence[str] | None) -> int:
         if "--json" in words:  # whoever reads it gets what he asked for, whatever became of it, mistyped options too
             import json
 
-            with contextlib.suppress(DistribError), perhaps_unread():
+            with contextlib.suppress(DistribError), tolerate_closed_pipe():
                 print(json.dumps({"status": "failed", "exit_code": error.exit_code, "error": str(error)}))
         raise
     return code

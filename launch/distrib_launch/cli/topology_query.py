@@ -18,7 +18,7 @@ from distrib.units import format_size
 from distrib.utils import files
 from distrib.utils.ranges import ranges
 from distrib_launch.cli import check
-from distrib_launch.host_selection import Wishes
+from distrib_launch.host_selection import HostFilter
 from distrib_launch.preflight.check_result import Check
 from distrib_launch.preflight.host_checks import ailing
 
@@ -41,7 +41,7 @@ class Said(NamedTuple):
 
 def ask(hosts: HostList | None, topology: Topology | None, ssh_command: str | None, engine: str) -> Said:
     """Ask the hosts, or this machine where there are none. Raises PreflightError where none answers."""
-    with check.asked(hosts, topology, wishes=Wishes(), ssh_command=ssh_command, engine=engine) as found:
+    with check.asked(hosts, topology, host_filter=HostFilter(), ssh_command=ssh_command, engine=engine) as found:
         answers = found.answers.by_host
     inventories = {host: answer.inventory for host, answer in answers.items() if answer.inventory}
     silent = tuple(answer.problem for answer in answers.values() if answer.problem)

@@ -1,57 +1,72 @@
-"""The options that say how ranks train together, and the strategy that they make."""
+"""Options for the training strategy."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
 
 import msgspec
 
 from distrib import strategy, units
 from distrib.errors import ConfigError
 from distrib.strategy import Outer, Strategy
-from distrib_launch.cli.options import number
+from distrib_launch.cli.options import integer
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `distrib-launch` that scripts with `distrib.init()` obey."""
-    how = parser.add_argument_group("how ranks train together (scripts with distrib.init())")
-    how.add_argument("--mode", choices=["sync", "async", "local", "auto"], default="sync", help="in step, against "
-                     "parameter servers, alone for some steps, or the best way that leaves the arithmetic of sync")  # fmt: skip
-    how.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="what averages gradients")
-    how.add_argument("--gradients", default="fp32", metavar="FORMAT", help="what they travel as: fp32, fp16, bf16, int8, "
-                     "powersgd:RANK or topk:FRACTION (default: fp32)")  # fmt: skip
-    how.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="among all ranks at "
-                     "once, or inside each host first (default: what suits the hosts)")  # fmt: skip
-    how.add_argument("--bucket", metavar="SIZE", help="how much travels at once, such as 25MiB (default: chosen)")
-    how.add_argument("--accumulate", type=number("batches"), default=1, metavar="N", help="one step of N batches: their mean gradient "
-                     "is averaged over the ranks once")  # fmt: skip
-    how.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
-    how.add_argument("--inner-steps", type=number("steps"), metavar="H", help="mode local: steps between two averages "
-                     "(default: 500)")  # fmt: skip
-    how.add_argument("--outer", default="diloco", metavar="HOW", help="mode local: what the average becomes: diloco (outer "
-                     "Nesterov momentum, the default), average (local SGD), or LR[:MOMENTUM]")  # fmt: skip
-    how.add_argument("--fragments", type=number("parts"), default=1, metavar="F", help="mode local: parts of the parameters that are "
-                     "averaged at different steps")  # fmt: skip
-    how.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: steps that ranks go on for "
-                     "while an average is on its way")  # fmt: skip
-    how.add_argument("--servers", type=number("servers"), metavar="K", help="mode async: so many servers, on idle hosts where there are any "
-                     "(default: one on every worker's host, or on those with role=server)")  # fmt: skip
-    how.add_argument("--staleness", type=_staleness, metavar="S", help="mode async: steps that a rank may be ahead of the slowest, or "
-                     "unbounded (default)")  # fmt: skip
-    how.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: copies of each server's part")
-    how.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="mode async: smaller learning "
-                     "rates for later updates, so that one means what it does in mode sync (arXiv:1511.05950; default: yes)")  # fmt: skip
-    how.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for "
-                     "their delay, DC-ASGD (arXiv:1609.08326), such as 0.04")  # fmt: skip
-    how.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: SGD "
-                     "with a momentum of each worker's own that looks ahead (arXiv:1907.11612; default: yes)")  # fmt: skip
-    how.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="mode async: the ranks of "
-                     "a host step together and send the mean of their gradients, where a wire carries them (default: yes)")  # fmt: skip
+    """Add the options that scripts with `distrib.init()` obey.
+
+    Args:
+        parser: Parser of `distrib-launch`.
+    """
+    group = parser.add_argument_group("how ranks train together (scripts with distrib.init())")
+    group.add_argument("--mode", choices=["sync", "async", "local", "auto"], default="sync", help="sync: all-reduce in every step. "
+                       "async: parameter servers. local: local SGD / DiLoCo. auto: the fastest setting that is numerically equivalent "
+                       "to sync (default: sync)")  # fmt: skip
+    group.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="average gradients with torch.distributed or "
+                       "Horovod (default: torch)")  # fmt: skip
+    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help="send gradients as fp32, fp16, bf16, int8, powersgd:RANK "
+                       "or topk:FRACTION, such as powersgd:4 (default: fp32)")  # fmt: skip
+    group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
+                       "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip
+    group.add_argument(
+        "--bucket", metavar="SIZE", help="send gradients in buckets of SIZE, such as 25MiB (default: by the link rate)"
+    )
+    group.add_argument("--accumulate", type=integer("batches"), default=1, metavar="N", help="accumulate gradients of N batches in each "
+                       "step and all-reduce their mean once (default: 1)")  # fmt: skip
+    group.add_argument("--balance", action="store_true", help="give faster ranks larger batches")
+    group.add_argument("--inner-steps", type=integer("steps"), metavar="H", help="mode local: average parameters every H steps "
+                       "(default: 500)")  # fmt: skip
+    group.add_argument("--outer", default="diloco", metavar="RULE", help="mode local: apply averages with diloco (outer Nesterov "
+                       "momentum), average (local SGD), or LR[:MOMENTUM], such as 0.7:0.9 (default: diloco)")  # fmt: skip
+    group.add_argument("--fragments", type=integer("fragments"), default=1, metavar="F", help="mode local: average F fragments of the "
+                       "parameters at different steps (default: 1)")  # fmt: skip
+    group.add_argument("--overlap-steps", type=int, default=0, metavar="N", help="mode local: continue for N steps while an average is "
+                       "being computed (default: 0)")  # fmt: skip
+    group.add_argument("--servers", type=integer("servers"), metavar="K", help="mode async: start K parameter servers, on idle hosts if "
+                       "there are any (default: one on each worker's host, or on hosts with role=server)")  # fmt: skip
+    group.add_argument("--staleness", type=_staleness, metavar="S", help="mode async: let a rank be at most S steps ahead of the "
+                       "slowest, such as 4 (default: unbounded)")  # fmt: skip
+    group.add_argument("--replicas", type=int, choices=[0, 1], default=0, help="mode async: keep so many replicas of each server's "
+                       "shard (default: 0)")  # fmt: skip
+    group.add_argument("--stale-rate", action=argparse.BooleanOptionalAction, default=True, help="mode async: divide the learning rate "
+                       "by the staleness of an update (arXiv:1511.05950; default: yes)")  # fmt: skip
+    group.add_argument("--delay-compensation", type=_strength, metavar="LAMBDA", help="mode async: compensate gradients for their "
+                       "delay (DC-ASGD, arXiv:1609.08326), such as 0.04 (default: off)")  # fmt: skip
+    group.add_argument("--momentum-correction", action=argparse.BooleanOptionalAction, default=True, help="mode async: give each worker "
+                       "its own look-ahead momentum of SGD (DANA, arXiv:1907.11612; default: yes)")  # fmt: skip
+    group.add_argument("--host-reduction", action=argparse.BooleanOptionalAction, default=True, help="mode async: average the gradients "
+                       "of a host's ranks before they are sent to other hosts (default: yes)")  # fmt: skip
 
 
 def strategy_of(options: argparse.Namespace) -> Strategy:
-    """The strategy that was asked for; of mode auto, what is known before anything is. Raises ConfigError."""
+    """Return the strategy; for mode auto, the one from which the search starts.
+
+    Args:
+        options: Parsed options.
+
+    Raises:
+        ConfigError: Options contradict each other, or a value is not valid.
+    """
     return strategy.checked(
         Strategy(
             mode="sync" if options.mode == "auto" else options.mode,
@@ -75,21 +90,8 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     )
 
 
-def notes_on(chosen: Strategy, devices: Collection[str], hosts: int) -> tuple[str, ...]:
-    """What was asked for and means nothing to ranks on these devices of so many hosts."""
-    gpus = any(device.startswith("cuda") for device in devices)
-    if chosen.all_reduce != "auto" and gpus:
-        return (f"--all-reduce {chosen.all_reduce} is for CPU hosts: between GPUs NCCL chooses the way",)
-    sends_inside = chosen.backend != "torch" or chosen.all_reduce == "flat"
-    if chosen.mode == "sync" and not sends_inside and not chosen.gradients.exact and hosts == 1 and not gpus:
-        return (
-            f"--gradients {chosen.gradients} changes nothing on one CPU host: fewer bytes are sent between hosts only",
-        )
-    return ()
-
-
 def _outer(options: argparse.Namespace) -> Outer:
-    """`diloco`, `average`, or a learning rate and a momentum such as `0.9:0.5`. Raises ConfigError for anything else."""
+    """Parse `diloco`, `average`, or a learning rate and a momentum such as `0.9:0.5`."""
     known = {"diloco": Outer(), "average": Outer(lr=1.0, momentum=0.0)}
     found = known.get(options.outer)
     if found is None:
@@ -99,9 +101,13 @@ def _outer(options: argparse.Namespace) -> Outer:
         except ValueError:
             found = None
         if found is None or not (0 < found.lr < 100 and 0 <= found.momentum < 1):
-            raise ConfigError(f"--outer {options.outer}: no such way", hint="give diloco, average, or LR[:MOMENTUM]")
+            raise ConfigError(
+                f"--outer {options.outer}: not a valid outer optimizer", hint="give diloco, average, or LR[:MOMENTUM]"
+            )
     if not 0 <= options.overlap_steps < 1 << 20:
-        raise ConfigError(f"--overlap-steps {options.overlap_steps}: no number of steps", hint="give 0 or more")
+        raise ConfigError(
+            f"--overlap-steps {options.overlap_steps}: not a valid number of steps", hint="give 0 or more"
+        )
     return msgspec.structs.replace(found, fragments=options.fragments, overlap_steps=options.overlap_steps)
 
 
@@ -113,12 +119,12 @@ def _bucket(text: str | None) -> int | None:
     except ValueError as error:
         raise ConfigError(f"--bucket {text}: {error}") from None
     if size < 1:
-        raise ConfigError(f"--bucket {text}: no bytes", hint="give a size such as 25MiB")
+        raise ConfigError(f"--bucket {text}: not a valid size", hint="give a size such as 25MiB")
     return size
 
 
 def _staleness(text: str) -> int | None:
-    return None if text == "unbounded" else number("steps (or unbounded)", least=0)(text)
+    return None if text == "unbounded" else integer("steps (or unbounded)", minimum=0)(text)
 
 
 def _strength(text: str) -> float:
@@ -127,5 +133,5 @@ def _strength(text: str) -> float:
     except ValueError:
         strength = 0.0
     if not 0 < strength < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no strength; give a number above 0, such as 0.04")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid strength; give a number above 0, such as 0.04")
     return strength

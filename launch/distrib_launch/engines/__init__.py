@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan, Options
+    from distrib_launch.launch_options import LaunchOptions
+    from distrib_launch.launch_plan import LaunchPlan
     from distrib_launch.preflight.remote import Remote
 
 NAMES = ("mpirun", "srun", "kubernetes")
@@ -22,7 +23,7 @@ NOT_ASKED = "no host is asked that Slurm has yet to give; inside an allocation a
 class Planner(Protocol):
     """What planning asks of an engine's module."""
 
-    def command(self, plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+    def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
         """The command line on this machine that starts the plan's ranks; the control token is never in it."""
 
     def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
@@ -73,9 +74,9 @@ def runtime(name: str) -> Runtime:
     return cast(Runtime, planner(name))
 
 
-def way_to_ask(plan: LaunchPlan, *, no_check: bool = False) -> Remote | None:
+def remote_shell(plan: LaunchPlan, *, preflight: bool = True) -> Remote | None:
     """How the plan's hosts are asked before it starts; None where they are not, as the user wants it so, or they are not ours yet."""
-    return None if no_check else runtime(plan.engine).remote(plan)
+    return runtime(plan.engine).remote(plan) if preflight else None
 
 
 def default(hosts_given: bool, environ: Mapping[str, str]) -> str:

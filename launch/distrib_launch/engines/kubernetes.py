@@ -7,11 +7,9 @@ Fields: kubeflow.org/v2beta1 as of MPI operator 0.8, https://github.com/kubeflow
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,8 @@ from distrib.errors import ConfigError
 from distrib_launch.rank_environment import is_secret
 
 if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan, Options
+    from distrib_launch.launch_options import LaunchOptions, PodOptions
+    from distrib_launch.launch_plan import LaunchPlan
 
 # Facts of the Dockerfile's image; a test compares them.
 USER_ID = 2000
@@ -46,54 +45,47 @@ AFTER_GRACE_SECONDS = 55
 NAME_LIMIT = 40
 """Pods are named after the job, `-worker-<number>` or `-launcher-<random>` added, and a name ends at 63 characters."""
 
-ON_PODS = {
-    "image": "--image",
-    "manifest": "--manifest",
-    "pod_resources": "--pod-resource",
-    "runtime_class": "--runtime-class",
-}
-"""The options that mean something with this engine alone."""
 
-DECIDED_HERE = [
-    "help",
-    "version",
-    "hosts",
-    "ranks",
-    "topology",
-    "include",
-    "exclude",
-    "pool",
-    "spread",
-    "engine",
-    *ON_PODS,
-    "mpirun",
-    "ssh_command",
-    "interface",
-    "sync",
-    "dry_run",
-    "json",
-    "env",
-    "script",
-    "arguments",
-]
-"""Options that the manifest has dealt with, or that mean nothing inside the cluster; the launcher there gets the others."""
+def refuse_pod_options(pods: PodOptions) -> None:
+    """Raise ConfigError if options for pods are given with another engine.
 
-
-def refuse_words_on_pods(options: argparse.Namespace) -> None:
-    """Raises ConfigError for what concerns pods alone, where another engine starts the job: it would be left out without a word."""
-    for name, flag in ON_PODS.items():
-        if getattr(options, name):
+    Args:
+        pods: Options of the launch for pods.
+    """
+    given = {
+        "--image": pods.image,
+        "--manifest": pods.manifest,
+        "--pod-resource": pods.resources,
+        "--runtime-class": pods.runtime_class,
+    }
+    for flag, value in given.items():
+        if value:
             raise ConfigError(f"{flag} is for pods", hint=f"add --engine kubernetes, or leave out {flag}")
 
 
-def unheeded(options: argparse.Namespace) -> list[str]:
-    """The options given that reach hosts from here, where pods have images and networks of their own."""
-    names = ("sync", "interface", "mpirun", "ssh_command")
-    return ["--" + name.replace("_", "-") for name in names if getattr(options, name) is not None]
+def ignored_options(options: LaunchOptions) -> list[str]:
+    """Return the given options that have no effect because pods have an image and a network of their own.
+
+    Args:
+        options: Options of the launch.
+    """
+    given = {
+        "--sync": options.sync,
+        "--interface": options.interface,
+        "--mpirun": options.mpirun,
+        "--ssh-command": options.ssh_command,
+    }
+    return [flag for flag, value in given.items() if value is not None]
 
 
-def in_image(options: Options, script: str, run_dir: str | None) -> Options:
-    """What was asked for, as it is inside the image: the script is found there, from the home directory on."""
+def in_image(options: LaunchOptions, script: str, run_dir: str) -> LaunchOptions:
+    """Return the options as they are inside the image, where paths start at the home directory.
+
+    Args:
+        options: Resolved options.
+        script: Script as the user named it.
+        run_dir: Run directory as the user named it; empty: the default.
+    """
     return msgspec.structs.replace(
         options,
         script=script,
@@ -106,7 +98,7 @@ def in_image(options: Options, script: str, run_dir: str | None) -> Options:
     )
 
 
-def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
     """What would start the job from its manifest."""
     if any(host.name == "localhost" for host in plan.hosts):
         raise ConfigError(
@@ -151,21 +143,21 @@ def slots_per_worker(plan: LaunchPlan) -> int:
 
 
 def manifest(
-    plan: LaunchPlan,
-    *,
-    image: str,
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    grace_seconds: float,
-    runtime_class: str = "",
-    resources: Mapping[str, str] | None = None,
+    plan: LaunchPlan, pods: PodOptions, *, words: Sequence[str], environment: Mapping[str, str], grace_seconds: float
 ) -> dict[str, Any]:
-    """The MPIJob that runs `plan`.
+    """Return the MPIJob that runs a plan.
 
-    `words` are options for the launcher inside the cluster, `environment` what every rank is to find, `grace_seconds` how long
-    ranks may take to end when they are told to. `runtime_class` is the RuntimeClass of pods with GPUs; empty: the cluster's
-    default. `resources` are what workers are given besides GPUs.
+    Args:
+        plan: Plan of the job.
+        pods: Image, resources and RuntimeClass of the pods.
+        words: Options for the launcher inside the cluster.
+        environment: Variables that every rank gets from the user.
+        grace_seconds: Time that ranks have between SIGTERM and SIGKILL.
+
+    Raises:
+        ConfigError: Hosts differ in their number of ranks, or GPUs were chosen.
     """
+    image = pods.image or ""
     slots = slots_per_worker(plan)
     name = job_name(plan)
     labels = {"app.kubernetes.io/name": "distrib", "app.kubernetes.io/instance": name}
@@ -190,12 +182,12 @@ def manifest(
         }
     ]
     if gpu:
-        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots), **(resources or {})}
+        container["resources"]["limits"] = {"nvidia.com/gpu": str(slots), **pods.resources}
         worker_pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-        if runtime_class:
-            worker_pod["spec"]["runtimeClassName"] = runtime_class
-    elif resources:
-        container["resources"]["limits"] = dict(resources)
+        if pods.runtime_class:
+            worker_pod["spec"]["runtimeClassName"] = pods.runtime_class
+    elif pods.resources:
+        container["resources"]["limits"] = dict(pods.resources)
     return {
         "apiVersion": "kubeflow.org/v2beta1",
         "kind": "MPIJob",
@@ -269,16 +261,6 @@ def _variable(name: str, value: str) -> dict[str, Any]:
     return {"name": name, "value": _literal(value)}
 
 
-def parse_resource(text: str) -> tuple[str, str]:
-    """`rdma/hca_shared_devices_a=1`: an extended resource of the cluster's, and how many of it. Raises ValueError."""
-    match = re.fullmatch(
-        r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)=([1-9][0-9]{0,8})", text.strip()
-    )
-    if not match:
-        raise ValueError(f"{text!r} is no resource of a pod; write such as rdma/hca_shared_devices_a=1")
-    return match[1], match[4]
-
-
 def notes_on_pods(plan: LaunchPlan, environment: Mapping[str, str], resources: Mapping[str, str]) -> tuple[str, ...]:
     """What is left to do, or to know, for who creates the job."""
     return tuple(filter(None, (note_on_network(plan, resources), note_on_secrets(environment))))
@@ -308,28 +290,3 @@ def note_on_secrets(environment: Mapping[str, str]) -> str:
 def _literal(text: str) -> str:
     """Text that Kubernetes leaves alone: in commands and variables it replaces `$(NAME)`, and `$$` by `$`."""
     return text.replace("$", "$$")
-
-
-def _plain(number: float) -> str:
-    """All the digits, and no exponent: no option takes 1.2e+06."""
-    return f"{Decimal(str(number)):f}".removesuffix(".0")
-
-
-def launcher_words(parser: argparse.ArgumentParser, options: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
-    """The options for the launcher inside the cluster: those given here that concern it.
-
-    Variables travel in the manifest's `env`; `forwarded` prefixes say which of them the launcher passes on unasked.
-    """
-    words: list[str] = []
-    for action in parser._actions:
-        value = getattr(options, action.dest, None)
-        if not action.option_strings or action.dest in DECIDED_HERE or value == action.default:
-            continue
-        flag = action.option_strings[-1]
-        for item in value if isinstance(value, list) else [value]:
-            words += [flag] if action.nargs == 0 else [flag, _plain(item) if isinstance(item, float) else str(item)]
-    for item in options.env:
-        name = item.partition("=")[0]
-        if not name.startswith(tuple(forwarded)):
-            words += ["-x", name]
-    return words

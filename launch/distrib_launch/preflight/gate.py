@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +11,13 @@ from distrib.errors import ConfigError, PreflightError
 from distrib_launch import engines
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
+from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
 from distrib_launch.preflight.check_result import folded
 from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import PREFLIGHT, write_json
-from distrib_launch.slots import HostPlan
 
 
 class Admission:
@@ -29,7 +29,7 @@ class Admission:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: LaunchOptions,
         console: Console,
         replan: Callable[[Collection[str]], LaunchPlan],
         prepare: Callable[[LaunchPlan, Sequence[HostPlan]], None],
@@ -45,7 +45,7 @@ class Admission:
         """Raises PreflightError when the job may not start."""
         self._check_count(plan, "in the hostfile, which is another now,")
         plan = self._ready(plan)
-        remote = engines.way_to_ask(plan, no_check=self.options.no_check)
+        remote = engines.remote_shell(plan, preflight=self.options.preflight)
         if remote is None:
             self._refuse_interface()
             return plan, self._told(plan, [])
@@ -79,7 +79,11 @@ class Admission:
 
     def _refuse_interface(self) -> None:
         if self.options.interface:
-            why = "--no-check asks no host what it has" if self.options.no_check else engines.NOT_ASKED
+            why = (
+                engines.NOT_ASKED
+                if self.options.preflight
+                else "--no-preflight does not ask the hosts for their interfaces"
+            )
             raise ConfigError(
                 f"--interface {self.options.interface}: {why}",
                 hint="set the libraries' own variables, such as -x GLOO_SOCKET_IFNAME=NAME -x NCCL_SOCKET_IFNAME==NAME",

@@ -276,7 +276,7 @@ def gpus(e: Evidence) -> Iterator[Check]:
                 f"give it {count} slot(s), or {cpu}",
             )  # fmt: skip
     kinds = {h: f.gpus[0].kind for h, f in planned.items() if f.gpus and f.gpus[0].kind}
-    yield from _differing("gpus", "GPUs of kind", kinds, None, lambda _, v: "the slowest GPU sets the pace of all; --pool chooses one kind",
+    yield from _differing("gpus", "GPUs of kind", kinds, None, lambda _, v: "the slowest GPU sets the pace of all; --gpu-type selects one kind",
         serious=False,
     )  # fmt: skip
 

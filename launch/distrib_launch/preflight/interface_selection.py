@@ -176,7 +176,7 @@ def _candidates(inventories: Mapping[str, Inventory]) -> tuple[list[_Candidate],
     return [c for c in found if len(owners[str(c.address.ip)]) == 1], doubles
 
 
-def named(wanted: str) -> tuple[set[str], list[Network]]:
+def parse_interface(wanted: str) -> tuple[set[str], list[Network]]:
     """The names and the networks of `--interface`. Raises ConfigError for what is no network, though written as one."""
     names: set[str] = set()
     networks: list[Network] = []
@@ -196,7 +196,7 @@ def named(wanted: str) -> tuple[set[str], list[Network]]:
 def _only_wanted(
     usable: Sequence[_Candidate], inventories: Mapping[str, Inventory], doubles: Mapping[str, str], wanted: str
 ) -> list[_Candidate]:
-    names, networks = named(wanted)
+    names, networks = parse_interface(wanted)
     left = [c for c in usable if c.interface.name in names or any(_within(c.address, net) for net in networks)]
     lacking = [host for host in inventories if not any(c.host == host for c in left)]
     if lacking:

@@ -30,7 +30,7 @@ from distrib_launch.preflight.interface_selection import (
 )
 from distrib_launch.preflight.remote import Remote
 from distrib_launch.rank_agent.affinity import listed_gpus
-from distrib_launch.slots import HostPlan
+from distrib_launch.rank_placement import HostPlan
 
 
 class Answers(msgspec.Struct, frozen=True, kw_only=True):
@@ -377,7 +377,7 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None])
     """Ask hosts that did not start their ranks why; None when all of them seem fit. `say` hears of those that take long."""
     silent = [host for host in plan.hosts if host.name in hosts]
     question = question_of(plan)
-    if (remote := engines.way_to_ask(plan)) is None:
+    if (remote := engines.remote_shell(plan)) is None:
         return None
     with Connections() as connections:
         answers = ask(plan, silent, question, remote, connections, say)
@@ -397,7 +397,7 @@ def look_again(plan: LaunchPlan, connections: Connections) -> list[str]:
 
     What is wrong, in lines: errors, and warnings on GPUs and the network, be they of the start.
     """
-    remote = engines.way_to_ask(plan)
+    remote = engines.remote_shell(plan)
     assert remote
     question = question_of(plan)
     answers = ask(plan, plan.hosts, question, remote, connections, lambda _: None, apart=True)

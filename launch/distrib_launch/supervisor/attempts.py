@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import signal
 import time
@@ -17,11 +16,12 @@ from distrib.utils import rlimits, signals
 from distrib_launch import engines, results, runner
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
+from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan, without_secrets
 from distrib_launch.preflight.gate import Admission
 from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import Attempt, Result
-from distrib_launch.slots import HostPlan
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import RankExit
 from distrib_launch.supervisor.supervisor import HOST_SILENCE_SECONDS, Supervisor
@@ -64,7 +64,7 @@ class Attempts:
 
     def __init__(
         self,
-        options: argparse.Namespace,
+        options: LaunchOptions,
         console: Console,
         *,
         script_input: bytes = b"",
@@ -83,7 +83,7 @@ class Attempts:
 
     def run(self, plan: LaunchPlan) -> Ended:
         """Raises `DistribError` when the job could not be started at all."""
-        self.options = argparse.Namespace(**{**vars(self.options), "run_dir": plan.run_dir})
+        self.options = msgspec.structs.replace(self.options, run_dir=plan.run_dir)
         # Scripts are sent SIGUSR1, to save; between two starts there is nobody to pass it on to.
         with signals.passed_over(signal.SIGUSR1):
             ended = self._keep(self._start(plan))
@@ -138,7 +138,7 @@ class Attempts:
         try:
             while True:
                 try:
-                    return self._start(runner.make_plan(self.options, before=last.plan, again=True), last)
+                    return self._start(runner.plan_launch(self.options, before=last.plan, restart=True), last)
                 except DistribError as error:
                     deadline = deadline or time.monotonic() + WAIT_SECONDS
                     if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ class Attempts:
             raise
 
     def _pause(self, seconds: float) -> None:
-        limit = self.options.timeout
+        limit = self.options.timeout_seconds
         left = limit - (time.monotonic() - self.begun) if limit else seconds
         time.sleep(max(0.0, min(seconds, left)))
         if left <= seconds and limit:
@@ -169,7 +169,7 @@ class Attempts:
         with Connections(mpirun.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:
-                return runner.make_plan(options, without, plan)
+                return runner.plan_launch(options, without, plan)
 
             plan, warnings = Admission(options, self.console, replan, self._prepare, connections).run(plan)
             self._make_room(run_dir, last)
@@ -187,21 +187,21 @@ class Attempts:
             supervisor = Supervisor(
                 plan,
                 self.console,
-                timeout_seconds=options.timeout,
+                timeout_seconds=options.timeout_seconds,
                 spent_seconds=time.monotonic() - self.begun,
-                hang_timeout_seconds=options.hang_timeout,
-                host_timeout_seconds=options.host_timeout
+                hang_timeout_seconds=options.hang_timeout_seconds,
+                host_timeout_seconds=options.host_timeout_seconds
                 or (ASYNC_HOST_SILENCE_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
-                grace_seconds=options.grace,
+                grace_seconds=options.grace_seconds,
                 script_input=self.script_input,
                 input_ranks=self.input_ranks,
                 keep_value=bool(self.script_input or options.profile),
-                asked=engines.way_to_ask(plan, no_check=options.no_check) is not None,
+                asked=engines.remote_shell(plan, preflight=options.preflight) is not None,
             )
             supervisor.warnings += warnings
-            if plan.outlook and plan.outlook.warning:
-                supervisor.warnings.append(plan.outlook.warning)
-                self.console.say(f"warning: {plan.outlook.warning}")
+            if plan.forecast and plan.forecast.warning:
+                supervisor.warnings.append(plan.forecast.warning)
+                self.console.say(f"warning: {plan.forecast.warning}")
             result = supervisor.run()
         stepped = any(state.step > 0 for state in supervisor.ranks)
         return Ended(plan, result, supervisor.recovery.first_endings, supervisor.started, stepped)

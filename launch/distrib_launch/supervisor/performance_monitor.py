@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from distrib import units
-from distrib_launch.forecast_record import LinkSeen, Measured
+from distrib_launch.forecast_record import LinkUsage, MeasuredPerformance
 from distrib_launch.launch_plan import LaunchPlan
 
 SLOWER = 0.15
@@ -45,7 +45,7 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes_per_step: dict[str, float] = {}
 
 
-class Watch:
+class PerformanceMonitor:
     """Hears what ranks measure. `say` gets each warning; `host_of` knows hosts by their addresses."""
 
     def __init__(self, plan: LaunchPlan, say: Callable[[str], None], host_of: Callable[[str], str | None]) -> None:
@@ -55,8 +55,10 @@ class Watch:
         self._workers = sum(rank.role == "worker" for rank in plan.ranks)
         self._pending: dict[int, _Told] = {}
         self._times: Counter[int] = Counter()
-        self._rounds: list[Measured] = []  # without their links, of which there are too many to keep for days
-        self._last: Measured | None = None
+        self._rounds: list[
+            MeasuredPerformance
+        ] = []  # without their links, of which there are too many to keep for days
+        self._last: MeasuredPerformance | None = None
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()
 
@@ -76,7 +78,7 @@ class Watch:
             self._judge(round_)
 
     @property
-    def measured(self) -> Measured | None:
+    def measured(self) -> MeasuredPerformance | None:
         """What was measured over the whole run; None where the ranks told nothing."""
         if self._last is None:
             return None
@@ -97,22 +99,22 @@ class Watch:
 
     @property
     def _predicted_seconds(self) -> float | None:
-        return self._plan.outlook.predicted.step_seconds if self._plan.outlook else None
+        return self._plan.forecast.predicted.step_seconds if self._plan.forecast else None
 
-    def _summary(self, told: Mapping[int, _Told]) -> Measured:
+    def _summary(self, told: Mapping[int, _Told]) -> MeasuredPerformance:
         """One look at all ranks: the slowest computes, and what is left of the step is the wire's."""
         step = max(each.step_seconds for each in told.values())
         slowest = max(told, key=lambda rank: told[rank].compute_seconds)
         compute = min(step, told[slowest].compute_seconds)
-        outlook = self._plan.outlook
+        forecast = self._plan.forecast
         alone = (
-            outlook.predicted.compute_seconds
-            if outlook
+            forecast.predicted.compute_seconds
+            if forecast
             else statistics.median(t.compute_seconds for t in told.values())
         )
         sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in told.items()})
         sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in told.items()})
-        return Measured(
+        return MeasuredPerformance(
             steps=max(each.steps for each in told.values()),
             step_seconds=step,
             compute_seconds=compute,
@@ -120,7 +122,7 @@ class Watch:
             efficiency=min(1.0, alone / step) if step > 0 else 1.0,
             slowest_rank=slowest,
             links=tuple(
-                LinkSeen(source=a, target=b, bytes_per_second=rate, expected_bytes_per_second=self._expect(a, b)[0])
+                LinkUsage(source=a, target=b, bytes_per_second=rate, expected_bytes_per_second=self._expect(a, b)[0])
                 for (a, b), rate in sorted(sent.items())
             ),
             network_seconds=self._network_seconds(sizes, sent),
@@ -148,17 +150,17 @@ class Watch:
 
     # -- judging ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, seen: Measured) -> None:
+    def _judge(self, seen: MeasuredPerformance) -> None:
         if len(self._plan.hosts) < 2:
             return
-        outlook = self._plan.outlook
+        forecast = self._plan.forecast
         waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
         # Of what is lost, the rest of which is data, or slower ranks.
         most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
         if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
-            predicted = f" ({outlook.predicted.efficiency:.0%} was predicted)" if outlook else ""
+            predicted = f" ({forecast.predicted.efficiency:.0%} was predicted)" if forecast else ""
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
-            computing = f"rank {seen.slowest_rank} computing for longer than {'was predicted' if outlook else 'most'}"
+            computing = f"rank {seen.slowest_rank} computing for longer than {'was predicted' if forecast else 'most'}"
             more = f" and {units.duration_text(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
             by_wire = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
             who = "the wire holds" if by_wire else "waiting for each other holds"
@@ -173,13 +175,13 @@ class Watch:
                 f"{who} this job at {seen.efficiency:.0%} of its speed{predicted}: of {units.duration_text(seen.step_seconds)} a step, "
                 f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients{more}{what}",
             )
-        if outlook is None:
+        if forecast is None:
             return
-        tolerated = max(SLOWER, outlook.expected_error)
-        if seen.step_seconds > (1 + tolerated) * outlook.predicted.step_seconds:
+        tolerated = max(SLOWER, forecast.expected_error)
+        if seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {units.duration_text(seen.step_seconds)}, {units.duration_text(outlook.predicted.step_seconds)} was predicted: "
+                f"a step takes {units.duration_text(seen.step_seconds)}, {units.duration_text(forecast.predicted.step_seconds)} was predicted: "
                 + self._suspect(seen),
             )
 
@@ -188,19 +190,19 @@ class Watch:
             self._warned.add(kind)
             self._say(what)
 
-    def _narrowest(self, seen: Measured) -> str:
+    def _narrowest(self, seen: MeasuredPerformance) -> str:
         """The link that carries least, by what was seen, else by what was predicted."""
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
             return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {units.rate_text(worst.bytes_per_second)}"
-        cap = self._plan.outlook.predicted.cap if self._plan.outlook else None
+        cap = self._plan.forecast.predicted.cap if self._plan.forecast else None
         return f"; link {cap.link}" if cap else ""
 
-    def _suspect(self, seen: Measured) -> str:
+    def _suspect(self, seen: MeasuredPerformance) -> str:
         """What is wrong: the link that carries less than it should, or the rank that computes for longer."""
-        assert self._plan.outlook
-        predicted = self._plan.outlook.predicted
+        assert self._plan.forecast
+        predicted = self._plan.forecast.predicted
         below = suspects(seen.links)
         if below:
             worst = below[0]
@@ -233,7 +235,7 @@ class Watch:
         return self._expected(source, target)
 
 
-def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
+def suspects(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
     """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first.
 
     Those that do much better than the worst are left out: on a busy host, small pieces are slow on every link. So are those that carry
@@ -244,7 +246,7 @@ def suspects(links: tuple[LinkSeen, ...]) -> list[LinkSeen]:
     )
     usual = statistics.median(link.bytes_per_second for link in links) if links else 0.0
 
-    def part(link: LinkSeen) -> float:
+    def part(link: LinkUsage) -> float:
         return link.bytes_per_second / min(link.expected_bytes_per_second or usual, slowest)
 
     least = min(map(part, links), default=0.0)

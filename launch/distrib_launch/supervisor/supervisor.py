@@ -21,9 +21,9 @@ from distrib.errors import DistribError, LaunchError
 from distrib.utils import local_addresses, signals
 from distrib.utils.framing import ProtocolError, new_token
 from distrib_launch import engines, results
-from distrib_launch.cli.options import GRACE_SECONDS
 from distrib_launch.console import Console
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
+from distrib_launch.launch_options import GRACE_SECONDS
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
 from distrib_launch.preflight.check_result import folded
@@ -115,7 +115,7 @@ class Supervisor:
         self.log_lost = False  # and said so
         self.warnings: list[str] = []
         self.hang_detector = HangDetector(plan, hang_timeout_seconds, self._send, console, self.warnings)
-        self.watch = performance_monitor.Watch(plan, self._warn, self._host_of)
+        self.watch = performance_monitor.PerformanceMonitor(plan, self._warn, self._host_of)
         self.started = time.time()
 
     @property
@@ -697,6 +697,6 @@ class Supervisor:
             ranks=tuple(state.result() for state in self.ranks),
             first_failure=failure,
             warnings=tuple(self.warnings),
-            predicted=self.plan.outlook.predicted if self.plan.outlook else None,
+            predicted=self.plan.forecast.predicted if self.plan.forecast else None,
             measured=self.watch.measured,
         )

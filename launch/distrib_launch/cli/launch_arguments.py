@@ -1,0 +1,224 @@
+"""Command line of `distrib-launch`: its parser, and the `LaunchOptions` that it yields."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from distrib._version import __version__
+from distrib_launch import engines
+from distrib_launch.cli import training_options
+from distrib_launch.cli.options import (
+    Parser,
+    accept_old_spelling,
+    add_connection_options,
+    add_host_filter,
+    add_hosts,
+    add_no_preflight,
+    fraction,
+    host_filter,
+    integer,
+)
+from distrib_launch.launch_options import GRACE_SECONDS, LaunchOptions, PodOptions
+from distrib_launch.rank_agent.affinity import HOW
+
+EPILOG = """\
+examples:
+  distrib-launch -np 2 train.py --epochs 3        two ranks on this machine
+  distrib-launch -H cluster.txt train.py          one rank per slot of a hostfile
+  distrib-launch -H node[1-4]:8 train.py          the same, hosts named here
+  distrib-launch -H cluster.txt --dry-run train.py   show the plan, start nothing
+
+exit code: 0 if every rank succeeded, else that of the rank that failed first (128 + signal),
+2 usage, hostfile or topology, 3 preflight refused, 124 time limit, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP,
+1 not started, hung, or a rank or the engine lost
+"""
+
+
+def parser() -> Parser:
+    """Return the parser of the command; `distrib_launch.run` takes the same options."""
+    p = Parser(
+        prog="distrib-launch",
+        usage="distrib-launch [options] SCRIPT [ARGS...]",
+        description="Run a training script on several machines, one rank per GPU or slot.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_host_options(p.add_argument_group("where to run"))
+    _add_run_options(p.add_argument_group("how to run"))
+    training_options.add_options(p)
+    _add_forecast_options(p.add_argument_group("what performance to expect"))
+    _add_pod_options(p.add_argument_group("with --engine kubernetes"))
+    _add_output_options(p.add_argument_group("what to show and keep"))
+    p.add_argument("script", nargs=argparse.PARSER, action=_ScriptAndArguments, metavar="SCRIPT",
+                   help="run this Python script on every rank; its arguments are passed on untouched")  # fmt: skip
+    return p
+
+
+def _add_host_options(group: argparse._ArgumentGroup) -> None:
+    add_hosts(group, "a Slurm allocation's, else this machine")
+    group.add_argument("-n", "-np", "--np", dest="ranks", type=integer("ranks"), metavar="N",
+                       help="start N ranks (default: one for each slot)")  # fmt: skip
+    add_host_filter(group)
+    group.add_argument("--spread", action="store_true", help="with -np: spread ranks evenly over the hosts (default: fill "
+                       "one host after the other)")  # fmt: skip
+    add_connection_options(group)
+    add_no_preflight(group)
+    group.add_argument(
+        "--drop-bad-hosts", action="store_true", help="start without hosts that fail the preflight checks"
+    )
+
+
+def _add_run_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--engine", choices=engines.NAMES, help="start ranks with Open MPI's mpirun over ssh, with Slurm's srun, "
+                       "or write an MPIJob for Kubernetes (default: mpirun; srun inside a Slurm job whose hosts are used)")  # fmt: skip
+    group.add_argument("--bind", choices=HOW, default="auto", help="bind ranks to cores near their GPU or to their share of the "
+                       "host's (auto, core), to whole NUMA nodes (numa), or not (default: auto)")  # fmt: skip
+    group.add_argument("-m", "--module", action="store_true", help="run SCRIPT as a module, as python -m does")
+    group.add_argument(
+        "--sync", metavar="DIR", help="copy this folder to the same path on every host first (rsync), such as ."
+    )
+    group.add_argument("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="set or forward a variable on "
+                       "every rank, such as NCCL_DEBUG=INFO; may be repeated")  # fmt: skip
+    group.add_argument(
+        "--timeout", type=_seconds, metavar="TIME", help="stop the job after this time, such as 90, 30s, 10m or 2h"
+    )
+    group.add_argument("--hang-timeout", type=_seconds, metavar="TIME", help="abort the job if no rank makes progress for this "
+                       "time, such as 5m (default: report a hang after 10m and continue)")  # fmt: skip
+    group.add_argument("--host-timeout", type=_seconds, metavar="TIME", help="declare a host lost after this time without a sign "
+                       "of life (default: 1.8s; 30s in mode async)")  # fmt: skip
+    group.add_argument("--max-restarts", type=integer("restarts", minimum=0), default=0, metavar="N", help="restart a failed job "
+                       "up to N times on the healthy hosts, from its last checkpoint (default: 0)")  # fmt: skip
+    group.add_argument("--min-hosts", type=integer("hosts"), metavar="M", help="start and restart with at least M healthy hosts "
+                       "(default: all; a lost host is waited for up to 10m)")  # fmt: skip
+    group.add_argument("--grace", type=_seconds, default=GRACE_SECONDS, metavar="TIME", help="wait this long between SIGTERM and "
+                       "SIGKILL (default: 5s)")  # fmt: skip
+
+
+def _add_forecast_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--workload", metavar="NAME|FILE", help="predict the scaling of this workload: a network of the catalogue, "
+                       "such as ResNet-50, or a profile; none: no prediction (default: NAME.profile.json beside NAME.py)")  # fmt: skip
+    group.add_argument("--profile", metavar="FILE", help="profile a step of the script on one rank, write it to FILE (JSON) and "
+                       "end the script after 25 steps")  # fmt: skip
+    group.add_argument("--warn-below", type=fraction, default=0.8, metavar="PERCENT", help="warn if the scaling efficiency is below "
+                       "PERCENT; 0: never (default: 80%%)")  # fmt: skip
+
+
+def _add_pod_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--image", metavar="NAME", help="use this image, built from the Dockerfile, such as registry/distrib:1"
+    )
+    group.add_argument("--manifest", metavar="FILE", help="write the MPIJob to FILE (default: standard output)")
+    group.add_argument("--pod-resource", dest="pod_resources", action="append", default=[], type=_resource, metavar="NAME=N",
+                       help="request this for each worker besides GPUs, such as rdma/hca_shared_devices_a=1; may be repeated")  # fmt: skip
+    group.add_argument("--runtime-class", default="", metavar="NAME", help="set the RuntimeClass of pods with GPUs, such as nvidia "
+                       "(default: the cluster's)")  # fmt: skip
+
+
+def _add_output_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--dry-run", action="store_true", help="print the plan and start nothing")
+    group.add_argument("--json", action="store_true", help="print the plan, or the result, as JSON")
+    group.add_argument("--run-dir", type=os.path.expanduser, metavar="DIR", help="write logs and results to DIR (default: "
+                       "distrib-runs/<time>-<script>)")  # fmt: skip
+    group.add_argument("-q", "--quiet", action="store_true", help="do not show the output of ranks (the logs have it)")
+    group.add_argument("--show-rank", type=int, metavar="R", help="show the output of rank R only (default: all ranks)")
+    accept_old_spelling(group, "--only-rank", "--show-rank")
+    group.add_argument(
+        "--no-dedup", dest="dedup", action="store_false", help="show identical lines of several ranks one by one"
+    )
+    accept_old_spelling(group, "--no-fold", "--no-dedup")
+    group.add_argument(
+        "-v", "--verbose", action="store_true", help="also show the network, the engine's command and durations"
+    )
+    group.add_argument("--version", action="version", version=f"distrib {__version__}")
+
+
+def parse(words: Sequence[str] | None = None) -> LaunchOptions:
+    """Parse a command line.
+
+    Args:
+        words: Command line without the program's name; None: that of this process.
+
+    Raises:
+        ConfigError: The command line is not valid.
+    """
+    return launch_options(parser().parse_args(words))
+
+
+def launch_options(options: argparse.Namespace) -> LaunchOptions:
+    """Convert parsed options.
+
+    Args:
+        options: Result of `parser().parse_args`.
+
+    Raises:
+        ConfigError: Options contradict each other.
+    """
+    return LaunchOptions(
+        script=options.script,
+        arguments=tuple(options.arguments),
+        module=options.module,
+        run_dir=options.run_dir or "",
+        hosts=options.hosts,
+        topology=options.topology,
+        ranks=options.ranks,
+        host_filter=msgspec.structs.replace(host_filter(options), spread=options.spread),
+        interface=options.interface,
+        mpirun=options.mpirun,
+        ssh_command=options.ssh_command,
+        preflight=options.preflight,
+        drop_bad_hosts=options.drop_bad_hosts,
+        min_hosts=options.min_hosts,
+        engine=options.engine or "",
+        bind=options.bind,
+        sync=options.sync,
+        variables=tuple(options.env),
+        timeout_seconds=options.timeout,
+        hang_timeout_seconds=options.hang_timeout,
+        host_timeout_seconds=options.host_timeout,
+        grace_seconds=options.grace,
+        max_restarts=options.max_restarts,
+        pods=PodOptions(
+            image=options.image,
+            manifest=options.manifest,
+            resources=dict(options.pod_resources),
+            runtime_class=options.runtime_class,
+        ),
+        strategy=training_options.strategy_of(options),
+        auto_mode=options.mode == "auto",
+        workload=options.workload,
+        profile=options.profile,
+        warn_below=options.warn_below,
+        quiet=options.quiet or options.json,
+        show_rank=options.show_rank,
+        dedup=options.dedup,
+        verbose=options.verbose,
+    )
+
+
+class _ScriptAndArguments(argparse.Action):
+    """Split the script from its arguments. With two positionals argparse would swallow a `--` between them."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
+        assert isinstance(values, list)
+        namespace.script, *namespace.arguments = values[1:] if values[0] == "--" else values
+
+
+def _resource(text: str) -> tuple[str, str]:
+    match = re.fullmatch(
+        r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?)=([1-9][0-9]{0,8})", text.strip()
+    )
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid resource; write such as rdma/hca_shared_devices_a=1")
+    return match[1], match[4]
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a valid time; write such as 90, 30s, 10m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

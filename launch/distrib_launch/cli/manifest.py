@@ -1,0 +1,118 @@
+"""Manifest of `distrib-launch --engine kubernetes`: the MPIJob, and the command line of the launcher inside the cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import Path
+
+from distrib.errors import ConfigError
+from distrib_launch import rank_environment, runner
+from distrib_launch.cli.launch_arguments import parser
+from distrib_launch.console import tolerate_closed_pipe
+from distrib_launch.engines import kubernetes
+from distrib_launch.launch_options import LaunchOptions
+
+DECIDED_HERE = frozenset(
+    [
+        "help",
+        "version",
+        "hosts",
+        "ranks",
+        "topology",
+        "include",
+        "exclude",
+        "gpu_type",
+        "spread",
+        "engine",
+        "image",
+        "manifest",
+        "pod_resources",
+        "runtime_class",
+        "mpirun",
+        "ssh_command",
+        "interface",
+        "sync",
+        "dry_run",
+        "json",
+        "env",
+        "script",
+        "arguments",
+    ]
+)
+"""Options that the manifest contains already or that have no meaning inside the cluster."""
+
+
+def write(options: LaunchOptions, arguments: argparse.Namespace) -> int:
+    """Write the manifest of a launch to `--manifest` or standard output.
+
+    Args:
+        options: Options of the launch.
+        arguments: The parsed command line.
+
+    Returns:
+        The exit code 0.
+
+    Raises:
+        ConfigError: There is no `--image`, or the file cannot be written.
+    """
+    plan, pods = runner.plan_launch(options), options.pods
+    if not pods.image:
+        raise ConfigError(
+            "--engine kubernetes: --image is missing", hint="build the Dockerfile, push the image, and give its name"
+        )
+    environment = runner.forwarded(options)
+    document = kubernetes.manifest(
+        plan,
+        pods,
+        words=launcher_words(arguments, rank_environment.FORWARDED_PREFIXES),
+        environment=environment,
+        grace_seconds=options.grace_seconds,
+    )
+    text = json.dumps(document, indent=2)
+    if not arguments.json:
+        import yaml  # only this engine needs it
+
+        text = yaml.safe_dump(json.loads(text), sort_keys=False)  # a tree without shared nodes, so no YAML anchors
+    for note in (*plan.notes, *kubernetes.notes_on_pods(plan, environment, pods.resources)):
+        print(f"distrib-launch: note: {note}", file=sys.stderr)
+    if pods.manifest:
+        try:
+            Path(pods.manifest).write_text(text)
+        except OSError as error:
+            raise ConfigError(f"--manifest {pods.manifest}: {error.strerror}", hint="name another file") from None
+        print(f"distrib-launch: start it with: kubectl create -f {pods.manifest}", file=sys.stderr)
+    else:
+        with tolerate_closed_pipe():
+            print(text, end="")
+    return 0
+
+
+def launcher_words(arguments: argparse.Namespace, forwarded: Sequence[str]) -> list[str]:
+    """Return the options for the launcher inside the cluster.
+
+    Args:
+        arguments: The parsed command line.
+        forwarded: Prefixes of variables that the launcher forwards without `-x`; the manifest's `env` has the values.
+    """
+    words: list[str] = []
+    for action in parser()._actions:
+        value = getattr(arguments, action.dest, None)
+        if not action.option_strings or action.dest in DECIDED_HERE or value == action.default:
+            continue
+        flag = action.option_strings[-1]
+        for item in value if isinstance(value, list) else [value]:
+            words += [flag] if action.nargs == 0 else [flag, _plain(item) if isinstance(item, float) else str(item)]
+    for item in arguments.env:
+        name = item.partition("=")[0]
+        if not name.startswith(tuple(forwarded)):
+            words += ["-x", name]
+    return words
+
+
+def _plain(number: float) -> str:
+    """Format without an exponent, which options do not accept."""
+    return f"{Decimal(str(number)):f}".removesuffix(".0")

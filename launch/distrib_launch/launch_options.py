@@ -1,0 +1,108 @@
+"""Options of a launch as one typed value: the command line and `distrib_launch.run` make it, everything below reads it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from pathlib import Path
+
+import msgspec
+
+from distrib.strategy import Strategy
+from distrib.utils import files
+from distrib_launch.host_selection import HostFilter
+
+GRACE_SECONDS = 5.0
+"""Default of `--grace`; mpirun and torchrun leave 5 to 30 s for a checkpoint in a signal handler."""
+
+HOST_FILE_NAME = re.compile(r"/|\.(txt|hosts|hostfile|list|cfg|conf|ini|ya?ml)$|^(hosts|hostfile)$")
+"""Names of files about hosts: neither a host nor a script has such a name."""
+
+
+class PodOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options for `--engine kubernetes` alone."""
+
+    image: str | None = None
+    manifest: str | None = None
+    """File to write; None: standard output."""
+    resources: dict[str, str] = {}
+    """Extended resources of each worker besides GPUs, such as `rdma/hca_shared_devices_a`, with their number."""
+    runtime_class: str = ""
+
+
+class LaunchOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `distrib-launch`. The runner fills in `engine`, `environment`, `run_dir` and the names of the start."""
+
+    script: str
+    """Path of a Python file, or the name of a module (`module`)."""
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    interpreter: str = sys.executable
+    directory: str = msgspec.field(default_factory=lambda: str(files.working_directory()))
+    run_dir: str = ""
+    """Empty: `distrib-runs/<time>-<script>`."""
+
+    hosts: str | None = None
+    """Hostfile or list of hosts; None: Slurm's allocation, else this machine."""
+    topology: str | None = None
+    ranks: int | None = None
+    """None: one rank for each slot."""
+    host_filter: HostFilter = HostFilter()
+    interface: str | None = None
+    mpirun: str | None = None
+    ssh_command: str | None = None
+    preflight: bool = True
+    drop_bad_hosts: bool = False
+    min_hosts: int | None = None
+
+    engine: str = ""
+    """Empty: srun inside a Slurm allocation, else mpirun."""
+    bind: str = "auto"
+    sync: str | None = None
+    """Folder to copy to every host before the start."""
+    variables: tuple[str, ...] = ()
+    """Values of `-x`: `NAME` or `NAME=VALUE`."""
+    environment: dict[str, str] = {}
+    """Variables that every rank gets from the user."""
+    timeout_seconds: float | None = None
+    hang_timeout_seconds: float | None = None
+    host_timeout_seconds: float | None = None
+    grace_seconds: float = GRACE_SECONDS
+    """Time between SIGTERM and SIGKILL."""
+    max_restarts: int = 0
+    pods: PodOptions = PodOptions()
+
+    strategy: Strategy = Strategy()
+    auto_mode: bool = False
+    """`--mode auto`: the runner replaces `strategy` by the fastest one with identical arithmetic."""
+    workload: str | None = None
+    """Name of the catalogue or profile file; `none`: no forecast."""
+    profile: str | None = None
+    """File for the profile of a step; the script ends when it is written."""
+    warn_below: float = 0.8
+    """Scaling efficiency, from 0 to 1, below which a warning is given."""
+
+    quiet: bool = False
+    show_rank: int | None = None
+    dedup: bool = True
+    verbose: bool = False
+
+    job: str = msgspec.field(default_factory=lambda: secrets.token_hex(4))
+    """Name of this start. A plan for fewer hosts keeps it, because connections are open in its name."""
+    run: str | None = None
+    """Name of the job's first start; None: this is the first."""
+    restarts: int = 0
+    """Number of restarts before this start."""
+
+    @property
+    def adjacent_profile(self) -> Path | None:
+        """The file `NAME.profile.json` beside the script `NAME.py`, None if there is none."""
+        script = Path(self.script)
+        path = script.parent / f"{script.stem}.profile.json"
+        return path if not self.module and not self.profile and files.is_file(path) else None
+
+    @property
+    def wants_forecast(self) -> bool:
+        """True if the performance of the job is to be predicted; other launches need not load the model."""
+        return self.workload is not None or self.auto_mode or self.adjacent_profile is not None
