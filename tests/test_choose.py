@@ -73,12 +73,12 @@ def test_filters_that_are_given_twice_both_count(tmp_path):
         ("", "--include:1: no host here"),
         ("a@@b", "--include:3: no host here"),
         (":0", "no host before the indices"),
-        ("a:", "'' is no index"),
-        ("a:x", "'x' is no index"),
-        ("a:1-", "'1-' is no index"),
-        ("a:3-1", "'3-1' is no index"),
-        ("a:99999", "'99999' is no index"),
-        ("a:-1", "'-1' is no index"),
+        ("a:", "'' is not a valid index"),
+        ("a:x", "'x' is not a valid index"),
+        ("a:1-", "'1-' is not a valid index"),
+        ("a:3-1", "'3-1' is not a valid index"),
+        ("a:99999", "'99999' is not a valid index"),
+        ("a:-1", "'-1' is not a valid index"),
         ("fd00::1:0", "write an IPv6 address in brackets"),
         ("a@a:1", "a is named twice, whole and in part"),
         ("n[3-1]", "not a range"),
@@ -144,9 +144,9 @@ def test_this_machine_is_chosen_from_too(tmp_path):
         (["--include", "a:2"], "--include names slot 2 of a, which has 2 slot(s); there are 0,1"),
         (["--exclude", "a@b@c"], "leaves no host"),
         (["--include", "a", "--exclude", "b"], "--include and --exclude exclude each other"),
-        (["--include", "a", "-np", "3"], "3 ranks asked for with -np, but -H has 2 slot(s) on 1 host(s) after your choice"),
-        (["--exclude", "c:0"], "nobody has said how many slots c has"),
-        (["--gpu-type", "A100"], "--gpu-type A100: no host has such a GPU; nobody has said which GPUs the hosts have"),
+        (["--include", "a", "-np", "3"], "3 ranks requested with -np, but -H has 2 slot(s) on 1 host(s) after your choice"),
+        (["--exclude", "c:0"], "the number of slots of c is not known"),
+        (["--gpu-type", "A100"], "--gpu-type A100: no host has such a GPU; the GPUs of the hosts are not known"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused(tmp_path, arguments, words):
@@ -179,13 +179,13 @@ def test_a_pool_keeps_the_hosts_with_such_gpus(tmp_path, lab):
 def test_a_synchronous_plan_that_mixes_gpus_names_the_pools(tmp_path, lab):
     (note,) = [note for note in plan(tmp_path, *lab)["notes"] if "different GPUs" in note]
     assert "Tesla V100-SXM2-32GB: old1, old2; NVIDIA A100-SXM4-80GB: new1, new2; CPU only: plain" in note
-    assert "--gpu-type chooses one kind" in note
+    assert "--gpu-type selects one kind" in note
     for fine in (["--include", "old1@old2"], ["-x", "CUDA_VISIBLE_DEVICES="]):
         assert not any("different GPUs" in note for note in plan(tmp_path, *lab, *fine)["notes"])
 
 
 def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
-    words = "--all-reduce flat is for CPU hosts: between GPUs NCCL chooses the way"
+    words = "--all-reduce flat is for CPU hosts: between GPUs NCCL chooses the algorithm"
     assert words in plan(tmp_path, *lab, "--all-reduce", "flat")["notes"]
     for fine in (
         [],
@@ -196,7 +196,7 @@ def test_a_way_that_means_nothing_to_gpus_is_noted(tmp_path, lab):
 
 
 def test_fewer_bytes_that_change_nothing_are_noted(tmp_path, lab):
-    words = "--gradients int8 changes nothing on one CPU host: fewer bytes are sent between hosts only"
+    words = "--gradients int8 changes nothing on one CPU host: only traffic between hosts is compressed"
     assert words in plan(tmp_path, "-np", "2", "--gradients", "int8")["notes"]
     for fine in (
         ["-np", "2"],

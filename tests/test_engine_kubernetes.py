@@ -161,7 +161,7 @@ def test_workers_are_given_what_they_need_besides_gpus(manifest):
         ([], "note: no RDMA resource is asked for: between pods NCCL goes over TCP (--pod-resource NAME=N"),
         (["--pod-resource", "rdma/a=1"], "note: memory is locked for RDMA by a user who is not root"),
         (["-x", "CUDA_VISIBLE_DEVICES="], ""),
-        (["--pod-resource", "rdma=1"], "'rdma=1' is no resource of a pod; write such as rdma/hca_shared_devices_a=1"),
+        (["--pod-resource", "rdma=1"], "'rdma=1' is not a valid resource; write such as rdma/hca_shared_devices_a=1"),
     ],
 )
 def test_what_pods_need_for_infiniband_is_said(words, says):
@@ -206,7 +206,7 @@ def test_it_is_written_to_a_file_and_as_json(launch, tmp_path):
             [*IMAGE, "-H", "a:8,b:8", "-np", "8", "--mode", "async", "--servers", "1", SCRIPT],
             "b would run parameter servers",
         ),
-        (["--engine", "kubernetes", *HOSTS, SCRIPT], "no --image"),
+        (["--engine", "kubernetes", *HOSTS, SCRIPT], "--image is missing"),
         ([*IMAGE, *HOSTS, "--manifest", "/nowhere/job.yaml", SCRIPT], "--manifest /nowhere/job.yaml: No such file"),
     ],
 )

@@ -297,7 +297,7 @@ def test_mistakes_are_one_line(tmp_path, words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--batch", "1000000000"], "argument --batch: '1000000000' is no number of samples; give 1 or more, of at"),
+        (["--batch", "1000000000"], "argument --batch: '1000000000' is not a valid number of samples; give 1 or more, of at"),
         (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
         (["--nodes", "64..1"], "argument --nodes: '64..1' is no count of hosts; write such as 16, 1..64 or 1,2,4"),
         (["--nodes", "1..999999999"], "argument --nodes: '1..999999999' is more than 100,000 hosts"),
@@ -516,10 +516,10 @@ def test_a_profile_beside_the_script_is_found(tmp_path):
     assert "warning: 4 hosts x 2 ranks will reach " in call(launch.main, *words).stdout
     write_workload(tmp_path / "train.profile.json", msgspec.structs.replace(found, device="cpu"))
     said = call(launch.main, *words).stdout
-    assert "nothing is predicted: " in said and "is of cpu, the ranks run on GPUs" in said
+    assert "no performance forecast: " in said and "is of cpu, the ranks run on GPUs" in said
     (tmp_path / "train.profile.json").write_text("{}")
     done = call(launch.main, *words)
-    assert done.returncode == 0 and "note: nothing is predicted: " in done.stdout
+    assert done.returncode == 0 and "note: no performance forecast: " in done.stdout
     assert "the default" not in done.stdout
     done = call(launch.main, "--mode", "auto", *words)
     assert done.returncode == 0 and "; mode auto uses the default\n" in done.stdout
@@ -538,7 +538,7 @@ def test_mode_auto_takes_the_best_exact_strategy_and_says_why(tmp_path):
     chosen = json.loads(dry("--workload", tmp_path / "even.json", "--mode", "auto", "--json").stdout)
     assert 1 << 20 <= chosen["strategy"]["bucket_bytes"] < 25 << 20 and chosen["mode"] == "sync"
     (note,) = [note for note in chosen["notes"] if note.startswith("mode auto: ")]
-    assert "--bucket" in note and "instead of" in note and "the arithmetic is the same" in note
+    assert "--bucket" in note and "instead of" in note and "identical arithmetic" in note
     told = json.loads(chosen["ranks"][0]["environment"]["DISTRIB_STRATEGY"])
     assert told["bucket_bytes"] == chosen["strategy"]["bucket_bytes"]
     assert told.get("gradients", {}).get("format", "fp32") == "fp32"

@@ -102,9 +102,9 @@ def test_who_interrupts_the_job_ends_it(tmp_path):
     ("words", "told"),
     [
         (["-H", "a,b", "--min-hosts", "3"], "--min-hosts 3: the job has 2 host(s)"),
-        (["-H", "a,b", "--min-hosts", "1", "--no-preflight"], "--no-preflight asks no host whether it is fit"),
+        (["-H", "a,b", "--min-hosts", "1", "--no-preflight"], "--no-preflight does not check any host"),
         (["-H", "a,b", "--min-hosts", "1", "--engine", "srun"], "no host is asked that Slurm has yet to give"),
-        (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this one itself"),
+        (["-x", "TORCHELASTIC_RESTART_COUNT=3"], "the launcher sets this variable itself"),
     ],
 )
 def test_what_cannot_be_is_refused(words, told):
