@@ -238,7 +238,7 @@ class NetworkRecheck:
         Args:
             plan: Plan of the job.
         """
-        return len(plan.hosts) > 1 and bool(plan.network) and engines.way_to_ask(plan) is not None
+        return len(plan.hosts) > 1 and bool(plan.network) and engines.remote_shell(plan) is not None
 
     def result(self) -> list[str] | None:
         """Return the problems found, an empty list for none, or None while the check runs."""
