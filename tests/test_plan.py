@@ -297,7 +297,10 @@ def test_mistakes_are_one_line(tmp_path, words, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--batch", "1000000000"], "argument --batch: '1000000000' is not a valid number of samples; give 1 or more, of at"),
+        (
+            ["--batch", "1000000000"],
+            "argument --batch: '1000000000' is not a valid number of samples; give 1 or more, of at",
+        ),
         (["--efficiency", "0"], "argument --efficiency: '0' needs no network; give more than 0%"),
         (["--nodes", "64..1"], "argument --nodes: '64..1' is no count of hosts; write such as 16, 1..64 or 1,2,4"),
         (["--nodes", "1..999999999"], "argument --nodes: '1..999999999' is more than 100,000 hosts"),
