@@ -5,8 +5,9 @@ The launcher hands it to every rank in `DISTRIB_STRATEGY`, as JSON.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -16,22 +17,22 @@ from distrib.errors import ConfigError
 
 Mode = Literal["sync", "async", "local"]
 AllReduce = Literal["auto", "flat", "hierarchical"]
-Format = Literal["fp32", "fp16", "bf16", "int8", "powersgd", "topk"]
 
 
 class Gradients(msgspec.Struct, frozen=True):
-    """What a gradient is turned into before it crosses the wire.
+    """The format of gradients on the network, with the rank of PowerSGD's matrices or the fraction that top-k keeps."""
 
-    `rank` is that of PowerSGD's matrices; `fraction` what top-k keeps, between 0 and 1.
-    """
-
-    format: Format = "fp32"
+    format: str = "fp32"
     rank: int | None = None
     fraction: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"gradient format {self.format!r}, expected one of {', '.join(FORMATS)}")
+
     @property
     def exact(self) -> bool:
-        """Whether the sum is that of the gradients themselves."""
+        """True if gradients are not compressed."""
         return self.format == "fp32"
 
     def __str__(self) -> str:
@@ -39,21 +40,100 @@ class Gradients(msgspec.Struct, frozen=True):
         return self.format if detail is None else f"{self.format}:{detail}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class GradientFormat:
+    """The properties of a gradient format that the launcher and the bandwidth model need."""
+
+    compressor: str
+    """Module and class of its `Compressor`, imported by the ranks only."""
+    argument: Literal["", "rank", "fraction"] = ""
+    """The field of `Gradients` that the user gives after a colon."""
+    cost: Callable[[Gradients, float, float], tuple[float, float]] | None = None
+    """From the settings, elements and tensors of a bucket: bytes that a rank sends, and how often packing reads or writes the bucket.
+    None: the gradients as they are."""
+    all_gather: bool = False
+    """True if ranks gather the compressed gradients, False if they all-reduce them."""
+    whole_buckets: bool = False
+    """True if DDP's buckets must not be split."""
+    carries_parameters: bool = False
+    """True if modes local and async can send parameters in it."""
+    horovod: bool = False
+    """True if Horovod has it too."""
+
+
+def _power_sgd_cost(gradients: Gradients, elements: float, tensors: float) -> tuple[float, float]:
+    """Estimate PowerSGD: a x b becomes rank x (a + b), at least 2 rank sqrt(ab) (arXiv:1905.13727), for square tensors."""
+    rank, each = gradients.rank or 1, elements / tensors
+    return tensors * min(each, 2 * rank * math.sqrt(each)) * 4, 4.0 + 2 * rank
+
+
+_COMPRESSION = "distrib.training.gradients.compression"
+FORMATS = {
+    "fp32": GradientFormat(compressor=f"{_COMPRESSION}:NoCompression", carries_parameters=True, horovod=True),
+    "fp16": GradientFormat(
+        compressor=f"{_COMPRESSION}:Half", cost=lambda _, n, __: (2 * n, 3.0), carries_parameters=True, horovod=True
+    ),
+    "bf16": GradientFormat(
+        compressor=f"{_COMPRESSION}:Half", cost=lambda _, n, __: (2 * n, 3.0), carries_parameters=True
+    ),
+    "int8": GradientFormat(
+        compressor="distrib.training.gradients.int8_blocks:Int8Blocks", cost=lambda _, n, __: (n, 4.0)
+    ),
+    "powersgd": GradientFormat(
+        compressor="distrib.training.gradients.power_sgd:PowerSgd",
+        argument="rank",
+        cost=_power_sgd_cost,
+        whole_buckets=True,
+    ),
+    "topk": GradientFormat(
+        compressor="distrib.training.gradients.top_k:TopK",
+        argument="fraction",
+        cost=lambda g, n, _: (8 * (g.fraction or 0.01) * n, 8.0),  # a value and its index
+        all_gather=True,
+    ),
+}
+"""The gradient formats of `--gradients`. A new one needs a module with its `Compressor`, and an entry here."""
+
+
+def format_names(among: Callable[[GradientFormat], bool] = lambda _: True) -> str:
+    """List gradient formats as the user types them.
+
+    Args:
+        among: Selects formats (default: all).
+
+    Returns:
+        Text such as `fp32, fp16 or powersgd:RANK`.
+    """
+    names = [name + f":{one.argument.upper()}" * bool(one.argument) for name, one in FORMATS.items() if among(one)]
+    return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
 def parse_gradients(text: str) -> Gradients:
-    """`fp32`, `fp16`, `bf16`, `int8`, `powersgd:4` or `topk:0.01`. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"(fp32|fp16|bf16|int8)|(powersgd):([1-9][0-9]{0,3})|(topk):([0-9.eE-]+)", text)
+    """Parse the value of `--gradients`.
+
+    Args:
+        text: A format, with its argument after a colon: `bf16`, `powersgd:4`, `topk:0.01`.
+
+    Returns:
+        The format.
+
+    Raises:
+        ConfigError: There is no such format, its argument is missing or out of range.
+    """
+    name, _, argument = text.partition(":")
     try:
-        if match and match[1]:
-            return Gradients(match[1])  # type: ignore[arg-type]  # the expression admits no others
-        if match and match[2]:
-            return Gradients("powersgd", rank=int(match[3]))
-        if match and 0 < float(match[5]) <= 1:
-            return Gradients("topk", fraction=float(match[5]))
-    except ValueError:
+        kind = FORMATS[name].argument
+        if not kind and name == text:
+            return Gradients(name)
+        if kind == "rank" and argument.isdecimal() and 0 < int(argument) < 10_000:
+            return Gradients(name, rank=int(argument))
+        if kind == "fraction" and 0 < float(argument) <= 1:
+            return Gradients(name, fraction=float(argument))
+    except (KeyError, ValueError):
         pass
     raise ConfigError(
         f"gradients as {text!r}: no such format",
-        hint="give fp32, fp16, bf16, int8, powersgd:RANK such as powersgd:4, or topk:FRACTION such as topk:0.01",
+        hint=f"give {format_names()}, such as powersgd:4 or topk:0.01",
     )
 
 
@@ -152,9 +232,10 @@ def checked(strategy: Strategy, mode: str | None = None) -> Strategy:
             )
     if strategy.mode == "async":
         _check_async(strategy)
-    if strategy.mode == "local" and strategy.gradients.format not in ("fp32", "fp16", "bf16"):
+    if strategy.mode == "local" and not FORMATS[strategy.gradients.format].carries_parameters:
         raise ConfigError(
-            f"mode local sends no {strategy.gradients}: parameters travel, not gradients", hint="use fp32, bf16 or fp16"
+            f"mode local sends no {strategy.gradients}: parameters travel, not gradients",
+            hint=f"use {format_names(lambda one: one.carries_parameters)}",
         )
     if strategy.balance and strategy.mode != "sync":
         raise ConfigError(
@@ -175,8 +256,11 @@ def checked(strategy: Strategy, mode: str | None = None) -> Strategy:
                     f"{_option(field, value)} means nothing with --backend horovod: Horovod has its own way",
                     hint="leave it out",
                 )
-        if strategy.gradients.format not in ("fp32", "fp16"):
-            raise ConfigError(f"--backend horovod sends no {strategy.gradients}", hint="use --gradients fp32 or fp16")
+        if not FORMATS[strategy.gradients.format].horovod:
+            raise ConfigError(
+                f"--backend horovod sends no {strategy.gradients}",
+                hint=f"use --gradients {format_names(lambda one: one.horovod)}",
+            )
     return strategy
 
 
@@ -201,8 +285,11 @@ def _option(field: str, value: object) -> str:
 
 
 def _check_async(strategy: Strategy) -> None:
-    if strategy.gradients.format not in ("fp32", "fp16", "bf16"):
-        raise ConfigError(f"--mode async sends no {strategy.gradients}", hint="use --gradients fp32, bf16 or fp16")
+    if not FORMATS[strategy.gradients.format].carries_parameters:
+        raise ConfigError(
+            f"--mode async sends no {strategy.gradients}",
+            hint=f"use --gradients {format_names(lambda one: one.carries_parameters)}",
+        )
     if strategy.replicas and strategy.servers == 1:
         raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
     if strategy.staleness == 0 and strategy.delay_compensation:

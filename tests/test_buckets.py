@@ -19,7 +19,7 @@ from distrib.bandwidth_model.bucketing import (
     finish_seconds,
     optimal_bounds,
 )
-from distrib.training.gradients.bucket_autotuner import Contest
+from distrib.training.gradients.comm_hook import BucketAutotuner
 
 wires = st.builds(
     AllReduceCost,
@@ -136,14 +136,14 @@ def test_ddps_buckets_end_where_a_gradient_does(sizes):
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=4, unique=True), st.floats(0, 100))
-def test_a_contest_is_decided_by_steps_that_the_way_before_did_not_disturb(paces, disturbance):
-    """The first step of each turn is long here; what is told is the pace of the others."""
-    contest = Contest([(number,) for number in range(len(paces))])
+def test_the_trial_ignores_the_first_step_of_each_turn(paces, disturbance):
+    """The first step of each turn is long here; the medians are the pace of the others."""
+    autotuner = BucketAutotuner([(number,) for number in range(len(paces))])
     now, last = 0.0, None
-    contest.step_ended(now)
-    while not contest.over:
-        (number,) = contest.cut
+    autotuner.on_step_end(now)
+    while not autotuner.is_complete:
+        (number,) = autotuner.bounds
         now += paces[number] + (disturbance if number != last else 0.0)
         last = number
-        contest.step_ended(now)
-    assert contest.seconds() == pytest.approx(paces, rel=1e-6)
+        autotuner.on_step_end(now)
+    assert autotuner.median_seconds() == pytest.approx(paces, rel=1e-6)

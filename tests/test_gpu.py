@@ -23,7 +23,7 @@ from distrib.probe.host_facts import own_facts
 from distrib.strategy import Outer, Strategy, parse_gradients
 from distrib.training import collectives, rendezvous
 from distrib.training import job as job_module
-from distrib.training.gradients.compression import EXACT_STEPS
+from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
 from distrib.training.nan_guard import Finite
 from distrib.training.parameter_server.shared_memory import Arena
 from distrib.training.strategies.ddp import wrap_model
@@ -110,7 +110,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
     plain = network(device)
     strategy = Strategy(gradients=parse_gradients(gradients), bucket_bytes=50_000)
     wrapped = wrap_model(copy.deepcopy(plain), device, 2, find_unused_parameters=False, strategy=strategy)
-    for step in range(EXACT_STEPS + 4):
+    for step in range(POWER_SGD_WARMUP_STEPS + 4):
         x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
         for model in (plain, wrapped):
             model.zero_grad()

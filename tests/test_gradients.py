@@ -9,28 +9,29 @@ import threading
 import pytest
 import torch
 
-from distrib.training.gradients.compression import BLOCK, Blocks
-from distrib.training.gradients.host_shared_memory import Doorway, Neighbours
-from distrib.training.gradients.process_groups import hosts_of, lanes_of
+from distrib.strategy import Gradients
+from distrib.training.gradients.hierarchical_allreduce import group_between_hosts, group_by_host
+from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener
+from distrib.training.gradients.int8_blocks import BLOCK_ELEMENTS, Int8Blocks
 from tests.conftest import SCRIPTS
 
 AVERAGES = SCRIPTS / "averages.py"
 
 
-def test_lanes_have_one_rank_of_every_host():
-    hosts = hosts_of(["a", "b", "a", "a", "b"])
+def test_an_inter_host_group_has_one_rank_of_every_host():
+    hosts = group_by_host(["a", "b", "a", "a", "b"])
     assert hosts == [[0, 2, 3], [1, 4]]
-    assert lanes_of(hosts) == [[0, 1], [2, 4]]
+    assert group_between_hosts(hosts) == [[0, 1], [2, 4]]
 
 
-def neighbours(count: int, shared_bytes: int) -> list[Neighbours]:
+def host_ranks(count: int, shared_bytes: int) -> list[HostSharedMemory]:
     """All ranks of a host, in one process."""
-    doorways = [Doorway() for _ in range(count)]
-    names = [doorway.name for doorway in doorways]
-    found: list[Neighbours | None] = [None] * count
+    listeners = [PeerListener() for _ in range(count)]
+    addresses = [listener.address for listener in listeners]
+    found: list[HostSharedMemory | None] = [None] * count
 
     def join(index: int) -> None:
-        found[index] = Neighbours(doorways[index].meet(names, index, 10), index, 2, shared_bytes)
+        found[index] = HostSharedMemory(listeners[index].connect_all(addresses, index, 10), index, 2, shared_bytes)
 
     threads = [threading.Thread(target=join, args=(index,)) for index in range(count)]
     for thread in threads:
@@ -40,42 +41,45 @@ def neighbours(count: int, shared_bytes: int) -> list[Neighbours]:
     return [one for one in found if one is not None]
 
 
-def test_neighbours_share_memory_and_wake_each_other():
+def test_ranks_of_a_host_share_memory_and_wake_each_other():
     before = ours_in_shared_memory()
-    a, b, c = neighbours(3, 1 << 16)
-    a.shared(64, 128, torch.float32).fill_(7)
-    assert c.shared(64, 128, torch.float32).tolist() == [7.0] * 16
-    assert c.shared(64, 128, torch.float32).storage_offset() == 0
-    a.tell(1, 5)
-    c.sleep()
-    assert c.slowest(1) == 0 and c.slowest(1, among=1) == 5
+    a, b, c = host_ranks(3, 1 << 16)
+    a.tensor(64, 128, torch.float32).fill_(7)
+    assert c.tensor(64, 128, torch.float32).tolist() == [7.0] * 16
+    assert c.tensor(64, 128, torch.float32).storage_offset() == 0
+    a.set_counter(1, 5)
+    c.wait()
+    assert c.min_counter(1) == 0 and c.min_counter(1, among=1) == 5
     for one in (b, c):
-        one.tell(1, 6)
-    a.sleep()
-    assert a.slowest(1) == 5 and a.slowest(0) == 0
+        one.set_counter(1, 6)
+    a.wait()
+    assert a.min_counter(1) == 5 and a.min_counter(0) == 0
     for _ in range(100_000):  # nobody reads, and nobody waits
-        b.tell(0, 1)
-    waiting = threading.Thread(target=lambda: (b.sleep(), b.sleep()))
+        b.set_counter(0, 1)
+    waiting = threading.Thread(target=lambda: (b.wait(), b.wait()))
     waiting.start()
     b.close()
     b.wake()
     waiting.join(10)
-    while 1 not in a.gone:
-        a.sleep()
+    while 1 not in a.exited:
+        a.wait()
     assert ours_in_shared_memory() == before
 
 
-def test_blocks_give_back_about_what_they_were_given():
-    elements = Blocks.padded(3 * BLOCK - 5)
+def test_int8_rounds_to_a_127th_of_the_largest_of_a_block():
+    elements = Int8Blocks.padded(3 * BLOCK_ELEMENTS - 5)
     rows = torch.randn(4, elements) * torch.tensor([[1e-3], [1.0], [30.0], [0.0]])
-    sent = Blocks.encode(rows)
-    assert sent.numel() == 2 * Blocks().sent_bytes(4 * elements, 4, 4, None) // 3 and sent.dtype == torch.uint8
-    back = Blocks.decode(sent, elements)
+    sent = Int8Blocks.encode(rows)
+    assert (
+        sent.numel() == 2 * Int8Blocks(Gradients("int8")).sent_bytes(4 * elements, 4, 4, None) // 3
+        and sent.dtype == torch.uint8
+    )
+    back = Int8Blocks.decode(sent, elements)
     for row, other in zip(rows, back, strict=True):
         assert (row - other).abs().max() <= row.abs().max() / 127
     rows[1, 3] = math.inf
-    assert not Blocks.decode(Blocks.encode(rows), elements)[1].isfinite().all()
-    assert Blocks.decode(Blocks.encode(rows), elements)[2].isfinite().all()
+    assert not Int8Blocks.decode(Int8Blocks.encode(rows), elements)[1].isfinite().all()
+    assert Int8Blocks.decode(Int8Blocks.encode(rows), elements)[2].isfinite().all()
 
 
 def test_averages_are_those_of_ddp(launch):

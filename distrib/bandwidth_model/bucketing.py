@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distrib.bandwidth_model.workload import Gradient
-from distrib.strategy import Strategy
+from distrib.strategy import FORMATS, Strategy
 
 DDP_FIRST_BUCKET_BYTES, DDP_BUCKET_BYTES = 1 << 20, 25 << 20
 """Defaults of DistributedDataParallel (torch/nn/parallel/distributed.py): its first bucket, and each other."""
@@ -315,7 +315,7 @@ def hook_buckets(
         The buckets in order.
     """
     total = sum(gradient.size_bytes for gradient in gradients)
-    if strategy.gradients.format == "powersgd":
+    if FORMATS[strategy.gradients.format].whole_buckets:
         return ddp_buckets(gradients, strategy.bucket_bytes)
     if is_averaged_by_ddp(total, strategy, one_rank_per_host=ranks_per_host == 1):
         return ddp_buckets(gradients, ddp_bucket_bytes(total))

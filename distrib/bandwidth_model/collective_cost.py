@@ -18,7 +18,7 @@ from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.link_curve import Curve
 from distrib.cluster.measurements import Collective
-from distrib.strategy import Gradients
+from distrib.strategy import FORMATS, Gradients
 
 # NVIDIA/nccl@5067397 src/graph/tuning.cc: microseconds, for LL, LL128 and Simple.
 _BASE = {"ring": (6.6, 14.0, 8.4), "tree": (6.8, 14.0, 8.4)}
@@ -34,9 +34,6 @@ GLOO_HOP_SECONDS = 60e-6
 
 MEMORY_BYTES_PER_SECOND = 5e9
 """Copies in the memory of a CPU host, where not measured."""
-
-TOPK_BYTES = 8
-"""Bytes of a value that top-k sends: the value and its index."""
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,22 +57,13 @@ def payload_of(bucket: GradientBucket, gradients: Gradients) -> Payload:
     Returns:
         The payload of one rank.
     """
-    if gradients.format in ("fp16", "bf16"):
-        # 2 bytes an element, whatever it had; written once, read back once.
-        return Payload(size_bytes=min(bucket.size_bytes, 2.0 * bucket.elements), passes=3.0)
-    if gradients.format == "int8":
-        return Payload(size_bytes=min(bucket.size_bytes, 1.0 * bucket.elements), passes=4.0)
-    if gradients.format == "powersgd":
-        # A matrix of a x b becomes rank x (a + b), at least 2 rank sqrt(ab) (Vogels et al., arXiv:1905.13727); shapes
-        # are not known here, so each tensor counts as square.
-        rank = gradients.rank or 1
-        each = bucket.elements / bucket.tensors
-        packed = bucket.tensors * min(each, 2 * rank * math.sqrt(each)) * 4
-        return Payload(size_bytes=min(bucket.size_bytes, packed), passes=4.0 + 2 * rank)
-    if gradients.format == "topk":
-        kept = (gradients.fraction or 0.01) * bucket.elements * TOPK_BYTES
-        return Payload(size_bytes=kept, collective="all_gather", passes=8.0)
-    return Payload(size_bytes=bucket.size_bytes)
+    known = FORMATS[gradients.format]
+    if known.cost is None:
+        return Payload(size_bytes=bucket.size_bytes)
+    size, passes = known.cost(gradients, bucket.elements, bucket.tensors)
+    if known.all_gather:
+        return Payload(size_bytes=size, collective="all_gather", passes=passes)
+    return Payload(size_bytes=min(bucket.size_bytes, size), passes=passes)
 
 
 def ring_all_reduce(ranks: int, size_bytes: float, hop: Curve) -> float:

@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distrib.environment import DISTRIB_ADDRESS, MASTER_ADDR, MASTER_PORT
 from distrib.errors import TrainingError
-from distrib.training.gradients.host_shared_memory import this_host
+from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.world import World
 from distrib.utils.netif import interface_of
 
@@ -74,7 +74,7 @@ def compare(store: Store, rank: int, size: int, backend: str) -> list[str]:
     Raises TrainingError where they would connect by different backends: the one would wait for the other until its time is up.
     """
     keys = [f"distrib/join/{each}" for each in range(size)]
-    store.set(keys[rank], f"{backend} {this_host()}")
+    store.set(keys[rank], f"{backend} {kernel_identity()}")
     told = [word.decode().split(" ", 1) for word in store.multi_get(keys)]
     without = [str(each) for each, (other, _) in enumerate(told) if "nccl" not in other]
     if 0 < len(without) < size:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import distrib
 from devices import on_gpu, seeded
 from distrib.strategy import Strategy, parse_gradients
-from distrib.training.gradients.comm_hook import SETTLED_STEPS, Averaging, attach, hook_of
-from distrib.training.gradients.compression import EXACT_STEPS
+from distrib.training.gradients.comm_hook import REBUILD_STEPS, HierarchicalHook, attach_hook, find_hook
+from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
 from distrib.training.strategies.ddp import wrap_model
 
 STEPS = 50
@@ -57,10 +57,10 @@ def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple
     if on_gpu():
         device = torch.get_default_device()
         wrapped = wrap_model(model, device, 2, find_unused_parameters=False, strategy=strategy)
-        return wrapped, hook_of(wrapped)
+        return wrapped, find_hook(wrapped)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)  # type: ignore[arg-type]
-    averaging = Averaging(list(model.parameters()), strategy, hosts)
-    attach(wrapped, averaging)
+    averaging = HierarchicalHook(list(model.parameters()), strategy, hosts)
+    attach_hook(wrapped, averaging)
     return wrapped, averaging
 
 
@@ -92,7 +92,7 @@ def exact(job: distrib.Job, hosts: list[str] | None) -> None:
         assert difference <= 1e-6, (hosts, strategy, difference)
         if not on_gpu():  # where DDP does it
             job.print(
-                f"{difference:.1e} {averaging.hierarchical} {averaging.hosts} hosts, {len(averaging.ends)} pieces"
+                f"{difference:.1e} {averaging.is_hierarchical} {averaging.hosts} hosts, {len(averaging.bounds)} pieces"
             )
 
 
@@ -140,7 +140,7 @@ def halves(job: distrib.Job, hosts: list[str] | None) -> None:
                 largest = job.all_reduce(float(a.grad.abs().max()), "max") * job.world_size
                 roundings = 4 if on_gpu() else 2  # NCCL adds up in 16 bits
                 torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=roundings * rounding * largest + 2**-24)
-        assert on_gpu() or averaging.ends or averaging.hosts == 1
+        assert on_gpu() or averaging.bounds or averaging.hosts == 1
 
 
 def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
@@ -148,8 +148,8 @@ def numbers(job: distrib.Job, hosts: list[str] | None) -> None:
     for name in ("fp32", "bf16", "int8", "topk:0.5", "powersgd:1"):
         wrapped, _ = ours(fresh(), Strategy(gradients=parse_gradients(name)), hosts)
         first: list[torch.Tensor] = []
-        for step in range(EXACT_STEPS + 6):
-            bad = step in (1, EXACT_STEPS, EXACT_STEPS + 2)
+        for step in range(POWER_SGD_WARMUP_STEPS + 6):
+            bad = step in (1, POWER_SGD_WARMUP_STEPS, POWER_SGD_WARMUP_STEPS + 2)
             wrapped(torch.full((1, 40), float("nan") if bad and job.rank == 1 else 1.0)).sum().backward()
             gradients = [p.grad.clone() for p in wrapped.parameters() if p.grad is not None]
             assert all(bool(gradient.isfinite().all()) for gradient in gradients) is not bad, (name, step)
@@ -165,7 +165,7 @@ def begins(job: distrib.Job, hosts: list[str] | None) -> None:
     theirs, mine = fresh(), fresh()
     wrapped, _ = ours(mine, Strategy(gradients=parse_gradients("powersgd:4")), hosts)
     for model in (DistributedDataParallel(theirs), wrapped):
-        train(model, job.rank, EXACT_STEPS)
+        train(model, job.rank, POWER_SGD_WARMUP_STEPS)
     for a, b in pairs(theirs, mine):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     train(wrapped, job.rank, 1)
@@ -176,9 +176,9 @@ def begins(job: distrib.Job, hosts: list[str] | None) -> None:
 def seldom(job: distrib.Job, hosts: list[str] | None) -> None:
     """With PowerSGD a layer that has had no gradient for long learns once it has one; one may have no numbers."""
     wrapped, _ = ours(nn.Sequential(fresh(), Nothing()), Strategy(gradients=parse_gradients("powersgd:2")), hosts)
-    for step in range(EXACT_STEPS + 5):
+    for step in range(POWER_SGD_WARMUP_STEPS + 5):
         wrapped.zero_grad()
-        (wrapped(torch.ones(1, 40)).sum() * (0.0 if step < EXACT_STEPS + 2 else 1.0)).backward()
+        (wrapped(torch.ones(1, 40)).sum() * (0.0 if step < POWER_SGD_WARMUP_STEPS + 2 else 1.0)).backward()
     for parameter in wrapped.parameters():
         assert parameter.grad is not None and (not parameter.numel() or float(parameter.grad.norm()) > 0.01)
 
@@ -197,7 +197,7 @@ def restored(job: distrib.Job, hosts: list[str] | None) -> None:
                 (model(torch.randn(8, 40)).square().mean() * times).backward()
                 optimizer.step()
 
-        learn(EXACT_STEPS + 2)
+        learn(POWER_SGD_WARMUP_STEPS + 2)
         with tempfile.TemporaryDirectory() as folder:
             job.save(f"{folder}/good.pt", model=model, optimizer=optimizer)
             good = [parameter.detach().clone() for parameter in model.parameters()]
@@ -223,7 +223,7 @@ def arrives(job: distrib.Job, hosts: list[str] | None) -> None:
             (wrapped(torch.zeros(1, 128)).sum() + alike).backward()
             for total, parameter, number in zip(arrived, model.parameters(), numbers, strict=True):
                 total += parameter.grad  # type: ignore[arg-type]
-                if step <= SETTLED_STEPS:
+                if step <= REBUILD_STEPS:
                     torch.testing.assert_close(total, torch.full_like(total, step * number))
         for total, number in zip(arrived, numbers, strict=True):
             late = (number * steps - total) / number
@@ -274,7 +274,7 @@ def mixed(job: distrib.Job, hosts: list[str] | None) -> None:
     theirs, mine = copy.deepcopy(first), copy.deepcopy(first)
     plain = DistributedDataParallel(theirs, find_unused_parameters=True)
     wrapped = DistributedDataParallel(mine, find_unused_parameters=True)
-    attach(wrapped, Averaging(list(mine.parameters()), Strategy(), hosts))
+    attach_hook(wrapped, HierarchicalHook(list(mine.parameters()), Strategy(), hosts))
     for step in range(6):
         for model in (plain, wrapped):
             model.zero_grad()

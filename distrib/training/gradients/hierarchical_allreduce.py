@@ -1,144 +1,197 @@
-"""The thread of a rank that averages pieces of the gradients: inside the host, between hosts, inside again.
+"""Hierarchical all-reduce on CPU hosts, in a thread of each rank: inside the host, between hosts, inside again.
 
-A piece goes through four doors: every rank of the host has copied its gradients into the shared memory; each rank of a
-lane sums its share of the piece over the host; the lane's ranks of all hosts sum that share over the wire; once all
-lanes of the host are through, the piece is whole, in memory that every rank reads. Lanes work at the same time, and so
-do pieces. Hosts with more ranks than the smallest have ranks without a lane, which copy and read only.
+A bucket takes four stages. Every rank of the host copies its gradients into shared memory. Each rank of an inter-host group sums its
+share of the bucket over the host. The group sums that share over the hosts. Once all groups are done, every rank reads the bucket
+from shared memory. Groups and buckets overlap. Ranks beyond the size of the smallest host belong to no group: they copy and read.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from distrib.bandwidth_model.bucketing import AllReduceCost, even_bounds
 from distrib.errors import TrainingError
-from distrib.training.gradients.compression import Origin, Waits, Way
-from distrib.training.gradients.host_shared_memory import Neighbours
+from distrib.training.collectives import gather_objects
+from distrib.training.gradients.compression import BucketInfo, Compressor, PendingCollectives
+from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener, kernel_identity
+from distrib.training.rendezvous import timeout_of_job
 
 COPIED, SUMMED = 0, 1
-COUNTERS = 2
-STOP_SECONDS = 5.0
+"""Counters of each rank: buckets copied into shared memory, and buckets summed between hosts."""
+THREAD_STOP_TIMEOUT_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 60.0
+
+TRIAL_BYTES = 4 << 20
+"""Size of the measurement of the network. Sent in a few buckets and in many: the difference is the cost of a bucket."""
+FEW_BUCKETS, MANY_BUCKETS = 2, 16
+COPIES_PER_BYTE = 2
+"""Copies on either side of the network: DDP's into its bucket and ours out of it, a sum and DDP's into the gradient."""
+MIN_OVERHEAD_SECONDS = 20e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A part of the step's gradients, `start` to `end` in bytes; `key` is its place within the step."""
+class CommBucket:
+    """Bytes `start` to `end` of the step's gradients that are all-reduced at once; `number` counts within the step."""
 
-    key: int
+    number: int
     start: int
     end: int
     dtype: torch.dtype
-    origin: Origin | None = None
+    info: BucketInfo | None = None
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """View the bucket in the memory of a step's gradients.
+
+        Args:
+            memory: uint8, all gradients.
+
+        Returns:
+            The elements of the bucket.
+        """
         return memory[self.start : self.end].view(self.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lane:
-    """The ranks, one of each host, that sum a share of each piece over the wire; `number` of `count`."""
+class InterHostGroup:
+    """One rank of each host: together they sum a share of each bucket between hosts. The group is `number` of `count`."""
 
     number: int
     count: int
     hosts: int
     groups: list[dist.ProcessGroup]
 
-    def share(self, piece: Piece, whole: torch.Tensor, *, undivided: bool) -> torch.Tensor:
-        """This lane's part of `whole`, a tensor of the piece."""
+    def share(self, bucket: CommBucket, whole: torch.Tensor, *, undivided: bool) -> torch.Tensor:
+        """Select this group's share of a bucket.
+
+        Args:
+            bucket: The bucket.
+            whole: Its elements.
+            undivided: True if groups take whole buckets in turn.
+
+        Returns:
+            A view of `whole`, perhaps empty.
+        """
         if undivided:
-            return whole if piece.key % self.count == self.number else whole[:0]
+            return whole if bucket.number % self.count == self.number else whole[:0]
         elements = whole.numel()
         return whole[elements * self.number // self.count : elements * (self.number + 1) // self.count]
 
 
 @dataclass
-class _Flight:
-    waits: Waits
+class _InFlightBucket:
+    collectives: PendingCollectives
     waiting: torch.futures.Future[object] | None = None
     stage: int = 0
 
 
 @dataclass
-class _Promise:
-    upto: int
+class _PendingResult:
+    buckets: int
     future: torch.futures.Future[torch.Tensor]
     value: torch.Tensor
 
 
-class Engine:
-    """Averages the pieces that are given to `copied`, in their order, which must be that of all ranks."""
+class AllReduceThread:
+    """The thread that sums the buckets given to `add`, in their order, which must be the same on all ranks."""
 
     def __init__(
         self,
-        neighbours: Neighbours,
+        memory: HostSharedMemory,
         inputs: list[torch.Tensor],
         result: torch.Tensor,
-        lane: Lane | None,
-        lanes: int,
-        way: Way,
+        group: InterHostGroup | None,
+        groups: int,
+        compressor: Compressor,
     ) -> None:
-        self._neighbours, self._inputs, self._result = neighbours, inputs, result
-        self._lane, self._lanes = lane, lanes
-        self.way = way
-        """Between steps every rank may set another, with as many stages at most."""
-        self._pieces: deque[Piece] = deque()
-        self._flights: deque[_Flight] = deque()
-        self._promises: deque[_Promise] = deque()
+        """Start the thread.
+
+        Args:
+            memory: The memory of this host's ranks.
+            inputs: uint8, the gradients of each rank of the host.
+            result: uint8, their sum over all ranks.
+            group: The inter-host group of this rank, None if it has none.
+            groups: Number of inter-host groups.
+            compressor: The format between hosts.
+        """
+        self._memory, self._inputs, self._result = memory, inputs, result
+        self._group, self._groups = group, groups
+        self.compressor = compressor
+        """Every rank may replace it between steps by one with at most as many stages."""
+        self._waiting: deque[CommBucket] = deque()
+        self._in_flight: deque[_InFlightBucket] = deque()
+        self._pending: deque[_PendingResult] = deque()
         self._errors: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._copied = self._begun = self._summed = 0
+        self.added = 0
+        """Number of buckets given to `add` since the beginning."""
+        self._begun = self._summed = 0
         self._failure: Exception | None = None
         self._stopped = False
         self.sent_bytes = 0
-        """What this rank has sent over the wire."""
+        """Bytes that this rank has sent to other hosts."""
         self._thread = threading.Thread(target=self._run, name="distrib-gradients", daemon=True)
         self._thread.start()
 
-    def copied(self, piece: Piece) -> None:
-        """This rank's gradients of the piece lie in its input."""
-        self._pieces.append(piece)
-        self._copied += 1
-        self._neighbours.tell(COPIED, self._copied)
-        self._neighbours.wake()
+    def add(self, bucket: CommBucket) -> None:
+        """Sum a bucket whose gradients this rank has copied into its input.
 
-    def promise(self, pieces: int, value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """A future of `value`, a part of the result, fulfilled when so many pieces since the beginning are averaged."""
+        Args:
+            bucket: The next bucket.
+        """
+        self._waiting.append(bucket)
+        self.added += 1
+        self._memory.set_counter(COPIED, self.added)
+        self._memory.wake()
+
+    def result_after(self, buckets: int, value: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of a part of the result.
+
+        Args:
+            buckets: Number of buckets since the beginning that must be summed before.
+            value: The part.
+
+        Returns:
+            A future of `value`.
+        """
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        self._promises.append(_Promise(pieces, future, value))
+        self._pending.append(_PendingResult(buckets, future, value))
         if self._failure is not None:
             self._fail(self._failure)
-        self._neighbours.wake()
+        self._memory.wake()
         return future
 
-    @property
-    def pieces(self) -> int:
-        """How many pieces were given to `copied` since the beginning."""
-        return self._copied
-
-    def forget(self) -> None:
-        """Drops what compression keeps of each piece; to be called between steps, when pieces are cut anew."""
+    def reset(self) -> None:
+        """Drop error feedback, between steps, as bucket boundaries change."""
         self._errors.clear()
-        self.way.forget()
+        self.compressor.reset()
 
     def rescale(self, factor: torch.Tensor) -> None:
-        """Gradients come so many times as large from now on; to be called between steps."""
+        """Scale error feedback, between steps, as a GradScaler changed its scale.
+
+        Args:
+            factor: New scale by old scale.
+        """
         for errors in self._errors.values():
             errors *= factor
-        self.way.rescale(factor)
+        self.compressor.rescale(factor)
 
     def stop(self) -> None:
-        """Ends the thread; what was promised and is not kept never will be.
+        """Stop the thread; pending results never come.
 
-        Python that ends while the thread runs kills it anywhere, and inside of torch's destructors that aborts the process.
+        Python kills a running thread at exit, and inside torch's destructors that aborts the process.
         """
         self._stopped = True
-        self._neighbours.wake()
+        self._memory.wake()
         if threading.current_thread() is not self._thread:
-            self._thread.join(STOP_SECONDS)
-        self._neighbours.close()
+            self._thread.join(THREAD_STOP_TIMEOUT_SECONDS)
+        self._memory.close()
 
     # In the thread
 
@@ -148,85 +201,205 @@ class Engine:
                 while not self._stopped:
                     self._advance()
                     self._begin()
-                    self._finish()
-                    if self._promises and self._neighbours.gone:
-                        names = ", ".join(map(str, sorted(self._neighbours.gone)))
+                    self._deliver()
+                    if self._pending and self._memory.exited:
+                        names = ", ".join(map(str, sorted(self._memory.exited)))
                         raise TrainingError(
-                            f"local rank {names} of this host has gone in the middle of a step",
-                            hint="why, is in that rank's log",
+                            f"local rank {names} of this host exited in the middle of a step",
+                            hint="see that rank's log",
                         )
-                    self._neighbours.sleep()
+                    self._memory.wait()
         except Exception as error:
             self._failure = error
             self._fail(error)
 
     def _begin(self) -> None:
-        """Sums over the host, and sends away, what all its ranks have copied."""
-        ready = self._neighbours.slowest(COPIED)
-        while self._begun < ready and len(self._flights) < self.way.window:
-            piece = self._pieces.popleft()
+        """Start the buckets that all ranks of the host have copied."""
+        ready = self._memory.min_counter(COPIED)
+        while self._begun < ready and len(self._in_flight) < self.compressor.max_in_flight:
+            bucket = self._waiting.popleft()
             self._begun += 1
-            self._flights.append(flight := _Flight(self._sum(piece)))
-            self._step(flight)
+            self._in_flight.append(begun := _InFlightBucket(self._sum(bucket)))
+            self._step(begun)
             self._advance()
 
-    def _sum(self, piece: Piece) -> Waits:
-        if self._lane is None:
+    def _sum(self, bucket: CommBucket) -> PendingCollectives:
+        if self._group is None:
             return
-        result = self._lane.share(piece, piece.of(self._result), undivided=self.way.whole)
+        undivided = self.compressor.needs_whole_buckets
+        result = self._group.share(bucket, bucket.view(self._result), undivided=undivided)
         if not result.numel():
             return
         if len(self._inputs) > 1:
-            parts = [self._lane.share(piece, piece.of(i), undivided=self.way.whole) for i in self._inputs]
+            parts = [self._group.share(bucket, bucket.view(i), undivided=undivided) for i in self._inputs]
             torch.add(parts[0], parts[1], out=result)
             for part in parts[2:]:
                 result += part
-        if self._lane.hosts > 1:
+        if self._group.hosts > 1:
 
             def errors(stage: int, elements: int) -> torch.Tensor:
-                key = piece.key, stage, elements
+                key = bucket.number, stage, elements
                 if key not in self._errors:
                     self._errors[key] = torch.zeros(elements, dtype=torch.float32, device=result.device)
                 return self._errors[key]
 
-            self.sent_bytes += self.way.sent_bytes(
-                result.numel(), result.element_size(), self._lane.hosts, piece.origin
+            self.sent_bytes += self.compressor.sent_bytes(
+                result.numel(), result.element_size(), self._group.hosts, bucket.info
             )
-            yield from self.way.sum(result, self._lane.groups, errors, piece.origin)
+            yield from self.compressor.all_reduce(result, self._group.groups, errors, bucket.info)
 
-    def _step(self, flight: _Flight) -> None:
-        """Takes a piece to the next thing that it must wait for."""
-        flight.stage += 1
-        flight.waiting = next(flight.waits, None)
-        if flight.waiting is not None:
-            flight.waiting.add_done_callback(lambda _: self._neighbours.wake())
+    def _step(self, bucket: _InFlightBucket) -> None:
+        """Start the next collective of a bucket."""
+        bucket.stage += 1
+        bucket.waiting = next(bucket.collectives, None)
+        if bucket.waiting is not None:
+            bucket.waiting.add_done_callback(lambda _: self._memory.wake())
 
     def _advance(self) -> None:
-        """Takes on the pieces whose collective has ended, none past one before it: ranks must agree on the order."""
-        ahead = self.way.stages + 1
-        for flight in self._flights:
-            while flight.waiting is not None and flight.waiting.done() and flight.stage < ahead:
-                flight.waiting.wait()  # raises what went wrong
-                self._step(flight)
-            ahead = flight.stage if flight.waiting is not None else self.way.stages + 1
+        """Continue buckets whose collective has ended. None overtakes an earlier one: ranks must agree on the order."""
+        max_stage = self.compressor.stages + 1
+        for bucket in self._in_flight:
+            while bucket.waiting is not None and bucket.waiting.done() and bucket.stage < max_stage:
+                bucket.waiting.wait()  # raises its error
+                self._step(bucket)
+            max_stage = bucket.stage if bucket.waiting is not None else self.compressor.stages + 1
         summed = self._summed
-        while self._flights and self._flights[0].waiting is None:
-            self._flights.popleft()
+        while self._in_flight and self._in_flight[0].waiting is None:
+            self._in_flight.popleft()
             self._summed += 1
         if self._summed > summed:
-            self._neighbours.tell(SUMMED, self._summed)
+            self._memory.set_counter(SUMMED, self._summed)
 
-    def _finish(self) -> None:
-        """Keeps the promises of which every lane has done its share."""
-        done = self._neighbours.slowest(SUMMED, self._lanes)
-        while self._promises and self._promises[0].upto <= done:
-            promise = self._promises.popleft()
-            promise.future.set_result(promise.value)
+    def _deliver(self) -> None:
+        """Complete the results whose buckets all inter-host groups have summed."""
+        done = self._memory.min_counter(SUMMED, self._groups)
+        while self._pending and self._pending[0].buckets <= done:
+            pending = self._pending.popleft()
+            pending.future.set_result(pending.value)
 
     def _fail(self, error: Exception) -> None:
         while True:
             try:
-                promise = self._promises.popleft()
+                pending = self._pending.popleft()
             except IndexError:
                 return
-            promise.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            pending.future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
+
+
+def group_by_host(names: Sequence[Hashable]) -> list[list[int]]:
+    """Group ranks by host.
+
+    Args:
+        names: The host of each rank.
+
+    Returns:
+        The ranks of each host, in order.
+    """
+    hosts: dict[Hashable, list[int]] = {}
+    for rank, name in enumerate(names):
+        hosts.setdefault(name, []).append(rank)
+    return list(hosts.values())
+
+
+def group_between_hosts(hosts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Form the inter-host groups, as many as the smallest host has ranks.
+
+    Args:
+        hosts: The ranks of each host.
+
+    Returns:
+        The ranks of each group, one of every host.
+    """
+    return [[host[number] for host in hosts] for number in range(min(map(len, hosts)))]
+
+
+class HierarchicalAllReduce:
+    """The shared memory, inter-host groups and thread that all-reduce the gradients of one model."""
+
+    def __init__(
+        self, size_bytes: int, compressor: Compressor, *, flat: bool, hosts: Sequence[Hashable] | None = None
+    ) -> None:
+        """Connect the ranks. Collective.
+
+        Args:
+            size_bytes: Size of the model's gradients, a multiple of the page size.
+            compressor: The format between hosts.
+            flat: True to treat each rank as a host of its own.
+            hosts: The host of each rank (default: detected).
+        """
+        rank = dist.get_rank()
+        listener = PeerListener()
+        own_host = rank if flat else hosts[rank] if hosts else kernel_identity()
+        every = gather_objects((own_host, listener.address))
+        members = group_by_host([host for host, _ in every])
+        mine = next(host for host in members if rank in host)
+        groups = group_between_hosts(members)
+        self._size_bytes = size_bytes
+        self.hosts, self.local_size = len(members), len(mine)
+        index = mine.index(rank)
+        peers = listener.connect_all([every[other][1] for other in mine], index, CONNECT_TIMEOUT_SECONDS)
+        alone = self.local_size == 1
+        # The input of each rank of the host, then the result. A rank alone on its host sums in place.
+        self._memory = HostSharedMemory(peers, index, 2, size_bytes if alone else size_bytes * (self.local_size + 1))
+        self._result_start = 0 if alone else size_bytes * self.local_size
+        inputs = [
+            self._memory.tensor(size_bytes * i, size_bytes * (i + 1), torch.uint8) for i in range(self.local_size)
+        ]
+        result = self._memory.tensor(self._result_start, self._result_start + size_bytes, torch.uint8)
+        self.own_input = inputs[index]
+        own_group = None
+        self.process_groups: list[dist.ProcessGroup] = []
+        """The process groups of this rank's inter-host group, to be destroyed at the end."""
+        for number, ranks in enumerate(groups):
+            stages = range(compressor.stages if self.hosts > 1 else 0)
+            made = [dist.new_group(ranks, backend="gloo", timeout=timeout_of_job()) for _ in stages]
+            if rank in ranks:
+                self.process_groups = made
+                own_group = InterHostGroup(number=number, count=len(groups), hosts=self.hosts, groups=made)
+        self.thread = AllReduceThread(self._memory, inputs, result, own_group, len(groups), compressor)
+
+    def result(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """View a part of the sum over all ranks.
+
+        Args:
+            start: First byte.
+            end: Byte after the last one.
+            dtype: Element type.
+
+        Returns:
+            A tensor in shared memory.
+        """
+        return self._memory.tensor(self._result_start + start, self._result_start + end, dtype)
+
+    def measure(self) -> AllReduceCost:
+        """Measure the cost of a bucket between steps, overwriting the gradients' memory. Collective.
+
+        Returns:
+            The cost, the same on every rank.
+        """
+        self.own_input.zero_()
+        self._trial(FEW_BUCKETS)  # warm-up
+        source, copy = (torch.zeros(TRIAL_BYTES // 4, device="cpu") for _ in range(2))
+        begun = time.perf_counter()
+        for _ in range(COPIES_PER_BYTE):
+            copy.copy_(source)
+        copying = time.perf_counter() - begun
+        times = torch.tensor(
+            [self._trial(FEW_BUCKETS), self._trial(MANY_BUCKETS), copying], dtype=torch.float64, device="cpu"
+        )
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        few, many, copying = times.tolist()
+        return AllReduceCost(
+            overhead_seconds=max(MIN_OVERHEAD_SECONDS, (many - few) / (MANY_BUCKETS - FEW_BUCKETS)),
+            seconds_per_byte=max(few, 1e-9) / min(TRIAL_BYTES, self._size_bytes),
+            inside_seconds_per_byte=copying / TRIAL_BYTES,
+        )
+
+    def _trial(self, buckets: int) -> float:
+        """Measure the seconds of an all-reduce of `TRIAL_BYTES` in so many buckets."""
+        size = min(TRIAL_BYTES, self._size_bytes)
+        begun = time.perf_counter()
+        for number, (start, end) in enumerate(itertools.pairwise((0, *even_bounds(size, -(-size // buckets))))):
+            self.thread.add(CommBucket(number=number, start=start, end=end, dtype=torch.float32))
+        self.thread.result_after(self.thread.added, self.result(0, 4, torch.float32)).wait()
+        return time.perf_counter() - begun

@@ -1,6 +1,6 @@
-"""The ranks of one host: memory that they share, and a doorbell that wakes without anybody spinning.
+"""Memory shared by the ranks of one host, with counters and wake-ups that need no busy polling.
 
-The memory has no name (memfd), the sockets are abstract: when the last process is gone, however it went, both are.
+The memory has no name (memfd) and the sockets are abstract: both vanish with the last process, however it ended.
 """
 
 from __future__ import annotations
@@ -17,34 +17,44 @@ import torch
 
 from distrib.errors import TrainingError
 
-COUNTER_BYTES = 64
-"""A cache line for each counter."""
+COUNTER_STRIDE_BYTES = 64
+"""One cache line for each counter, so that ranks do not invalidate each other's."""
 
 
-class Doorway:
-    """Where the other ranks of the host find this one, before they know it. `name` is what they must be told."""
+class PeerListener:
+    """The socket at which the other ranks of the host connect to this one."""
 
     def __init__(self) -> None:
+        """Listen at a free abstract address."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind("")  # the kernel chooses a free abstract name
         self._listener.listen(1024)
-        self.name: bytes = self._listener.getsockname()
+        self.address: bytes = self._listener.getsockname()
 
-    def meet(self, names: list[bytes], index: int, timeout_seconds: float) -> list[socket.socket | None]:
-        """A connection to each of the ranks whose doorways have these names; None for this one, which is `index`.
+    def connect_all(self, addresses: list[bytes], index: int, timeout_seconds: float) -> list[socket.socket | None]:
+        """Connect all ranks of the host with each other. Collective.
 
-        Raises TrainingError for a process of another user.
+        Args:
+            addresses: The listener's address of each rank.
+            index: This rank's place among them.
+            timeout_seconds: Limit for each connection.
+
+        Returns:
+            A socket to each rank; None for this one.
+
+        Raises:
+            TrainingError: A process of another user connected.
         """
-        peers: list[socket.socket | None] = [None] * len(names)
+        peers: list[socket.socket | None] = [None] * len(addresses)
         for other in range(index):
             peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             peer.settimeout(timeout_seconds)
-            peer.connect(names[other])
+            peer.connect(addresses[other])
             _check_user(peer)
             peer.sendall(struct.pack("i", index))
             peers[other] = peer
         self._listener.settimeout(timeout_seconds)
-        for _ in range(index + 1, len(names)):
+        for _ in range(index + 1, len(addresses)):
             peer = self._listener.accept()[0]
             peer.settimeout(timeout_seconds)
             _check_user(peer)
@@ -56,39 +66,57 @@ class Doorway:
 def _check_user(peer: socket.socket) -> None:
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.geteuid():
-        raise TrainingError(f"a process of user {user} knocked where only the ranks of this host should")
+        raise TrainingError(f"connection to a rank of this host refused: from user {user}, expected {os.geteuid()}")
 
 
-class Neighbours:
-    """The ranks of this host, this one being `index`, with `counters` each (of pieces, from 0) and shared bytes."""
+class HostSharedMemory:
+    """The memory and the counters of the ranks of one host."""
 
     def __init__(self, peers: list[socket.socket | None], index: int, counters: int, shared_bytes: int) -> None:
+        """Create the memory, or map that of the first rank. Collective.
+
+        Args:
+            peers: A socket to each rank of the host, None for this one.
+            index: This rank's place among them.
+            counters: Number of counters of each rank, all 0 at first.
+            shared_bytes: Size of the memory for tensors.
+        """
         self.count, self.index = len(peers), index
         self._peers = {other: peer for other, peer in enumerate(peers) if peer is not None}
-        head = mmap.PAGESIZE * -(-counters * self.count * COUNTER_BYTES // mmap.PAGESIZE)
+        head = mmap.PAGESIZE * -(-counters * self.count * COUNTER_STRIDE_BYTES // mmap.PAGESIZE)
         self._head_bytes = head
-        self._memory = self._share(head + shared_bytes) if self._peers else mmap.mmap(-1, head + shared_bytes)
+        self._memory = self._map(head + shared_bytes) if self._peers else mmap.mmap(-1, head + shared_bytes)
         words = torch.frombuffer(self._memory, dtype=torch.int64, count=head // 8).numpy()
-        step = COUNTER_BYTES // 8
+        step = COUNTER_STRIDE_BYTES // 8
         self._counters = [words[i * self.count * step : (i + 1) * self.count * step : step] for i in range(counters)]
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._bell).atexit = False
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._event).atexit = False
         self._poll = select.poll()
-        self._poll.register(self._bell, select.POLLIN)
+        self._poll.register(self._event, select.POLLIN)
         self._by_descriptor = {}
         for other, peer in self._peers.items():
             peer.setblocking(False)
             self._poll.register(peer, select.POLLIN)
             self._by_descriptor[peer.fileno()] = other
-        self.gone: set[int] = set()
+        self.exited: set[int] = set()
+        """Ranks of the host whose connection has ended."""
 
-    def shared(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """The shared bytes `start` to `end`, as a tensor whose storage begins there: DDP minds no offset in a storage."""
+    def tensor(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """View a part of the memory as a tensor.
+
+        Args:
+            start: First byte.
+            end: Byte after the last one.
+            dtype: Element type.
+
+        Returns:
+            A tensor with a storage of its own, as DDP ignores offsets in storages.
+        """
         count = (end - start) // dtype.itemsize
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._head_bytes + start)
 
-    def _share(self, size: int) -> mmap.mmap:
-        """Memory that all neighbours see, zeros at first; the first of them makes it."""
+    def _map(self, size: int) -> mmap.mmap:
+        """Map memory of zeros that the first rank creates."""
         if self.index == 0:
             descriptor = os.memfd_create("distrib-gradients", os.MFD_CLOEXEC)
             os.ftruncate(descriptor, size)
@@ -98,60 +126,72 @@ class Neighbours:
             _, descriptors, _, _ = socket.recv_fds(self._peers[0], 1, 1)
             if not descriptors:
                 raise TrainingError(
-                    "the first rank of this host has gone before it shared its memory",
-                    hint="why, is in that rank's log",
+                    "the first rank of this host exited before it shared its memory", hint="see that rank's log"
                 )
             descriptor = descriptors[0]
         mapped = mmap.mmap(descriptor, size)
         os.close(descriptor)
         return mapped
 
-    def tell(self, counter: int, value: int) -> None:
-        """Sets this rank's counter, and wakes the others."""
+    def set_counter(self, counter: int, value: int) -> None:
+        """Set this rank's counter and wake the other ranks of the host.
+
+        Args:
+            counter: Number of the counter.
+            value: Its new value.
+        """
         self._counters[counter][self.index] = value
         for other, peer in self._peers.items():
             try:
                 peer.send(b"!")
             except BlockingIOError:
-                pass  # the bell rings already
+                pass  # that rank has unread wake-ups
             except OSError:
-                self.gone.add(other)
+                self.exited.add(other)
 
-    def slowest(self, counter: int, among: int | None = None) -> int:
-        """The least that the first `among` ranks (default: all) have told of a counter."""
+    def min_counter(self, counter: int, among: int | None = None) -> int:
+        """Return the least value of a counter.
+
+        Args:
+            counter: Number of the counter.
+            among: Number of first ranks to consider (default: all).
+
+        Returns:
+            The value of the slowest rank.
+        """
         return int(self._counters[counter][:among].min())
 
     def wake(self) -> None:
-        """Ends this rank's own `sleep`, from another thread."""
-        os.eventfd_write(self._bell, 1)
+        """End this rank's own `wait`, from another thread."""
+        os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Leaves the others, who will find this rank gone."""
+        """Disconnect from the other ranks, which see this one in `exited`."""
         for peer in self._peers.values():
             try:
                 peer.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # it left first
+                pass  # already disconnected
 
-    def sleep(self) -> None:
-        """Until a neighbour tells something, leaves, or `wake` is called. Those that left are in `gone`."""
+    def wait(self) -> None:
+        """Wait until a rank of the host sets a counter or exits, or `wake` is called."""
         for descriptor, event in self._poll.poll():
-            if descriptor == self._bell:
-                os.eventfd_read(self._bell)
+            if descriptor == self._event:
+                os.eventfd_read(self._event)
                 continue
             other = self._by_descriptor[descriptor]
             try:
-                left = not self._peers[other].recv(4096)
+                closed = not self._peers[other].recv(4096)
             except BlockingIOError:
                 continue
             except OSError:
-                left = True
-            if left or event & select.POLLNVAL:
-                self.gone.add(other)
+                closed = True
+            if closed or event & select.POLLNVAL:
+                self.exited.add(other)
                 self._poll.unregister(descriptor)
 
 
-def this_host() -> str:
-    """What two processes have in common exactly if they run on one kernel and reach each other's abstract sockets."""
+def kernel_identity() -> str:
+    """Return a text that is equal for two processes exactly if they share a kernel and reach each other's abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"

@@ -10,7 +10,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,12 +20,19 @@ from distrib.bandwidth_model.bucketing import (
     is_averaged_by_ddp,
 )
 from distrib.errors import TrainingError
-from distrib.strategy import Gradients, Strategy
+from distrib.strategy import FORMATS, Gradients, Strategy
 from distrib.training.checks.cross_rank import several
 from distrib.training.collectives import IS_AVERAGED, broadcast_tensors, gather_objects
-from distrib.training.gradients import sparse
-from distrib.training.gradients.comm_hook import Averaging, GpuAveraging, GpuLowRank, attach, hook_of
-from distrib.training.gradients.host_shared_memory import this_host
+from distrib.training.gradients.comm_hook import (
+    GpuCompressionHook,
+    GpuWholeBucketHook,
+    HierarchicalHook,
+    attach_hook,
+    average_sparse,
+    find_hook,
+)
+from distrib.training.gradients.compression import create_compressor
+from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.model_parameters import unwrap_model
 from distrib.training.strategies.all_reduce import AllReduceStrategy
 from distrib.training.strategies.ddp_module import Wrapped, frozen_later, hidden
@@ -61,7 +67,7 @@ class DdpStrategy(AllReduceStrategy):
 
     @property
     def is_steady(self) -> bool:
-        return all(hook.is_steady for hook in map(hook_of, self._models) if hook)
+        return all(hook.is_steady for hook in map(find_hook, self._models) if hook)
 
     def adopt_ddp_model(self, model: DistributedDataParallel) -> None:
         self._await(model)
@@ -84,13 +90,13 @@ class DdpStrategy(AllReduceStrategy):
         self._wishes.pop(optimizer, None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for hook in filter(None, map(hook_of, self._models)):
-            hook.forget()  # what diverged is to leave nothing behind
+        for hook in filter(None, map(find_hook, self._models)):
+            hook.reset()  # what diverged is to leave nothing behind
 
     def on_scaled_step(self, models: Sequence[nn.Module], scaler: torch.amp.GradScaler) -> None:
         for model in models:
-            if hook := hook_of(model):
-                hook.units.follow(scaler)
+            if hook := find_hook(model):
+                hook.scale.track(scaler)
 
     def pair_models(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         for model in models:
@@ -180,20 +186,20 @@ def wrap_model(
         if device.type == "cpu":
             plain = _plain(model, find_unused_parameters, strategy.bucket_bytes)
             if _has_sparse_gradients(model):
-                plain.register_comm_hook(None, lambda _, bucket: sparse.averaged(bucket))
+                plain.register_comm_hook(None, lambda _, bucket: average_sparse(None, bucket))
             return plain
     if device.type == "cuda":
         return _on_gpu(model, device, strategy, find_unused_parameters)
     size = sum(parameter.nbytes for parameter in learning)
     if is_averaged_by_ddp(size, strategy, one_rank_per_host=_each_on_a_host_of_its_own()):
         return _plain(model, find_unused_parameters, ddp_bucket_bytes(size))
-    averaging = Averaging(learning, strategy)
+    hook = HierarchicalHook(learning, strategy)
     wrapped = _wrapped(
         model,
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=_cap_mib(learning, strategy),
     )
-    attach(wrapped, averaging)
+    attach_hook(wrapped, hook)
     return wrapped
 
 
@@ -232,7 +238,7 @@ def _plain(model: nn.Module, find_unused_parameters: bool, bucket_bytes: int | N
 
 def _each_on_a_host_of_its_own() -> bool:
     """Asked by all ranks at once."""
-    names = gather_objects(this_host())
+    names = gather_objects(kernel_identity())
     return len(set(names)) == len(names)
 
 
@@ -240,7 +246,7 @@ def _cap_mib(learning: list[nn.Parameter], strategy: Strategy) -> float | None:
     """How large DDP makes its buckets, in MiB; None is its own default."""
     if strategy.bucket_bytes:
         return strategy.bucket_bytes / MIB
-    if strategy.gradients.format == "powersgd":
+    if FORMATS[strategy.gradients.format].whole_buckets:
         return None
     return max(MIN_HOOK_BUCKET_BYTES, sum(parameter.nbytes for parameter in learning) // MAX_HOOK_BUCKETS) / MIB
 
@@ -249,9 +255,9 @@ def _on_gpu(
     model: nn.Module, device: torch.device, strategy: Strategy, find_unused_parameters: bool
 ) -> DistributedDataParallel:
     gradients = strategy.gradients
-    if gradients.format == "powersgd" and strategy.balance:
+    if FORMATS[gradients.format].whole_buckets and strategy.balance:
         raise TrainingError(
-            "powersgd waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
+            f"{gradients.format} waits on GPUs for the other ranks inside of backward: --balance could not tell who is slow",
             hint="use other --gradients, or leave out --balance",
         )
     cap = strategy.bucket_bytes / MIB if strategy.bucket_bytes else None
@@ -261,14 +267,13 @@ def _on_gpu(
         find_unused_parameters=find_unused_parameters,
         bucket_cap_mb=cap,
     )
-    if gradients.format == "fp16":
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif gradients.format == "bf16":
-        wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    elif gradients.format == "powersgd":
-        attach(wrapped, GpuLowRank(gradients.rank or 1))
+    compressor = create_compressor(gradients)
+    if compressor.torch_hook:
+        wrapped.register_comm_hook(None, compressor.torch_hook)
+    elif compressor.needs_whole_buckets:
+        attach_hook(wrapped, GpuWholeBucketHook(compressor))
     elif not gradients.exact:
-        attach(wrapped, GpuAveraging(device, strategy))
+        attach_hook(wrapped, GpuCompressionHook(device, compressor))
     return wrapped
 
 

@@ -26,6 +26,7 @@ from distrib.errors import TrainingError
 from distrib.strategy import INNER_STEPS, Outer, Strategy
 from distrib.training.checksums import bit_sum
 from distrib.training.collectives import broadcast_tensors, find_differing, flatten_tensors, unflatten_tensors
+from distrib.training.gradients.compression import create_compressor
 from distrib.training.model_parameters import exclude_model, optimizer_parameters, trainable_parameters
 from distrib.training.strategies.all_reduce import SynchronizedBuffers, unprepared_parameter
 from distrib.training.strategies.base import TrainingStrategy
@@ -37,7 +38,6 @@ FEW_STEPS = 8
 """Rounds of fewer are too short for an outer momentum on top of the optimizer's own (seen: docs/training.md)."""
 LOOK_STEPS = 3 * FEW_STEPS
 """After which the rounds so far are counted."""
-TRAVELS_AS = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class LocalSgdStrategy(TrainingStrategy):
@@ -187,7 +187,7 @@ class Round:
         self._optimizer, self._ranks = optimizer, ranks
         self._steps = strategy.inner_steps or INNER_STEPS
         self._outer = strategy.outer
-        self._dtype = TRAVELS_AS[strategy.gradients.format]
+        self._dtype = create_compressor(strategy.gradients).value_dtype
         self._taken = 0
         self._settled = 0
         self.rounds = 0

@@ -8,7 +8,7 @@ import msgspec
 
 from distrib import strategy, units
 from distrib.errors import ConfigError
-from distrib.strategy import Outer, Strategy
+from distrib.strategy import Outer, Strategy, format_names
 from distrib_launch.cli.options import integer
 
 
@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        "to sync (default: sync)")  # fmt: skip
     group.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="average gradients with torch.distributed or "
                        "Horovod (default: torch)")  # fmt: skip
-    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help="send gradients as fp32, fp16, bf16, int8, powersgd:RANK "
-                       "or topk:FRACTION, such as powersgd:4 (default: fp32)")  # fmt: skip
+    group.add_argument("--gradients", default="fp32", metavar="FORMAT", help=f"send gradients as {format_names()}, such as "
+                       "powersgd:4 (default: fp32)")  # fmt: skip
     group.add_argument("--all-reduce", choices=["auto", "flat", "hierarchical"], default="auto", help="reduce over all ranks at once "
                        "(flat) or inside each host first (hierarchical) (default: auto)")  # fmt: skip
     group.add_argument(

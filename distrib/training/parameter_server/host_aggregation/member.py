@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrib.training.gradients.host_shared_memory import this_host
+from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.parameter_server.host_aggregation.leader import GroupTable, Speaker
 from distrib.training.parameter_server.host_aggregation.local_socket import Line, is_there, knock
 from distrib.training.parameter_server.transport import APPLIED, FINAL, SHARED, Frame, Kind, packed, unpacked
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def host_identity() -> str:
     """The same for two processes exactly if they reach each other's doors and memory."""
     spaces = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("pid", "user"))
-    return " ".join([this_host(), *map(str, spaces)])
+    return " ".join([kernel_identity(), *map(str, spaces)])
 
 
 class HostGroup:
