@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from distrib.bandwidth_model import bucketing, collective_cost, link_curve, step_timeline, workload_catalog
-from distrib.bandwidth_model.bottleneck import between, inside_of
+from distrib.bandwidth_model.bottleneck import slowest_between_hosts, slowest_inside_host
 from distrib.bandwidth_model.bucketing import AllReduceCost
 from distrib.bandwidth_model.fabric import find_fabric
 from distrib.bandwidth_model.recommendations import (
@@ -25,7 +25,7 @@ from distrib.bandwidth_model.recommendations import (
 from distrib.bandwidth_model.scaling import needed_bandwidth, predict_step, unlimited
 from distrib.bandwidth_model.step_timeline import Transfer
 from distrib.bandwidth_model.workload import Gradient, Workload
-from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
 from distrib.strategy import Gradients, Outer, Strategy, checked
@@ -108,7 +108,7 @@ def measured_lab(
 
 def test_a_curve_goes_through_what_was_measured_and_between():
     seen = [Point(4**k, 1e-4 + 4**k / 1e8) for k in range(3, 14)]
-    curve = link_curve.measured(seen)
+    curve = link_curve.measured_curve(seen)
     for point in seen:
         assert curve.seconds(point.size_bytes) == pytest.approx(point.seconds)
     for size in (100, 3000, 20_000, 7 * MB):
@@ -117,7 +117,7 @@ def test_a_curve_goes_through_what_was_measured_and_between():
 
 
 def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
-    curve = link_curve.measured([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
+    curve = link_curve.measured_curve([Point(1000, 0.002), Point(4000, 0.001), Point(16_000, 0.004)])
     assert curve.seconds(1000) == curve.seconds(2000) == pytest.approx(0.001)
 
 
@@ -127,7 +127,7 @@ def test_a_message_that_took_longer_than_a_larger_one_was_disturbed():
     factor=st.floats(0.1, 10),
 )
 def test_a_curve_never_falls(points, sizes, factor):
-    curve = link_curve.measured([Point(size, seconds) for size, seconds in points])
+    curve = link_curve.measured_curve([Point(size, seconds) for size, seconds in points])
     if curve is None:
         return
     for each in (curve, curve.slower(factor)):
@@ -140,7 +140,7 @@ def test_a_curve_never_falls(points, sizes, factor):
 
 
 def test_formulas():
-    link = link_curve.line(1e-3, 1e8)
+    link = link_curve.linear_curve(1e-3, 1e8)
     assert collective_cost.ring_all_reduce(4, 100 * MB, link) == pytest.approx(6 * (1e-3 + 0.25))
     # max(M/B, nM/(kB)): as many servers as workers are enough, fewer are not
     assert collective_cost.parameter_server(8, 8, 100 * MB, link) == pytest.approx(1e-3 + 1.0)
@@ -218,7 +218,7 @@ def test_a_message_that_was_disturbed_is_read_like_its_neighbours():
     """1 MiB over a wire of 0.1 GB/s with 1 ms of latency, measured three times as long as it takes."""
     sizes = [4**n << 10 for n in range(9)]
     points = [Point(size, 1e-3 + size / 1e8 * (3 if size == 1 << 20 else 1), 0.0) for size in sizes]
-    curve = link_curve.measured(points)
+    curve = link_curve.measured_curve(points)
     for size in sizes:
         assert curve.seconds(size) == pytest.approx(1e-3 + size / 1e8, rel=0.05)
 
@@ -621,13 +621,13 @@ def test_an_all_reduce_that_links_do_not_explain_is_not_called_latency(times, sa
     """A link that hosts share and nobody described shows in no pair alone."""
     hosts = ("n1", "n2", "n3", "n4")
     pairs = tuple(
-        PairLink(source=a, target=b, way="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
+        LinkMeasurement(source=a, target=b, transport="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
                  bandwidth_bytes_per_second=1.1e9)
         for a in hosts for b in hosts if a != b
     )  # fmt: skip
     curve = tuple(Point(1 << power, 1e-4 + times * 1.5 * (1 << power) / 1.1e9) for power in range(10, 27, 2))
     seen = Collective(name="all_reduce", backend="nccl", hosts=hosts, ranks=4, curve=curve)
-    measured = Measured(
+    measured = Measurements(
         when="2026", software={}, hosts=hosts, pairs=pairs, collectives=(seen, msgspec.structs.replace(seen, curve=()))
     )
     limit = unlimited(msgspec.structs.replace(lab(), measured=measured), job(), hosts=list(hosts))
@@ -948,12 +948,14 @@ def test_gpus_of_which_bridges_join_some_are_as_slow_as_the_way_between_the_brid
 
     def inside(rate):
         links = tuple(
-            InsideLink(host="a", source=f"gpu{i}", target=f"gpu{j}", path="NVLink" if i // 2 == j // 2 else "PCIe peer",
+            IntraNodeLinkMeasurement(host="a", source=f"gpu{i}", target=f"gpu{j}", path="NVLink" if i // 2 == j // 2 else "PCIe peer",
                        bandwidth_bytes_per_second=rate(i, j), variation=0.01)
             for i in range(8) for j in range(8) if i != j
         )  # fmt: skip
-        measured = Measured(when="2026", software={}, hosts=("a",), inside=links)
-        return inside_of(msgspec.structs.replace(parse_topology(cards, "a.yaml"), measured=measured), "a", workload, 8)
+        measured = Measurements(when="2026", software={}, hosts=("a",), inside=links)
+        return slowest_inside_host(
+            msgspec.structs.replace(parse_topology(cards, "a.yaml"), measured=measured), "a", workload, 8
+        )
 
     wire = inside(lambda i, j: 260e9 if i // 2 == j // 2 else 20e9)
     assert (wire.text, wire.bytes_per_second) == ("PCIe4 x16", 20e9)
@@ -969,14 +971,16 @@ def test_of_a_link_with_two_rates_the_one_that_the_ring_sends_over_counts(slow, 
     """Gloo's ring sends from each rank to the one before it; trees of NCCL use both directions."""
     hosts = ("n1", "n2", "n3", "n4")
     pairs = tuple(
-        PairLink(source=a, target=b, way="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
+        LinkMeasurement(source=a, target=b, transport="tcp", load="alone", interface="eth0", latency_seconds=2e-5, variation=0.01,
                  bandwidth_bytes_per_second=24e6 if (a, b) == slow else 120e6)
         for a in hosts for b in hosts if a != b
     )  # fmt: skip
     topology = parse_topology('nodes: [{hosts: "n[1-4]"}]', "t.yaml")
-    topology = msgspec.structs.replace(topology, measured=Measured(when="2026", software={}, hosts=hosts, pairs=pairs))
-    assert between(topology, hosts, gpus=False).bytes_per_second == gloo
-    assert between(topology, hosts, gpus=True).bytes_per_second == nccl
+    topology = msgspec.structs.replace(
+        topology, measured=Measurements(when="2026", software={}, hosts=hosts, pairs=pairs)
+    )
+    assert slowest_between_hosts(topology, hosts, gpus=False).bytes_per_second == gloo
+    assert slowest_between_hosts(topology, hosts, gpus=True).bytes_per_second == nccl
 
 
 def test_ports_that_mpi_leaves_unused_count_all_the_same():
@@ -986,15 +990,15 @@ def test_ports_that_mpi_leaves_unused_count_all_the_same():
 
     def wire(rate):
         pairs = tuple(
-            PairLink(source=a, target=b, way="mpi", load="alone", interface="ib0", bandwidth_bytes_per_second=rate,
+            LinkMeasurement(source=a, target=b, transport="mpi", load="alone", interface="ib0", bandwidth_bytes_per_second=rate,
                      latency_seconds=2e-6, variation=0.01)
             for a in hosts for b in hosts if a != b
         )  # fmt: skip
-        measured = Measured(when="2026", software={}, hosts=tuple(hosts), pairs=pairs)
-        return between(
+        measured = Measurements(when="2026", software={}, hosts=tuple(hosts), pairs=pairs)
+        return slowest_between_hosts(
             msgspec.structs.replace(parse_topology(text, "h100.yaml"), measured=measured), tuple(hosts), gpus=True
         )
 
-    described = between(parse_topology(text, "h100.yaml"), tuple(hosts), gpus=True).bytes_per_second
+    described = slowest_between_hosts(parse_topology(text, "h100.yaml"), tuple(hosts), gpus=True).bytes_per_second
     assert wire(96e9).bytes_per_second == pytest.approx(described, rel=0.06)
     assert wire(48e9).bytes_per_second == pytest.approx(192e9)

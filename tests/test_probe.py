@@ -16,7 +16,7 @@ from rich.console import Console
 from distrib.cluster import shared_links
 from distrib.cluster.inventory import RdmaPort
 from distrib.cluster.links import link_between
-from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.node import Nic, NodeGroup
 from distrib.cluster.shared_links import groups_of
 from distrib.cluster.topology import Topology
@@ -645,7 +645,7 @@ def test_gpudirect_that_does_nothing_is_told_of(gain, told):
 
 def copies(host, rates, path="PCIe"):
     return [
-        IntraNodeMeasurement(link=InsideLink(host=host, source="memory", target=f"gpu{n}", path=path,
+        IntraNodeMeasurement(link=IntraNodeLinkMeasurement(host=host, source="memory", target=f"gpu{n}", path=path,
                                                   bandwidth_bytes_per_second=rate, variation=0.01))
         for n, rate in enumerate(rates)
     ]  # fmt: skip
@@ -670,7 +670,7 @@ def test_pairs_with_fewer_nvlinks_than_others_are_not_slow():
 
     def between(host, slow=None):
         return [
-            IntraNodeMeasurement(link=InsideLink(
+            IntraNodeMeasurement(link=IntraNodeLinkMeasurement(
                 host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink", variation=0.01,
                 bandwidth_bytes_per_second=(48e9 if (a, b) in mesh else 24e9) * (0.5 if (a, b) == slow else 1.0)))
             for a in range(8) for b in range(a + 1, 8)
@@ -1026,7 +1026,7 @@ def test_shares_of_a_narrow_uplink_are_not_compared():
 def further(network, hosts=("n1", "n2", "n3", "n4"), rate=1200 * MB):
     """What was measured on a network that the job does not use."""
     return tuple(
-        PairLink(source=a, target=b, way="tcp", load="alone", network=network, bandwidth_bytes_per_second=rate, variation=0.0,
+        LinkMeasurement(source=a, target=b, transport="tcp", load="alone", network=network, bandwidth_bytes_per_second=rate, variation=0.0,
                  streams=4)
         for a in hosts for b in hosts if a != b
     )  # fmt: skip
@@ -1057,10 +1057,10 @@ def test_where_nearly_all_links_became_worse_that_is_one_finding():
 
 def with_gpus(nvlink=270e9, memory=25e9, seconds=0.01, own=10e9):
     ways = {("memory", "memory"): own, ("gpu0", "gpu1"): nvlink, ("memory", "gpu0"): memory}
-    return Measured(
+    return Measurements(
         when="2026-11-01", software={}, hosts=("n1", "n2"),
         inside=tuple(
-            InsideLink(host=host, source=a, target=b, path="NVLink" if a != "memory" else "PCIe", variation=0.0,
+            IntraNodeLinkMeasurement(host=host, source=a, target=b, path="NVLink" if a != "memory" else "PCIe", variation=0.0,
                        bandwidth_bytes_per_second=rate if host == "n1" else ways[a, b])
             for host in ("n1", "n2") for (a, b), rate in ways.items()
         ),
@@ -1090,8 +1090,8 @@ def test_copies_of_gpus_and_all_reduces_are_compared():
 def test_a_host_all_of_whose_copies_became_worse_is_told_of_once():
     def copies(rate):
         ways = [(f"gpu{a}", f"gpu{b}") for a in range(4) for b in range(4) if a != b]
-        return Measured(when="2026-11-01", software={}, hosts=("n1",), inside=tuple(
-            InsideLink(host="n1", source=a, target=b, path="NVLink", variation=0.0, bandwidth_bytes_per_second=rate) for a, b in ways
+        return Measurements(when="2026-11-01", software={}, hosts=("n1",), inside=tuple(
+            IntraNodeLinkMeasurement(host="n1", source=a, target=b, path="NVLink", variation=0.0, bandwidth_bytes_per_second=rate) for a, b in ways
         ))  # fmt: skip
 
     (found,) = find_regressions(copies(270e9), copies(20e9))
@@ -1130,10 +1130,10 @@ def test_of_several_measurements_the_fastest_counts_and_curves_are_kept():
 
 def test_what_is_measured_is_what_the_topology_keeps():
     kept = build_measured(Network(4).records(DEFAULT))
-    assert isinstance(kept, Measured)
+    assert isinstance(kept, Measurements)
     assert kept.hosts == ("n1", "n2", "n3", "n4")
     assert len({(p.source, p.target) for p in kept.pairs if p.load == "alone"}) == 12
-    assert all(isinstance(pair, PairLink) for pair in kept.pairs)
+    assert all(isinstance(pair, LinkMeasurement) for pair in kept.pairs)
     assert build_measured([]) is None
 
 
@@ -1177,7 +1177,7 @@ def test_the_heat_map_can_be_read_without_colours(hosts, width):
 
 def test_the_heat_map_does_not_take_a_further_network_for_the_links_alone():
     beside = tuple(structs.replace(pair, network=None, load="together") for pair in further("10.9.0.0/24"))
-    kept = Measured(when="", software={}, hosts=("n1", "n2", "n3", "n4"), pairs=(*beside, *further("10.9.0.0/24")))
+    kept = Measurements(when="", software={}, hosts=("n1", "n2", "n3", "n4"), pairs=(*beside, *further("10.9.0.0/24")))
     assert "12 of 12 beside others" in heat_map(kept, "tcp", 100).plain
 
 
@@ -1186,7 +1186,7 @@ def test_the_heat_map_does_not_take_a_further_network_for_the_links_alone():
 )
 def test_a_rate_in_the_heat_map_is_no_power_of_ten(megabits, shown):
     pairs = tuple(structs.replace(pair, network=None) for pair in further("x", ("n1", "n2"), megabits * 1e6 / 8))
-    text = heat_map(Measured(when="", software={}, hosts=("n1", "n2"), pairs=pairs), "tcp", 100).plain
+    text = heat_map(Measurements(when="", software={}, hosts=("n1", "n2"), pairs=pairs), "tcp", 100).plain
     assert text.splitlines()[2].split() == ["n1", "-", shown]
 
 
@@ -1194,28 +1194,30 @@ def test_a_rate_in_the_heat_map_is_no_power_of_ten(megabits, shown):
 def test_columns_of_the_heat_map_are_told_apart(ending):
     names = [f"gpu{n}{ending}" for n in range(1, 5)]
     pairs = tuple(
-        PairLink(source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
+        LinkMeasurement(
+            source=a, target=b, transport="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0
+        )
         for a in names
         for b in names
         if a != b
     )
-    kept = Measured(when="", software={}, hosts=tuple(names), pairs=pairs)
+    kept = Measurements(when="", software={}, hosts=tuple(names), pairs=pairs)
     head = heat_map(kept, "tcp", 120).plain.splitlines()[1]
     assert head.split() == ["gpu1", "gpu2", "gpu3", "gpu4"]
 
 
 def test_a_heat_map_whose_columns_cannot_be_told_apart_says_their_order():
     names = ("n1-storage", "n2-storage")
-    pair = PairLink(
-        source=names[0], target=names[1], way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0
+    pair = LinkMeasurement(
+        source=names[0], target=names[1], transport="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0
     )
-    text = heat_map(Measured(when="", software={}, hosts=names, pairs=(pair,)), "tcp", 120).plain
+    text = heat_map(Measurements(when="", software={}, hosts=names, pairs=(pair,)), "tcp", 120).plain
     assert "same order" in text.splitlines()[0] and text.splitlines()[1].startswith("n1-storage")
 
 
 def test_large_messages_that_were_measured_beside_others_only_are_shown():
     def pair(load, *points, **more):
-        return PairLink(source="a", target="b", way="mpi", load=load, bandwidth_bytes_per_second=1e8, variation=0.0,
+        return LinkMeasurement(source="a", target="b", transport="mpi", load=load, bandwidth_bytes_per_second=1e8, variation=0.0,
                         curve=points, **more)  # fmt: skip
 
     pairs = (
@@ -1223,7 +1225,7 @@ def test_large_messages_that_were_measured_beside_others_only_are_shown():
         pair("together", Point(4 << 20, 0.5), Point(64 << 20, 0.2)),
         pair("together", Point(4 << 20, 0.9), both_ways=True),
     )
-    table = curve_table(Measured(when="", software={}, hosts=("a", "b"), pairs=pairs))
+    table = curve_table(Measurements(when="", software={}, hosts=("a", "b"), pairs=pairs))
     sizes, loads, medians, *_ = ([*column.cells] for column in table.columns)
     assert list(zip(sizes, loads, medians, strict=True)) == [
         ("8 B", "alone", "10 us"), ("4 MiB", "alone", "10 ms"), ("64 MiB", "together", "200 ms"),

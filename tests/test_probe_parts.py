@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements import Measurements
 from distrib.cluster.measurements_io import check_writable, write_measured
 from distrib.errors import ConfigError, TrainingError
 from distrib.probe import host_facts as facts_module
@@ -478,7 +478,7 @@ def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
 def test_what_cannot_be_is_said_before_anything_starts(tmp_path, monkeypatch, capsys, words, what):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("nodes:\n  - hosts: a\n")
-    write_measured(tmp_path / "measured.yaml", Measured(when="2026-01-01", software={}, hosts=("a", "b")))
+    write_measured(tmp_path / "measured.yaml", Measurements(when="2026-01-01", software={}, hosts=("a", "b")))
     (tmp_path / "folder.png").mkdir()
     files = {"BASE": str(tmp_path / "base.yaml"), "MEASURED": str(tmp_path / "measured.yaml")}
     words = [files.get(word, word) for word in words]

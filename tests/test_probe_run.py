@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from distrib.cluster import hostfile
-from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink, Point
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.measurements_io import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
@@ -102,7 +102,7 @@ class Cluster:
 
 def usual(rank, task, rate=RATE):
     if isinstance(task, Inside):
-        link = InsideLink(
+        link = IntraNodeLinkMeasurement(
             host=f"n{rank + 1}", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
         )
         return Reply(number=task.number, rank=rank, inside=(link,))
@@ -508,10 +508,10 @@ def earlier(path, hosts):
     """A file with a whole probe in it."""
     names = [f"n{n + 1}" for n in range(hosts)]
     pairs = tuple(
-        PairLink(source=a, target=b, way="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
+        LinkMeasurement(source=a, target=b, transport="tcp", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0)
         for a in names for b in names if a != b
     )  # fmt: skip
-    write_measured(path, Measured(when="2025-05-05", software={}, hosts=tuple(names), pairs=pairs))
+    write_measured(path, Measurements(when="2025-05-05", software={}, hosts=tuple(names), pairs=pairs))
 
 
 def test_hosts_for_parameter_servers_are_probed_too(jobs, tmp_path):
@@ -590,7 +590,9 @@ def test_a_probe_of_a_few_hosts_does_not_replace_one_of_many(jobs, capsys):
 
 
 ALL_REDUCE = Collective(name="all_reduce", backend="nccl", hosts=("n1", "n2"), ranks=2, curve=(Point(1 << 20, 1.0),))
-OF_GPU = InsideLink(host="n1", source="gpu0", target="gpu0", bandwidth_bytes_per_second=1e12, variation=0.0)
+OF_GPU = IntraNodeLinkMeasurement(
+    host="n1", source="gpu0", target="gpu0", bandwidth_bytes_per_second=1e12, variation=0.0
+)
 
 
 @pytest.mark.parametrize(
@@ -609,10 +611,16 @@ OF_GPU = InsideLink(host="n1", source="gpu0", target="gpu0", bandwidth_bytes_per
 )  # fmt: skip
 def test_what_is_not_measured_again_is_said_beforehand(jobs, capsys, words, has, told):
     curve = (Point(8, 1e-5),) if has.pop("curve", False) else ()
-    pair = PairLink(
-        source="n1", target="n2", way="mpi", load="alone", bandwidth_bytes_per_second=1e8, variation=0.0, curve=curve
+    pair = LinkMeasurement(
+        source="n1",
+        target="n2",
+        transport="mpi",
+        load="alone",
+        bandwidth_bytes_per_second=1e8,
+        variation=0.0,
+        curve=curve,
     )
-    write_measured("t.yaml", Measured(when="2025", software={}, hosts=("n1", "n2"), pairs=(pair,), **has))
+    write_measured("t.yaml", Measurements(when="2025", software={}, hosts=("n1", "n2"), pairs=(pair,), **has))
     assert topo.main(["probe", "-H", "n1,n2", "-o", "t.yaml", *words]) == 0
     err = capsys.readouterr().err
     assert f"note: t.yaml has {told}" in err if told else "t.yaml has" not in err
@@ -639,10 +647,10 @@ def test_the_axes_of_a_picture_are_no_formulas(tmp_path):
     """Names may have a $, so that nothing is read as one."""
     curve = tuple(Point(8 * 4**n, 8e-6 * (n + 1)) for n in range(8))
     pairs = tuple(
-        PairLink(source=a, target=b, way="mpi", load="alone", bandwidth_bytes_per_second=999.7e6 / 8, variation=0.0, curve=curve)
+        LinkMeasurement(source=a, target=b, transport="mpi", load="alone", bandwidth_bytes_per_second=999.7e6 / 8, variation=0.0, curve=curve)
         for a, b in (("n1", "n2"), ("n2", "n1"))
     )  # fmt: skip
-    draw(tmp_path / "a.svg", Measured(when="2026", software={}, hosts=("n1", "n2"), pairs=pairs), "mpi")
+    draw(tmp_path / "a.svg", Measurements(when="2026", software={}, hosts=("n1", "n2"), pairs=pairs), "mpi")
     words = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "a.svg").read_text())
     assert {"10 us", "20 us", "50 us", "999.7"} <= set(words) and not any("$" in word for word in words)
 
@@ -730,7 +738,9 @@ def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monke
 def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_there(jobs, monkeypatch, capsys):
     fails_in_all_reduce(monkeypatch, "localhost")
     start = ProbeStarted(when="2026-01-01", mode="default", hosts=("localhost",), primary="tcp", facts=())
-    link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
+    link = IntraNodeLinkMeasurement(
+        host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
+    )
     begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
     jobs.records = lambda spec: [start, IntraNodeMeasurement(link=link), begins]
     assert topo.main(["probe", "-H", "localhost:4", "-o", "t.yaml"]) == 1
@@ -845,7 +855,9 @@ def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):
 @pytest.mark.parametrize("words", [(), ("-H", "localhost")])
 def test_this_machine_alone_can_be_probed(jobs, capsys, words):
     start = ProbeStarted(when="2026-01-01", mode="quick", hosts=("localhost",), primary="tcp", facts=())
-    link = InsideLink(host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0)
+    link = IntraNodeLinkMeasurement(
+        host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
+    )
     jobs.records = lambda spec: [start, IntraNodeMeasurement(link=link), ProbeEnded(seconds=1.0)]
     assert probe(*words, "-o", "t.yaml") == 0
     out = capsys.readouterr().out

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 import pytest
 
 import distrib
-from distrib.cluster.links import uplink_rate
-from distrib.cluster.measurements import InsideLink, Measured, PairLink
+from distrib.cluster.measurements import IntraNodeLinkMeasurement, LinkMeasurement, Measurements
 from distrib.cluster.measurements_io import write_measured
 from distrib.cluster.topology import parse_topology, read_topology
+from distrib.cluster.uplinks import uplink_rate
 from distrib_launch.cli import topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
 
@@ -56,7 +56,7 @@ def test_the_tree_of_a_dgx_pod():
         "mlx5_[0-1]: 2 x HDR InfiniBand, 25 GB/s each, GPUDirect RDMA, near GPU 0-1, PCIe4 x16",
         "rack1: dgx[01-08], 2:1 oversubscribed",
         "2:1 oversubscribed: 95 GB/s a host when all send",
-        "ok   memory 2 TiB is 3.4 times the GPUs' 640 GB",
+        "ok   the NICs read GPU memory directly",
     ):
         assert line in text
     assert "\x1b" not in text
@@ -68,8 +68,7 @@ def test_the_tree_of_a_host_without_nvswitch_names_the_pairs():
 
 
 def test_rules_that_are_not_kept_are_shown():
-    assert "look memory 48 GiB is 1.6 times the GPUs' 32 GB; give" in shown("-H", EXAMPLES / "mixed-gpus.txt")
-    assert "though they could do PCIe4 x16" in shown("-H", EXAMPLES / "one-machine.txt")
+    assert "though they support PCIe4 x16" in shown("-H", EXAMPLES / "one-machine.txt")
 
 
 def test_hosts_without_a_topology_are_listed():
@@ -101,9 +100,9 @@ def test_links_that_probe_has_measured_keep_the_names_that_were_given_to_them(tm
         "nodes:\n  - hosts: a\n    gpus: {kind: A100 PCIe, count: 4}\n    links: {pcie: PCIe4 x16}\n"
     )
 
-    def found(host: str, gpus: int, joined: Any) -> tuple[InsideLink, ...]:
+    def found(host: str, gpus: int, joined: Any) -> tuple[IntraNodeLinkMeasurement, ...]:
         return tuple(
-            InsideLink(host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink" if joined(a, b) else "PCIe peer",
+            IntraNodeLinkMeasurement(host=host, source=f"gpu{a}", target=f"gpu{b}", path="NVLink" if joined(a, b) else "PCIe peer",
                        bandwidth_bytes_per_second=45e9 if joined(a, b) else 20e9, variation=0.01)
             for a in range(gpus) for b in range(gpus) if a != b
         )  # fmt: skip
@@ -111,13 +110,13 @@ def test_links_that_probe_has_measured_keep_the_names_that_were_given_to_them(tm
     mesh = {(a, b) for a, b in ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3), (4, 7), (5, 6), (6, 7))}
     inside = found("dgx1-01", 8, lambda a, b: (min(a, b), max(a, b)) in mesh)
     write_measured(
-        tmp_path / "dgx1-v100-edr.yaml", Measured(when="2026", software={}, hosts=("dgx1-01",), inside=inside)
+        tmp_path / "dgx1-v100-edr.yaml", Measurements(when="2026", software={}, hosts=("dgx1-01",), inside=inside)
     )
     text = shown("-H", "dgx1-v100-edr.txt", "--plot", "picture.svg", cwd=tmp_path)
     assert "GPU to GPU: NVLink2 x2, 50 GB/s, 45 GB/s measured" in text
     assert "GPU to GPU: PCIe peer, 20 GB/s measured" in text
     bridged = found("a", 4, lambda a, b: a // 2 == b // 2)
-    write_measured(tmp_path / "a.yaml", Measured(when="2026", software={}, hosts=("a",), inside=bridged))
+    write_measured(tmp_path / "a.yaml", Measurements(when="2026", software={}, hosts=("a",), inside=bridged))
     text = shown("--topology", "a.yaml", "--plot", "picture.svg", cwd=tmp_path)
     assert "GPU to GPU: NVLink, 45 GB/s measured" in text  # of PCIe's nominal rate nothing is said
     assert "GPU to GPU: PCIe peer, 31.5 GB/s, 20 GB/s measured" in text
@@ -130,18 +129,20 @@ def lab(tmp_path: Path) -> Path:
     (tmp_path / "lab.yaml").write_text(nodes)
     hosts = ("n1", "n2", "n3", "n4")
     pairs = tuple(
-        PairLink(source=a, target=b, way="mpi", load="alone", latency_seconds=2e-5, variation=0.01,
+        LinkMeasurement(source=a, target=b, transport="mpi", load="alone", latency_seconds=2e-5, variation=0.01,
                  bandwidth_bytes_per_second=0.5e9 if (a, b) == ("n3", "n1") else 1.1e9)
         for a in hosts for b in hosts if a != b
     )  # fmt: skip
     inside = tuple(
-        InsideLink(host=host, source=a, target=b, bandwidth_bytes_per_second=12e9, variation=0.01, path="PCIe")
+        IntraNodeLinkMeasurement(
+            host=host, source=a, target=b, bandwidth_bytes_per_second=12e9, variation=0.01, path="PCIe"
+        )
         for host in hosts
         for a, b in (("memory", "gpu0"), ("gpu0", "memory"))
     )
     write_measured(
         tmp_path / "lab.yaml",
-        Measured(when="2026-11-20T05:00:00Z", software={}, hosts=hosts, pairs=pairs, inside=inside),
+        Measurements(when="2026-11-20T05:00:00Z", software={}, hosts=hosts, pairs=pairs, inside=inside),
     )
     return tmp_path
 
@@ -173,7 +174,7 @@ def test_hosts_that_only_one_of_the_files_knows(lab):
     [
         ("nodes: [\n", "lab.yaml:2: is not valid YAML: "),
         ("nodes:\n  - hosts: n[1-4]\n    nics: [{name: e, rate: 10gb/s}]\n", "lab.yaml:3: $.nodes[0].nics[0].rate: '10gb/s'"),
-        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes` stands here twice"),
+        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes` is duplicate"),
         ("\0", "lab.yaml:1: contains NUL bytes"),
     ],
 )  # fmt: skip
@@ -198,7 +199,7 @@ def test_a_png_and_bad_pictures(lab):
     shown("-H", "lab.txt", "--plot", "cluster.png", cwd=lab)
     assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
     for name, what in [
-        ("cluster.bmp", "unsupported file type; name a file that ends in .svg, .png, .pdf"),
+        ("cluster.bmp", "unsupported file type .bmp; name a file that ends in .svg, .png, .pdf"),
         ("none/cluster.svg", "there is no folder none; name another file"),
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)

@@ -154,12 +154,12 @@ def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
 
 
 def _with_hop(curve: Curve) -> Curve:
-    return link_curve.line(curve.latency_seconds + GLOO_HOP_SECONDS, curve.large_bytes_per_second)
+    return link_curve.linear_curve(curve.latency_seconds + GLOO_HOP_SECONDS, curve.large_bytes_per_second)
 
 
 @functools.lru_cache(maxsize=256)
 def _by_count(collectives: tuple[Collective, ...]) -> tuple[tuple[int, Curve], ...]:
-    found = {each.ranks: link_curve.measured(each.curve) for each in collectives}
+    found = {each.ranks: link_curve.measured_curve(each.curve) for each in collectives}
     return tuple((count, curve) for count, curve in sorted(found.items()) if curve is not None)
 
 

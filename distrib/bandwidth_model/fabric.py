@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth_model.bottleneck import Wire, between, inside_of
+from distrib.bandwidth_model.bottleneck import RingLink, slowest_between_hosts, slowest_inside_host
 from distrib.bandwidth_model.workload import Workload
 from distrib.bandwidth_model.workload_catalog import scaled_error, times_as_long
 from distrib.cluster.hardware_catalog import GpuSpec, find_gpu
-from distrib.cluster.links import inside_link
+from distrib.cluster.links import intra_node_link
 from distrib.cluster.measurements import Collective
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -42,8 +42,8 @@ class Fabric(msgspec.Struct, frozen=True, kw_only=True):
     ranks_per_processor: float
     """On the machine where they are most, counting all of the job's hosts that it is; 0 where nobody says. Of a host's own
     processors, also where ranks compute on GPUs."""
-    wire: Wire | None
-    inside: Wire | None
+    wire: RingLink | None
+    inside: RingLink | None
     collectives: tuple[Collective, ...] = ()
     """All-reduces measured over hosts of this cluster."""
     memory_bytes_per_second: float | None = None
@@ -107,7 +107,7 @@ def find_fabric(
     gpus = workload.device != "cpu"
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
-    wire = between(topology, names, gpus=gpus) if count > 1 else None
+    wire = slowest_between_hosts(topology, names, gpus=gpus) if count > 1 else None
     inside = _inside(topology, names, workload, each) if most > 1 else None
     slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
     notes += said
@@ -187,7 +187,7 @@ def _names(
 # What else is known
 
 
-def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]) -> Wire:
+def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]) -> RingLink:
     """The slowest of what joins the ranks inside the hosts, looked at once for hosts that are built alike."""
     places = topology.places if topology else {}
     most: dict[int | None, tuple[int, str]] = {}
@@ -196,7 +196,9 @@ def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workloa
         if ranks > max(1, most.get(kind, (0, ""))[0]):
             most[kind] = ranks, host
     # All of the named hosts may have one rank, and those that are like them more.
-    wires = [inside_of(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]]
+    wires = [
+        slowest_inside_host(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]
+    ]
     return min(wires, key=lambda wire: wire.bytes_per_second)
 
 
@@ -227,7 +229,7 @@ def _slowness(
     )
 
 
-def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each: int) -> tuple[Collective, ...]:
+def _collectives(topology: Topology | None, wire: RingLink | None, gpus: bool, each: int) -> tuple[Collective, ...]:
     """The all-reduces that probe measured with the backend that training uses, fewest ranks first.
 
     Those with as many ranks on each host, where there are any; else those with one; else all. One over hosts whose slowest
@@ -250,17 +252,17 @@ def _collectives(topology: Topology | None, wire: Wire | None, gpus: bool, each:
     return tuple(one for one in over if one)
 
 
-def _over(topology: Topology, collective: Collective, wire: Wire) -> Collective | None:
+def _over(topology: Topology, collective: Collective, wire: RingLink) -> Collective | None:
     """What an all-reduce would take if `wire` were the slowest link of its hosts; None where nothing is known of theirs."""
     try:
-        own = between(topology, collective.hosts, gpus=collective.backend == "nccl")
+        own = slowest_between_hosts(topology, collective.hosts, gpus=collective.backend == "nccl")
     except ConfigError:
         return None
     factor = own.bytes_per_second / wire.bytes_per_second
     return collective if abs(factor - 1) <= SAME else _faster(collective, own, factor)
 
 
-def _faster(collective: Collective, wire: Wire, factor: float) -> Collective:
+def _faster(collective: Collective, wire: RingLink, factor: float) -> Collective:
     """What an all-reduce would take if the wire took `factor` times as long for each byte."""
     n = collective.ranks
     points = []
@@ -308,7 +310,7 @@ def _machine_of(topology: Topology | None, names: tuple[str, ...]) -> str:
 def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None, gpus: bool) -> float | None:
     if gpus:
         return spec.memory_bandwidth_bytes_per_second.value if spec else None
-    ways = [inside_link(topology, host, "memory", "memory") for host in names[:1]] if topology else []
+    ways = [intra_node_link(topology, host, "memory", "memory") for host in names[:1]] if topology else []
     return min((way.bandwidth_bytes_per_second for way in ways if way), default=None)
 
 

@@ -9,9 +9,9 @@ import msgspec
 
 from distrib.bandwidth_model.fabric import IMAGINED
 from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
-from distrib.cluster.links import switch_oversubscription
-from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup
+from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
+from distrib.cluster.uplinks import switch_oversubscription
 from distrib.errors import ConfigError
 
 GPUS_PER_NODE = 8
@@ -29,7 +29,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     price: float | None = None
 
 
-def parse_network(text: str, gpudirect: bool | None, option: str = "--network") -> Network:
+def parse_network_option(text: str, gpudirect: bool | None, option: str = "--network") -> Network:
     """Raises ConfigError for what is no network."""
     name, priced, price = text.partition("=")
     name = name.strip()
@@ -83,7 +83,7 @@ def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network
     spec = find_gpu(gpu) if gpu else None
     links = None
     if spec and (spec.nvlink or spec.pcie):
-        links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
+        links = IntraNodeLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie)
     group = NodeGroup(
         hosts=",".join(f"[{host}]" if ":" in host else host for host in hosts),
         gpus=Gpus(count=ranks_per_node, kind=gpu) if gpu else None,
@@ -117,7 +117,7 @@ def changed(topology: Topology, gpu: str | None, network: Network | None, gpudir
         try:
             if gpu and group.gpus and group.gpus.count:
                 spec = find_gpu(gpu)
-                links = InsideLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie) if spec else None
+                links = IntraNodeLinks(nvlink=spec.nvlink, nvswitch=bool(spec.nvlink), pcie=spec.pcie) if spec else None
                 gpus = Gpus(count=group.gpus.count, kind=gpu)
                 group = msgspec.structs.replace(group, gpus=gpus, links=links)
             if network:

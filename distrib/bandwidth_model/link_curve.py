@@ -64,12 +64,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         return math.exp(_cubic(self.logs[place - 1], self.logs[place], log))
 
 
-def line(latency_seconds: float, bandwidth_bytes_per_second: float) -> Curve:
+def linear_curve(latency_seconds: float, bandwidth_bytes_per_second: float) -> Curve:
     """Hockney's model: a latency, and a bandwidth beyond it."""
     return Curve(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth_bytes_per_second)
 
 
-def measured(
+def measured_curve(
     points: Iterable[Point], *, latency_seconds: float | None = None, bandwidth: float | None = None
 ) -> Curve | None:
     """Through measured points, between them by log-log interpolation; None where there are fewer than two.

@@ -125,7 +125,7 @@ def question(options: argparse.Namespace, host_filter: HostFilter) -> Question:
     choices = _taking_part(listed, topology, host_filter)
     there = first_kind(topology, [choice.host.name for choice in choices])
     workload = workload_of(options.workload, gpu, there, options.batch, hint="add --gpu, such as A100")
-    network = hypothetical.parse_network(options.network, gpudirect) if options.network is not None else None
+    network = hypothetical.parse_network_option(options.network, gpudirect) if options.network is not None else None
     networks = _compared_networks(options.compare, gpudirect) if options.compare is not None else []
     hosts = _ranks(choices, listed, topology, workload)
     most = options.ranks_per_node or max(hosts.values(), default=0)
@@ -180,7 +180,7 @@ def _compared_networks(given: str, gpudirect: bool | None) -> list[Network]:
     texts = [text.strip() for text in given.split(",") if text.strip()]
     if not texts:
         raise ConfigError(f"--compare {given or repr(given)}: no network", hint="write such as 100GbE,HDR")
-    return [hypothetical.parse_network(text, gpudirect, "--compare") for text in texts]
+    return [hypothetical.parse_network_option(text, gpudirect, "--compare") for text in texts]
 
 
 def first_kind(topology: Topology | None, hosts: Iterable[str]) -> str | None:

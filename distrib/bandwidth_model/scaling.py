@@ -8,7 +8,7 @@ import msgspec
 
 from distrib.bandwidth_model import bucketing, collective_cost
 from distrib.bandwidth_model import step_timeline as steps
-from distrib.bandwidth_model.bottleneck import Wire
+from distrib.bandwidth_model.bottleneck import RingLink
 from distrib.bandwidth_model.bucketing import GradientBucket
 from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric, find_fabric
@@ -409,7 +409,7 @@ def _losses(
     return tuple(sorted((loss for loss in losses if loss.seconds > 1e-9), key=lambda loss: -loss.seconds))
 
 
-def _link(fabric: Fabric) -> Wire | None:
+def _link(fabric: Fabric) -> RingLink | None:
     """The narrowest; on CPU hosts, whose ranks share memory, that between them."""
     links = [link for link in (fabric.wire, fabric.inside) if link]
     if fabric.wire and not fabric.gpus:

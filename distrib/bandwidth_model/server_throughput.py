@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from distrib.bandwidth_model import bucketing, collective_cost, step_timeline
-from distrib.bandwidth_model.bottleneck import Wire
+from distrib.bandwidth_model.bottleneck import RingLink
 from distrib.bandwidth_model.collective_cost import payload_of
 from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.step_timeline import Step
@@ -84,7 +84,7 @@ def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slownes
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 
-def _way_to_servers(fabric: Fabric) -> Wire | None:
+def _way_to_servers(fabric: Fabric) -> RingLink | None:
     wire = fabric.wire or fabric.inside
     if wire is None or wire.bytes_per_second <= SERVER_BYTES_PER_SECOND:
         return wire

@@ -53,7 +53,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
     note: str
 
 
-class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
+class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
     """A kind of link, one direction: the rate of one lane (PCIe), one link (NVLink) or one port (networks)."""
 
     name: str
@@ -70,7 +70,7 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known. `sources`: what the sources named in the figures are."""
 
     gpus: tuple[GpuSpec, ...]
-    links: tuple[LinkSpec, ...]
+    links: tuple[CatalogLink, ...]
     sources: dict[str, str]
 
 
@@ -136,7 +136,7 @@ def catalog() -> Catalog:
             for gpu in file.gpus
         ),
         links=tuple(
-            LinkSpec(
+            CatalogLink(
                 name=link.name,
                 kind=link.kind,
                 lanes=link.lanes,
@@ -188,7 +188,7 @@ def gpu_hint(kind: str) -> str:
 
 
 @functools.cache
-def links_by_name() -> dict[str, LinkSpec]:
+def catalog_links() -> dict[str, CatalogLink]:
     """Links by their names in lower case."""
     return {link.name.lower(): link for link in catalog().links}
 

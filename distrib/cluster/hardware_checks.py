@@ -1,104 +1,75 @@
-"""Rules of thumb: what a host should be so that its GPUs are kept busy, checked where the topology says enough.
-
-Memory and cores: Dettmers, How To Build and Use a Multi GPU System. Slots: what a data sheet promises comes only through a slot
-that lets it through.
-"""
+"""Hardware checks of a topology: PCIe slots of GPUs and NICs, and GPUDirect RDMA."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
-from distrib.cluster.link_spec import parse_bus
+from distrib.cluster.link_spec import LinkSpec
 from distrib.cluster.node import NodeGroup
-from distrib.units import format_rate, format_size
+from distrib.units import rate_text
+
+TOLERANCE = 0.99
+"""Rates within 1 % count as equal: data sheets round."""
 
 
-class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule and whether the hosts of a group keep it; `text` says with which figures, and what to do if not."""
+class HardwareCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """A check of a group of hosts; `text` gives the figures, and the advice if it failed."""
 
     rule: str
     kept: bool
     text: str
 
 
-def rules_of_thumb(group: NodeGroup) -> tuple[Rule, ...]:
-    """Every rule for which the group says enough."""
-    return tuple(rule for check in (_memory, _cores, _pcie, _nic_slots, _gpudirect) if (rule := check(group)))
+def check_hardware(group: NodeGroup) -> tuple[HardwareCheck, ...]:
+    """Run every check for which a group is described well enough.
+
+    Args:
+        group: Hosts of one kind.
+
+    Returns:
+        The results.
+    """
+    return (*_check_gpu_slots(group), *_check_nic_slots(group), *_check_gpudirect(group))
 
 
-def _memory(group: NodeGroup) -> Rule | None:
-    each = group.gpus.memory_bytes if group.gpus else None
-    if not group.gpus or not group.gpus.count or not each or not group.memory_bytes:
-        return None
-    together = each * group.gpus.count
-    kept = group.memory_bytes >= 2 * together
-    text = (
-        f"memory {_size(group.memory_bytes)} is {group.memory_bytes / together:.1f} times "
-        f"the GPUs' {format_size(together, digits=3, binary=False)}"
-    )
-    return Rule(
-        rule="memory", kept=kept, text=text + ("" if kept else "; give the host at least twice as much as its GPUs")
-    )
-
-
-def _cores(group: NodeGroup) -> Rule | None:
-    if not group.gpus or not group.gpus.count or not group.cores:
-        return None
-    kept = group.cores >= group.gpus.count
-    text = f"{group.cores} core{'s' if group.cores > 1 else ''} for {group.gpus.count} GPU(s)"
-    return Rule(
-        rule="cores", kept=kept, text=text + ("" if kept else "; each GPU's rank and its data loaders want one or more")
-    )
-
-
-def _pcie(group: NodeGroup) -> Rule | None:
-    if not group.links or not group.links.pcie or not group.gpus or not group.gpus.count:
-        return None
-    slot = parse_bus(group.links.pcie)
-    spec = group.gpus.spec
-    best = parse_bus(spec.pcie) if spec and spec.pcie else None
-    full = best.rate_bytes_per_second if best else slot.rate_bytes_per_second / slot.lanes * 16
-    kept = slot.rate_bytes_per_second >= full * 0.99
-    text = f"GPUs at {slot.spec.name} x{slot.lanes}, {_rate(slot.rate_bytes_per_second)}"
+def _check_gpu_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
+    slot = group.links.pcie_spec if group.links and group.gpus and group.gpus.count else None
+    if slot is None:
+        return
+    best = group.catalog_pcie or slot.with_lanes(16)
+    text = f"GPUs at {_slot_text(slot)}"
+    kept = slot.rate_bytes_per_second >= TOLERANCE * best.rate_bytes_per_second
     if not kept:
-        wanted = f"{best.spec.name} x{best.lanes}" if best else f"{slot.spec.name} x16"
-        text += (
-            f", though they could do {wanted}, {_rate(full)}; use other slots, or look for the board's lane settings"
-        )
-    return Rule(rule="PCIe", kept=kept, text=text)
+        text += f", though they support {_slot_text(best)}; use other slots, or look for the board's lane settings"
+    yield HardwareCheck(rule="PCIe", kept=kept, text=text)
 
 
-def _nic_slots(group: NodeGroup) -> Rule | None:
-    slots = [(nic, parse_bus(nic.pcie)) for nic in group.nics if nic.pcie]
-    if not slots:
-        return None
+def _check_nic_slots(group: NodeGroup) -> Iterator[HardwareCheck]:
+    slots = [(nic, nic.slot) for nic in group.nics if nic.slot]
     for nic, slot in slots:
-        if slot.rate_bytes_per_second < nic.link.rate_bytes_per_second * 0.99:
-            text = (
-                f"{nic.name} could do {_rate(nic.link.rate_bytes_per_second)}, but {slot.spec.name} x{slot.lanes} "
-                f"lets only {_rate(slot.rate_bytes_per_second)} through; give it a wider slot"
-            )
-            return Rule(rule="NIC slots", kept=False, text=text)
-    return Rule(rule="NIC slots", kept=True, text="each NIC's slot lets its whole rate through")
+        if slot.rate_bytes_per_second < TOLERANCE * nic.link.rate_bytes_per_second:
+            text = f"{nic.name} supports {rate_text(nic.link.rate_bytes_per_second)}, its slot {_slot_text(slot)}"
+            yield HardwareCheck(rule="NIC slots", kept=False, text=f"{text}; give it a wider slot")
+            return
+    if slots:
+        yield HardwareCheck(rule="NIC slots", kept=True, text="each NIC's slot is as fast as the NIC")
 
 
-def _gpudirect(group: NodeGroup) -> Rule | None:
-    able = [nic for nic in group.nics if nic.link.kind in ("infiniband", "roce")]
-    if not able or not group.gpus or not group.gpus.count or any(nic.gpudirect is None for nic in able):
-        return None
-    without = [nic.name for nic in able if not nic.gpudirect]
-    if not without:
-        return Rule(rule="GPUDirect", kept=True, text="the NICs read GPU memory themselves (GPUDirect RDMA)")
-    text = (
-        f"{', '.join(without)} without GPUDirect RDMA: gradients go through the host's memory; load nvidia_peermem, "
-        "and see that GPU and NIC share a PCIe switch"
-    )
-    return Rule(rule="GPUDirect", kept=False, text=text)
+def _check_gpudirect(group: NodeGroup) -> Iterator[HardwareCheck]:
+    nics = [nic for nic in group.nics if nic.link.kind in ("infiniband", "roce")]
+    if not nics or not group.gpus or not group.gpus.count or any(nic.gpudirect is None for nic in nics):
+        return
+    without = [nic.name for nic in nics if not nic.gpudirect]
+    text = "the NICs read GPU memory directly (GPUDirect RDMA)"
+    if without:
+        text = (
+            f"{', '.join(without)} without GPUDirect RDMA: gradients go through host memory; load nvidia_peermem, "
+            "and place GPU and NIC below one PCIe switch"
+        )
+    yield HardwareCheck(rule="GPUDirect", kept=not without, text=text)
 
 
-def _size(size_bytes: int) -> str:
-    return format_size(size_bytes, digits=4, binary=True)
-
-
-def _rate(rate: float) -> str:
-    return format_rate(rate, digits=3)
+def _slot_text(slot: LinkSpec) -> str:
+    return f"{slot.model.name} x{slot.lanes} ({rate_text(slot.rate_bytes_per_second)})"

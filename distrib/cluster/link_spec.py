@@ -9,7 +9,7 @@ import re
 import msgspec
 
 from distrib import units
-from distrib.cluster.hardware_catalog import LinkKind, LinkSpec, catalog, links_by_name
+from distrib.cluster.hardware_catalog import CatalogLink, LinkKind, catalog, catalog_links
 
 _BUS = re.compile(
     r"(?P<nv>nv[ -]?link)|pci[ -]?(express|e)",
@@ -37,13 +37,13 @@ KIND_NAMES: dict[LinkKind, str] = {
 _OLD = {"sdr": "8Gb/s", "ddr": "16Gb/s", "qdr": "32Gb/s"}
 
 
-class Link(msgspec.Struct, frozen=True, kw_only=True):
+class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A link, one direction. `rate` is nominal; `usable` and the latency are what the catalogue expects of it."""
 
     text: str
     """As it was written."""
     kind: LinkKind
-    spec: LinkSpec
+    model: CatalogLink
     """The catalogued link that it is, or the nearest of its kind where its rate is not a usual one."""
     lanes: int
     """PCIe lanes, or NVLinks; 1 for a port."""
@@ -51,8 +51,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usable_bytes_per_second(self) -> float:
-        own = self.rate_bytes_per_second * self.spec.usable.value
-        if self.rate_bytes_per_second == self.lanes * self.spec.rate_bytes_per_second.value:
+        own = self.rate_bytes_per_second * self.model.usable.value
+        if self.rate_bytes_per_second == self.lanes * self.model.rate_bytes_per_second.value:
             return own
         # Of a rate that is not a usual one: no more than the next faster port has.
         faster = [spec for spec in _ports(self.kind) if spec.rate_bytes_per_second.value > self.rate_bytes_per_second]
@@ -60,19 +60,19 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def latency_seconds(self) -> float:
-        return self.spec.latency_seconds.value
+        return self.model.latency_seconds.value
 
-    def with_lanes(self, lanes: int) -> Link:
+    def with_lanes(self, lanes: int) -> LinkSpec:
         """The same link, narrower or wider."""
         return msgspec.structs.replace(
             self,
-            text=f"{self.spec.name} x{lanes}",
+            text=f"{self.model.name} x{lanes}",
             lanes=lanes,
             rate_bytes_per_second=self.rate_bytes_per_second * lanes / self.lanes,
         )
 
 
-def parse_kind(text: str) -> LinkKind:
+def parse_network_kind(text: str) -> LinkKind:
     """InfiniBand, RoCE or Ethernet, in any case. Raises ValueError for anything else."""
     kind = _KINDS.get(re.sub(r"[ _-]", "", text.lower()))
     if kind is None:
@@ -83,7 +83,7 @@ def parse_kind(text: str) -> LinkKind:
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_bus(text: str) -> Link:
+def parse_bus_link(text: str) -> LinkSpec:
     """A link inside a host: `NVLink3 x12`, `NVLink 3.0`, `PCIe4 x16`, `PCIe Gen5 x8`. Raises ValueError."""
     stripped = text.strip()
     begin = _BUS.match(stripped)
@@ -92,7 +92,7 @@ def parse_bus(text: str) -> Link:
         raise ValueError(f"{_shown(text)} is no link inside a host; write such as NVLink3 x12 or PCIe4 x16")
     nvlink = bool(begin["nv"])
     name = f"{'NVLink' if nvlink else 'PCIe'}{match[1]}"
-    spec = links_by_name().get(name.lower())
+    spec = catalog_links().get(name.lower())
     if spec is None:
         known = [link.name for link in catalog().links if link.kind == ("nvlink" if nvlink else "pcie")]
         raise ValueError(f"{name} is not in the catalogue; it has {known[0]} to {known[-1]}")
@@ -101,14 +101,14 @@ def parse_bus(text: str) -> Link:
     if lanes not in widths:
         what = "1 to 36 links" if nvlink else "1, 2, 4, 8, 16 or 32 lanes"
         raise ValueError(f"{_shown(text)}: {KIND_NAMES[spec.kind]} has {what}, not {lanes}")
-    return Link(
-        text=stripped, kind=spec.kind, spec=spec, lanes=lanes,
+    return LinkSpec(
+        text=stripped, kind=spec.kind, model=spec, lanes=lanes,
         rate_bytes_per_second=spec.rate_bytes_per_second.value * lanes,
     )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024)
-def parse_network(text: str, kind: LinkKind | None = None) -> Link:
+def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
     """A port of a network: `HDR`, `IB NDR`, `10 GbE`, `100Gb/s`; `kind` is needed where only a rate is given.
 
     Raises ValueError for anything else, for a rate of zero, and where rate and kind contradict each other.
@@ -121,7 +121,7 @@ def parse_network(text: str, kind: LinkKind | None = None) -> Link:
     match = _INFINIBAND.fullmatch(stripped)
     if match:
         name = (match[1] + re.sub(r"[ -]", "", match[2] or "")).lower()
-        spec = links_by_name().get(name)
+        spec = catalog_links().get(name)
         if spec is None:
             known = [link.name for link in catalog().links if link.kind == "infiniband"]
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
@@ -133,8 +133,12 @@ def parse_network(text: str, kind: LinkKind | None = None) -> Link:
             raise ValueError(f"{_shown(text)} is no InfiniBand rate in the catalogue; {hint}")
         if kind not in (None, "infiniband"):
             raise ValueError(f"{spec.name} is a rate of InfiniBand, not of {KIND_NAMES[kind]}; write one or the other")
-        return Link(
-            text=stripped, kind="infiniband", spec=spec, lanes=1, rate_bytes_per_second=spec.rate_bytes_per_second.value
+        return LinkSpec(
+            text=stripped,
+            kind="infiniband",
+            model=spec,
+            lanes=1,
+            rate_bytes_per_second=spec.rate_bytes_per_second.value,
         )
     rate = units.parse_rate(stripped)
     if rate <= 0:
@@ -145,27 +149,29 @@ def parse_network(text: str, kind: LinkKind | None = None) -> Link:
         kind = kind or "ethernet"
     if kind is None:
         raise ValueError(f"{_shown(text)} leaves open what it is; say `kind: InfiniBand`, RoCE or Ethernet")
-    return Link(text=stripped, kind=kind, spec=_nearest(kind, rate), lanes=1, rate_bytes_per_second=rate)
+    return LinkSpec(text=stripped, kind=kind, model=_nearest(kind, rate), lanes=1, rate_bytes_per_second=rate)
 
 
-def parse_uplink(text: str) -> float:
+def parse_uplink_rate(text: str) -> float:
     """Bytes per second of what leads out of a switch: `800Gb/s`, `4 x HDR`, `2x 100GbE`. Raises ValueError."""
     match = _TIMES.match(text.strip())
     count, rest = (int(match[1]), text.strip()[match.end() :]) if match else (1, text)
-    rate = parse_network(rest, None if re.match(r"[A-Za-z]|.*bE$", rest.strip()) else "ethernet").rate_bytes_per_second
+    rate = parse_network_link(
+        rest, None if re.match(r"[A-Za-z]|.*bE$", rest.strip()) else "ethernet"
+    ).rate_bytes_per_second
     if not count:
         raise ValueError(f"{_shown(text)}: no uplinks at all; leave `uplink` out")
     return count * rate
 
 
-def _nearest(kind: LinkKind, rate: float) -> LinkSpec:
+def _nearest(kind: LinkKind, rate: float) -> CatalogLink:
     """The catalogued link of a kind whose rate this is, else the next slower, else the slowest."""
     known = _ports(kind)
     slower = [link for link in known if link.rate_bytes_per_second.value <= rate * 1.01]
     return slower[-1] if slower else known[0]
 
 
-def _ports(kind: LinkKind) -> list[LinkSpec]:
+def _ports(kind: LinkKind) -> list[CatalogLink]:
     """The catalogued ports of a kind of network, slowest first; none of what is inside hosts."""
     ports = (link for link in catalog().links if link.kind == kind and kind in _KINDS.values())
     return sorted(ports, key=lambda link: link.rate_bytes_per_second.value)

@@ -19,7 +19,7 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
     variation: float = 0.0
 
 
-class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class LinkMeasurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The way from one host to another.
 
     `way` is how the bytes went. `load` is what else went on meanwhile: nothing (`alone`), every other pair of its round
@@ -31,7 +31,7 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     source: str
     target: str
-    way: Literal["mpi", "tcp"]
+    transport: Literal["mpi", "tcp"] = msgspec.field(name="way")
     load: Literal["alone", "together", "bisection"]
     both_ways: bool = False
     interface: str | None = None
@@ -43,7 +43,9 @@ class PairLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     curve: tuple[Point, ...] = ()
 
 
-class InsideLink(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class IntraNodeLinkMeasurement(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """A way inside a host: `memory` copies, `gpuN` to or from `memory`, `gpuN` to `gpuM` or itself; `path` is NVLink, PCIe, ..."""
 
     host: str
@@ -76,13 +78,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     processors: int
 
 
-class Measured(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class Measurements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One probe: when (ISO 8601, UTC), with what software, of which hosts, and what it found."""
 
     when: str
     software: dict[str, str]
     hosts: tuple[str, ...]
     machines: tuple[Machine, ...] = ()
-    pairs: tuple[PairLink, ...] = ()
-    inside: tuple[InsideLink, ...] = ()
+    pairs: tuple[LinkMeasurement, ...] = ()
+    inside: tuple[IntraNodeLinkMeasurement, ...] = ()
     collectives: tuple[Collective, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements import Measurements
 from distrib.errors import TopologyError
 from distrib.utils import files
 
@@ -45,7 +45,7 @@ def split_measured(text: str) -> tuple[str, str, str]:
     return text[: match.start()], text[match.start() : end], text[end:]
 
 
-def encode_measured(measured: Measured, newline: str = "\n") -> str:
+def encode_measured(measured: Measurements, newline: str = "\n") -> str:
     """The part as it stands in a file."""
     lines = [MARK]
     built = msgspec.to_builtins(measured)
@@ -58,7 +58,7 @@ def encode_measured(measured: Measured, newline: str = "\n") -> str:
     return newline.join(lines) + newline
 
 
-def decode_measured(part: str) -> Measured | None:
+def decode_measured(part: str) -> Measurements | None:
     """The reverse of `encode_measured`; None for a part that was not written so, or has been edited since."""
     lines = part.splitlines()
     if not lines or lines[0] != MARK:
@@ -81,12 +81,12 @@ def decode_measured(part: str) -> Measured | None:
     values |= {key: f"[{','.join(lines)}]" for key, lines in items.items()}
     document = "{" + ",".join(f'"{key}":{value}' for key, value in values.items()) + "}"
     try:
-        return msgspec.json.decode(document, type=Measured)
+        return msgspec.json.decode(document, type=Measurements)
     except msgspec.DecodeError:
         return None
 
 
-def write_measured(path: str | os.PathLike[str], measured: Measured, description: str = "") -> None:
+def write_measured(path: str | os.PathLike[str], measured: Measurements, description: str = "") -> None:
     """Put the measured part into a topology file, or replace the one that is there; everything else stays as it is.
 
     Without a file, one is made of `description`, the text of a topology file, or of the hosts' names and nothing more. The file changes in one step or not at all.
@@ -99,10 +99,10 @@ def write_measured(path: str | os.PathLike[str], measured: Measured, description
 
 def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
     """Raises TopologyError where the file is such that `write_measured` could not put in what is measured of these hosts."""
-    _with_measured(Path(path), Measured(when="", software={}, hosts=tuple(hosts)), os.fspath(path))
+    _with_measured(Path(path), Measurements(when="", software={}, hosts=tuple(hosts)), os.fspath(path))
 
 
-def _with_measured(target: Path, measured: Measured, source: str, description: str = "") -> str:
+def _with_measured(target: Path, measured: Measurements, source: str, description: str = "") -> str:
     """The file's text with the measured part in it."""
     from distrib.cluster.topology import parse_topology
     from distrib.cluster.yaml_loader import read_topology_text

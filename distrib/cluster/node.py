@@ -1,11 +1,11 @@
-"""What one kind of host is made of: GPUs, the links inside, NUMA nodes and NICs, as a topology file describes them."""
+"""Nodes of a topology file: GPUs, intra-node links, NUMA nodes and NICs of one kind of host."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ from distrib import units
 from distrib.cluster.hardware_catalog import GpuSpec, LinkKind, find_gpu
 from distrib.cluster.host_expression import parse_expression, split_list
 from distrib.cluster.hosts import MAX_HOSTS, Notes, Place
-from distrib.cluster.link_spec import Link, parse_bus, parse_kind, parse_network
+from distrib.cluster.link_spec import LinkSpec, parse_bus_link, parse_network_kind, parse_network_link
 from distrib.cluster.yaml_loader import FieldError
 from distrib.errors import HostfileError
 
@@ -24,11 +24,11 @@ _INDEX = re.compile(r"([0-9]{1,4})(?: *- *([0-9]{1,4}))?")
 _NIC = re.compile(r"[A-Za-z0-9_.:-]{1,64}(\[[0-9,-]{1,40}\])?[A-Za-z0-9_.:-]{0,64}")
 
 Indices = int | str | tuple[int | str, ...]
-"""`0`, `0-3`, `0,2` or a list of these."""
+"""`0`, `0-3`, `0,2` or a list of them."""
 
 
 class Gpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The GPUs of one host, all of one kind; `memory` (`80GB`) only where the catalogue does not know the kind."""
+    """The GPUs of one host, all of one kind; `memory` (`80GB`) for kinds outside the catalogue."""
 
     count: int
     kind: str | None = None
@@ -36,29 +36,29 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __post_init__(self) -> None:
         if not 0 <= self.count <= MAX_GPUS:
-            raise FieldError("count", f"a count of GPUs is zero or more, at most {MAX_GPUS}, not {self.count}")
+            raise FieldError("count", f"count of GPUs is {self.count}, expected 0 to {MAX_GPUS}")
         if self.kind is not None and not self.kind.strip():
-            raise FieldError("kind", "this is empty; write such as A100-SXM4-80GB, or leave it out")
-        check_field("memory", units.parse_size, self.memory)
+            raise FieldError("kind", "is empty; write such as A100-SXM4-80GB, or leave it out")
+        validate_field("memory", units.parse_size, self.memory)
 
     @property
     def spec(self) -> GpuSpec | None:
-        """What the catalogue knows of the kind."""
+        """The catalogue entry of the kind; None if unknown."""
         return find_gpu(self.kind) if self.kind else None
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of one GPU."""
+        """Memory of one GPU; None if unknown."""
         if self.memory is not None:
             return units.parse_size(self.memory)
         return int(self.spec.memory_bytes.value) if self.spec else None
 
 
-class InsideLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IntraNodeLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """The links inside a host.
 
-    `nvlink`: generation and links of each GPU (`NVLink3 x12`). They lead to a switch (`nvswitch`), or to the other
-    GPUs: `pairs` says how many to each (`0-1: 2`), else they are shared out evenly. `pcie`: of each GPU (`PCIe4 x16`).
+    `nvlink`: generation and number of each GPU's links (`NVLink3 x12`). They lead to a switch (`nvswitch`), or to other GPUs: `pairs` has
+    the number for each pair (`0-1: 2`), without it they are divided evenly. `pcie`: the link of each GPU (`PCIe4 x16`).
     """
 
     nvlink: str | None = None
@@ -68,25 +68,42 @@ class InsideLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for field, text in (("nvlink", self.nvlink), ("pcie", self.pcie)):
-            check_field(field, functools.partial(_bus, field), text)
+            validate_field(field, functools.partial(_parse_bus_of_kind, field), text)
         if self.nvlink is None and (self.nvswitch or self.pairs):
             raise FieldError("nvswitch" if self.nvswitch else "pairs", "say `nvlink` too, such as NVLink3 x12")
         if self.nvswitch and self.pairs:
-            raise FieldError("pairs", "with an NVSwitch every GPU reaches every other; leave `pairs` out")
+            raise FieldError("pairs", "an NVSwitch connects all GPUs; leave `pairs` out")
         for pair, links in self.pairs.items():
             ends = _pair(pair)
             if ends is None:
-                raise FieldError(f"pairs.{pair}", f"{pair!r} is no pair of GPUs; write such as 0-3: 2")
+                raise FieldError(f"pairs.{pair}", f"{pair!r} is not a pair of GPUs; write such as 0-3: 2")
             if not 1 <= links <= 36:
-                raise FieldError(
-                    f"pairs.{pair}", f"a pair has from 1 to 36 links, not {links}; leave out pairs without"
-                )
+                raise FieldError(f"pairs.{pair}", f"{links} links, expected 1 to 36; leave out pairs without links")
         if len({_pair(pair) for pair in self.pairs}) < len(self.pairs):
             raise FieldError("pairs", "a pair of GPUs is named twice; name it once, with all its links")
 
+    @functools.cached_property
+    def nvlink_spec(self) -> LinkSpec | None:
+        """All NVLinks of one GPU."""
+        return parse_bus_link(self.nvlink) if self.nvlink else None
+
+    @functools.cached_property
+    def pcie_spec(self) -> LinkSpec | None:
+        """The PCIe link of one GPU."""
+        return parse_bus_link(self.pcie) if self.pcie else None
+
     def links_of_pair(self, first: int, second: int, count: int) -> int:
-        """How many NVLinks join two of `count` GPUs."""
-        link = parse_bus(self.nvlink) if self.nvlink else None
+        """Count the NVLinks between two GPUs.
+
+        Args:
+            first: Index of a GPU.
+            second: Index of another GPU.
+            count: GPUs of the host.
+
+        Returns:
+            The number of links.
+        """
+        link = self.nvlink_spec
         if link is None or first == second:
             return 0
         if self.nvswitch:
@@ -98,22 +115,22 @@ class InsideLinks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class Numa(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A NUMA node: its GPUs by index, its CPUs (`0-31`), its memory. They are numbered in the order of the file."""
+    """A NUMA node: GPUs by index, CPUs (`0-31`), memory. Nodes are numbered in the order of the file."""
 
     gpus: Indices | None = None
     cpus: Indices | None = None
     memory: str | None = None
 
     def __post_init__(self) -> None:
-        check_field("gpus", indices, self.gpus)
-        check_field("cpus", indices, self.cpus)
-        check_field("memory", units.parse_size, self.memory)
+        validate_field("gpus", indices, self.gpus)
+        validate_field("cpus", indices, self.cpus)
+        validate_field("memory", units.parse_size, self.memory)
 
 
-class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A port of a network card, or a range of equal ones (`mlx5_[0-3]`).
+class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """A NIC port, or a range of equal ones (`mlx5_[0-3]`).
 
-    `gpudirect`: whether it reads GPU memory itself (GPUDirect RDMA); None where nobody said. `gpus`: the nearest ones.
+    `gpudirect`: True for GPUDirect RDMA, None if not described. `gpus`: the nearest GPUs. `pcie`: the slot.
     """
 
     name: str
@@ -126,41 +143,52 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def __post_init__(self) -> None:
         if not _NIC.fullmatch(self.name):
-            raise FieldError("name", f"{self.name[:60]!r} is no name of a NIC; write such as eth0 or mlx5_[0-3]")
-        check_field("name", _nic_names, self.name)
-        check_field("kind", parse_kind, self.kind)
-        check_field("rate", lambda text: parse_network(text, self.given_kind), self.rate)
-        check_field("gpus", indices, self.gpus)
-        check_field("pcie", functools.partial(_bus, "pcie"), self.pcie)
+            raise FieldError(
+                "name", f"{self.name[:60]!r} is not a valid name of a NIC; write such as eth0 or mlx5_[0-3]"
+            )
+        validate_field("name", _nic_names, self.name)
+        validate_field("kind", parse_network_kind, self.kind)
+        validate_field("rate", lambda text: parse_network_link(text, self.given_kind), self.rate)
+        validate_field("gpus", indices, self.gpus)
+        validate_field("pcie", functools.partial(_parse_bus_of_kind, "pcie"), self.pcie)
         if self.gpudirect and self.link.kind == "ethernet":
             raise FieldError("gpudirect", "GPUDirect RDMA needs InfiniBand or RoCE; if this NIC does RoCE, say so")
 
-    @property
-    def given_kind(self) -> LinkKind | None:
-        return parse_kind(self.kind) if self.kind else None
+    @functools.cached_property
+    def slot(self) -> LinkSpec | None:
+        """The PCIe link of the slot; None if not described."""
+        return parse_bus_link(self.pcie) if self.pcie else None
 
     @property
-    def link(self) -> Link:
-        return parse_network(self.rate, self.given_kind)
+    def given_kind(self) -> LinkKind | None:
+        """The described kind of network; None if it follows from the rate."""
+        return parse_network_kind(self.kind) if self.kind else None
+
+    @functools.cached_property
+    def link(self) -> LinkSpec:
+        """The link of one port."""
+        return parse_network_link(self.rate, self.given_kind)
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names, ranges expanded."""
         return _nic_names(self.name)
 
     @property
     def near_gpus(self) -> tuple[int, ...]:
+        """The indices of the nearest GPUs."""
         return indices(self.gpus) if self.gpus is not None else ()
 
 
-class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hosts that are built alike; `hosts` is a name or a range such as `gpu[01-04]`, several with commas between.
+class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Hosts of one kind; `hosts` is a name, a range such as `gpu[01-04]`, or several with commas.
 
     `memory`, `cores` (physical) and `sockets` are those of one host.
     """
 
     hosts: str
     gpus: Gpus | None = None
-    links: InsideLinks | None = None
+    links: IntraNodeLinks | None = None
     sockets: int | None = None
     cores: int | None = None
     memory: str | None = None
@@ -168,8 +196,8 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nics: tuple[Nic, ...] = ()
 
     def __post_init__(self) -> None:
-        check_field("hosts", expand_hosts, self.hosts)
-        check_field("memory", units.parse_size, self.memory)
+        validate_field("hosts", expand_hosts, self.hosts)
+        validate_field("memory", units.parse_size, self.memory)
         for field in ("sockets", "cores"):
             value = getattr(self, field)
             if value is not None and not 1 <= value <= 100_000:
@@ -180,15 +208,36 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def host_names(self) -> tuple[str, ...]:
+        """The names, ranges expanded."""
         return expand_hosts(self.hosts)
 
     @property
     def memory_bytes(self) -> int | None:
+        """Memory of one host; None if not described."""
         return units.parse_size(self.memory) if self.memory else None
 
     @property
+    def nvlink_spec(self) -> LinkSpec | None:
+        """All NVLinks of one GPU: described, else the catalogue's if the file describes no links."""
+        if self.links:
+            return self.links.nvlink_spec
+        spec = self.gpus.spec if self.gpus else None
+        return parse_bus_link(spec.nvlink) if spec and spec.nvlink else None
+
+    @property
+    def pcie_spec(self) -> LinkSpec | None:
+        """The PCIe link of one GPU: described, else the catalogue's."""
+        return (self.links.pcie_spec if self.links else None) or self.catalog_pcie
+
+    @property
+    def catalog_pcie(self) -> LinkSpec | None:
+        """The PCIe link that the catalogue has for the GPUs."""
+        spec = self.gpus.spec if self.gpus else None
+        return parse_bus_link(spec.pcie) if spec and spec.pcie else None
+
+    @functools.cached_property
     def each_nic(self) -> tuple[Nic, ...]:
-        """The NICs, ranges written out."""
+        """The NICs, ranges expanded."""
         return tuple(msgspec.structs.replace(nic, name=name) for nic in self.nics for name in nic.names)
 
     def _check_nics(self) -> None:
@@ -221,14 +270,14 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise FieldError(field, f"there is no GPU {max(gpus)} here; {there}")
 
     def _check_pairs(self) -> None:
-        if not self.links or not self.links.nvlink or not self.gpus or self.links.nvswitch:
+        if not self.links or not self.links.nvlink_spec or not self.gpus or self.links.nvswitch:
             return
-        link, count = parse_bus(self.links.nvlink), self.gpus.count
+        link, count = self.links.nvlink_spec, self.gpus.count
         if not self.links.pairs and count > 2 and link.lanes % (count - 1):
             raise FieldError(
                 "links.nvlink",
-                f"{link.lanes} links of a GPU cannot be shared out evenly to {count - 1} others; say `nvswitch: yes`, "
-                "or in `pairs` how many lead where",
+                f"{link.lanes} links of a GPU cannot be divided evenly by {count - 1} other GPUs; say `nvswitch: yes`, "
+                "or the links of each pair in `pairs`",
             )
         for gpu in range(count) if self.links.pairs else ():
             used = sum(self.links.links_of_pair(gpu, other, count) for other in range(count))
@@ -239,7 +288,17 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def expand_hosts(text: str) -> tuple[str, ...]:
-    """The hosts of `gpu[01-16],login1`, in order. Raises ValueError for what is no host, or twice there."""
+    """Expand `gpu[01-16],login1` to host names.
+
+    Args:
+        text: Host expressions without user and slots.
+
+    Returns:
+        The names in order.
+
+    Raises:
+        ValueError: A name is invalid or repeated.
+    """
     return _expand_hosts(text)
 
 
@@ -258,29 +317,43 @@ def _expand_hosts(text: str) -> tuple[str, ...]:
                 if len(found) > MAX_HOSTS:
                     raise ValueError(f"more than {MAX_HOSTS:,} hosts; look for a range with too many digits")
     except HostfileError as error:
-        # Its place is a column of this text, which a person sees anyway.
+        # The message repeats the text, its column is not needed.
         raise ValueError(re.sub(r"^[:0-9]*: ", "", str(error))) from None
     return tuple(found.values())
 
 
-NAMED_MOST = 3
-NAMED_CHARACTERS = 100
-SHOWN_MOST = 8
+MAX_NAMED_HOSTS = 3
+MAX_FOLDED_CHARACTERS = 100
+MAX_SHOWN_HOSTS = 8
 
 
 def name_hosts(names: Iterable[str]) -> str:
-    """Hosts in a sentence: `n1, n2`, or from four on `n[1-100]`; of what would be long the first, and how many more."""
+    """Format hosts for a sentence: `n1, n2`, from four on `n[1-100]`; long lists end with the number of further hosts.
+
+    Args:
+        names: Host names.
+
+    Returns:
+        The text.
+    """
     names = list(dict.fromkeys(names))
-    if len(names) <= NAMED_MOST:
+    if len(names) <= MAX_NAMED_HOSTS:
         return ", ".join(names)
     folded = fold_hosts(names)
-    if len(folded) <= NAMED_CHARACTERS:
+    if len(folded) <= MAX_FOLDED_CHARACTERS:
         return folded
-    return ", ".join(names[:NAMED_MOST]) + f" and {len(names) - NAMED_MOST} more"
+    return ", ".join(names[:MAX_NAMED_HOSTS]) + f" and {len(names) - MAX_NAMED_HOSTS} more"
 
 
 def fold_hosts(names: Sequence[str]) -> str:
-    """`gpu[01-16]`, or the names with commas where they have no numbers."""
+    """Fold host names to ranges: `gpu[01-16]`.
+
+    Args:
+        names: Host names.
+
+    Returns:
+        The folded text; names with commas if they cannot be folded.
+    """
     from ClusterShell.NodeSet import NodeSet, NodeSetException
 
     if len(names) > 1:
@@ -292,22 +365,39 @@ def fold_hosts(names: Sequence[str]) -> str:
 
 
 def shown_hosts(names: Sequence[str]) -> str:
-    """The same where that is short, else the first of them and how many more."""
+    """Fold host names and shorten a long result to the first ones.
+
+    Args:
+        names: Host names.
+
+    Returns:
+        The text.
+    """
     folded = fold_hosts(names)
-    if len(folded) <= NAMED_CHARACTERS or len(names) <= SHOWN_MOST:
+    if len(folded) <= MAX_FOLDED_CHARACTERS or len(names) <= MAX_SHOWN_HOSTS:
         return folded
-    return ",".join(names[:SHOWN_MOST]) + f" and {len(names) - SHOWN_MOST} more"
+    return ",".join(names[:MAX_SHOWN_HOSTS]) + f" and {len(names) - MAX_SHOWN_HOSTS} more"
 
 
 def indices(value: Indices) -> tuple[int, ...]:
-    """`0-3` or `[0, 2]` as numbers. Raises ValueError for anything else, and for a number twice."""
+    """Parse indices: `0-3`, `0,2` or a list.
+
+    Args:
+        value: The field of a topology file.
+
+    Returns:
+        The numbers in order.
+
+    Raises:
+        ValueError: The text is invalid, or a number is repeated.
+    """
     parts = [str(part) for part in value] if isinstance(value, tuple) else str(value).split(",")
     found: list[int] = []
     for part in parts:
         match = _INDEX.fullmatch(part.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if first > last:
-            raise ValueError(f"{part[:40]!r} is no number or range of numbers; write such as 0-3 or [0, 2]")
+            raise ValueError(f"{part[:40]!r} is not a number or range of numbers; write such as 0-3 or [0, 2]")
         found += range(first, last + 1)
     if len(set(found)) < len(found):
         raise ValueError(f"{', '.join(parts)[:40]!r} names a number twice")
@@ -331,8 +421,8 @@ def _pair(text: str) -> tuple[int, int] | None:
     return first, second
 
 
-def _bus(field: str, text: str) -> Link:
-    link = parse_bus(text)
+def _parse_bus_of_kind(field: str, text: str) -> LinkSpec:
+    link = parse_bus_link(text)
     if link.kind != field:
         raise ValueError(
             f"{text!r} is a link of another kind; write such as {'PCIe4 x16' if field == 'pcie' else 'NVLink3 x12'}"
@@ -340,8 +430,17 @@ def _bus(field: str, text: str) -> Link:
     return link
 
 
-def check_field(field: str, parse: Any, value: Any) -> None:
-    """Parse a field that is there, so that a mistake is found when the file is read and named by its path."""
+def validate_field(field: str, parse: Callable[[Any], object], value: Any) -> None:
+    """Parse a field when the file is read, so that an error names the path of the field.
+
+    Args:
+        field: The name of the field.
+        parse: Raises ValueError for an invalid value.
+        value: The value, None if the field is missing.
+
+    Raises:
+        FieldError: The value is invalid.
+    """
     if value is None:
         return
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from distrib.cluster.measurements import PairLink
+from distrib.cluster.measurements import LinkMeasurement
 
 Pair = tuple[int, int]
 """Source and target, by index."""
@@ -124,7 +124,7 @@ def groups_of(hosts: Sequence[str], slowed: Collection[frozenset[str]]) -> list[
     return [tuple(sorted(each, key=hosts.index)) for each in members.values()]
 
 
-def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
+def rates_alone(pairs: Iterable[LinkMeasurement]) -> dict[tuple[str, str, str], float]:
     """Estimate the rates of pairs that were only measured together and slowed by each other.
 
     The estimate is the minimum of what both hosts reached, and of the best single pair that leaves either group.
@@ -137,8 +137,8 @@ def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
     """
     found: dict[tuple[str, str, str], float] = {}
     every = list(pairs)
-    for way in {pair.way for pair in every}:
-        mine = [pair for pair in every if pair.way == way]
+    for transport in {pair.transport for pair in every}:
+        mine = [pair for pair in every if pair.transport == transport]
         own: dict[str, float] = {}
         alone: dict[frozenset[str], float] = {}
         for pair in mine:
@@ -147,7 +147,7 @@ def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
             if pair.load == "alone":
                 ends = frozenset((pair.source, pair.target))
                 alone[ends] = max(alone.get(ends, 0.0), pair.bandwidth_bytes_per_second)
-        slowed: list[PairLink] = []
+        slowed: list[LinkMeasurement] = []
         for pair in mine:
             by_itself = alone.get(frozenset((pair.source, pair.target))) or min(own[pair.source], own[pair.target])
             if pair.load == "together" and pair.bandwidth_bytes_per_second < SLOWED * by_itself:
@@ -164,5 +164,5 @@ def rates_alone(pairs: Iterable[PairLink]) -> dict[tuple[str, str, str], float]:
         for pair in slowed:
             if frozenset((pair.source, pair.target)) not in alone and of[pair.source] != of[pair.target]:
                 rates = (min(own[host], leaving.get(of[host], 0.0)) for host in (pair.source, pair.target))
-                found[pair.source, pair.target, way] = min(rates)
+                found[pair.source, pair.target, transport] = min(rates)
     return found

@@ -18,23 +18,24 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import datetime, timezone
+from typing import TypeVar, cast
 
 import msgspec
 
 from distrib import units
 from distrib.cluster.hosts import HostList
-from distrib.cluster.link_spec import parse_uplink
-from distrib.cluster.measurements import Measured, Point
+from distrib.cluster.link_spec import parse_uplink_rate
+from distrib.cluster.measurements import Measurements, Point
 from distrib.cluster.measurements_io import decode_measured, split_measured
-from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, check_field, expand_hosts, name_hosts
+from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup, Numa, expand_hosts, name_hosts, validate_field
 from distrib.cluster.yaml_loader import Document, FieldError, convert_document, parse_yaml, read_topology_text
 from distrib.errors import TopologyError
 
 __all__ = [
     "Gpus",
-    "InsideLinks",
+    "IntraNodeLinks",
     "Nic",
     "NodeGroup",
     "Numa",
@@ -45,10 +46,12 @@ __all__ = [
     "read_topology",
 ]
 
-MOST_BYTES_PER_SECOND = 1e15
-MOST_PROCESSORS = 1 << 16
-SHORTEST_SECONDS, LONGEST_SECONDS = 1e-12, 1e5
-"""What cannot have been measured is a slip of a unit or of a finger."""
+MAX_BYTES_PER_SECOND = 1e15
+MAX_CPUS = 1 << 16
+MIN_SECONDS, MAX_SECONDS = 1e-12, 1e5
+"""Values beyond these limits are errors of units or typing."""
+
+T = TypeVar("T")
 
 
 MAX_MEASUREMENT_AGE_DAYS = 180
@@ -71,9 +74,9 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         if not self.name.strip():
             raise FieldError("name", "a switch needs a name")
-        check_field("hosts", expand_hosts, self.hosts)
-        check_field("oversubscription", units.parse_ratio, self.oversubscription)
-        check_field("uplink", parse_uplink, self.uplink)
+        validate_field("hosts", expand_hosts, self.hosts)
+        validate_field("oversubscription", units.parse_ratio, self.oversubscription)
+        validate_field("uplink", parse_uplink_rate, self.uplink)
         if self.hosts is None and not self.switches:
             raise FieldError("name", f"nothing is on {self.name}; name its `hosts` or the `switches` below it")
         if self.uplink is not None and self.oversubscription is not None:
@@ -85,13 +88,13 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return expand_hosts(self.hosts) if self.hosts else ()
 
 
-class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """What stands in a topology file."""
 
     nodes: tuple[NodeGroup, ...]
     name: str | None = None
     switches: tuple[Switch, ...] = ()
-    measured: Measured | None = None
+    measured: Measurements | None = None
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -159,7 +162,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             key = f"switch {above.name}"
 
 
-class Topology(Description, frozen=True, kw_only=True, dict=True):
+class Topology(TopologyFile, frozen=True, kw_only=True, dict=True):
     """What the cluster is made of; `source` is the file it was read from."""
 
     source: str = ""
@@ -179,6 +182,21 @@ class Topology(Description, frozen=True, kw_only=True, dict=True):
                 switches = tuple(switch.name for switch in self.switches_above(host))
                 found[host.lower()] = number, above.setdefault(switches, switches)
         return found
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Compute a value once for this topology.
+
+        Args:
+            key: Identifies the value.
+            make: Computes it.
+
+        Returns:
+            The value.
+        """
+        values: dict[Hashable, object] = self.__dict__.setdefault("_cache", {})
+        if key not in values:
+            values[key] = make()
+        return cast(T, values[key])
 
     def group_of(self, host: str) -> NodeGroup | None:
         """What a host is made of, or None where the file does not know it."""
@@ -216,16 +234,16 @@ def parse_topology(text: str, source: str) -> Topology:
             return topology
     document = parse_yaml(text, source)
     _require_mapping(document)
-    return _finish(convert_document(document, Description), source)
+    return _finish(convert_document(document, TopologyFile), source)
 
 
-def _described(text: str, source: str, measured: Measured) -> Topology | None:
+def _described(text: str, source: str, measured: Measurements) -> Topology | None:
     """The topology that `text` describes, with its measured part; None where something is wrong and the whole must be read."""
     try:
         document = parse_yaml(text, source)
         if not isinstance(document.data, dict) or document.data.get("measured", 0) is not None:
             return None
-        description = convert_document(document, Description)
+        description = convert_document(document, TopologyFile)
     except TopologyError:
         return None
     if any(_wrong_in(measured, description._groups)):
@@ -233,7 +251,7 @@ def _described(text: str, source: str, measured: Measured) -> Topology | None:
     return _finish(msgspec.structs.replace(description, measured=measured), source)
 
 
-def _finish(description: Description, source: str) -> Topology:
+def _finish(description: TopologyFile, source: str) -> Topology:
     return Topology(
         nodes=description.nodes, name=description.name, switches=description.switches, measured=description.measured,
         source=source,
@@ -314,7 +332,7 @@ def _line(source: str, path: str) -> int:
         return 0
 
 
-def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tuple[str, str]]:
+def _wrong_in(measured: Measurements, groups: dict[str, NodeGroup]) -> Iterator[tuple[str, str]]:
     """What in a measured part cannot be, by path."""
     if strange := [host for host in measured.hosts if host.lower() not in groups]:
         yield (
@@ -332,7 +350,7 @@ def _wrong_in(measured: Measured, groups: dict[str, NodeGroup]) -> Iterator[tupl
                 yield f".machines[{number}].hosts", f"{host} is not among the hosts that were measured"
             if owners.setdefault(host.lower(), number) != number:
                 yield f".machines[{number}].hosts", f"{host} is machines[{owners[host.lower()]}] already"
-        if not 1 <= machine.processors <= MOST_PROCESSORS:
+        if not 1 <= machine.processors <= MAX_CPUS:
             yield f".machines[{number}].processors", f"{machine.processors} processors; no machine has that many"
     for number, pair in enumerate(measured.pairs):
         for field, host in (("source", pair.source), ("target", pair.target)):
@@ -364,12 +382,12 @@ def _wrong_numbers(
 ) -> Iterator[tuple[str, str]]:
     if not 0 < bandwidth < math.inf:
         yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth} is no rate; it must be more than zero"
-    elif not 1 <= bandwidth <= MOST_BYTES_PER_SECOND:
+    elif not 1 <= bandwidth <= MAX_BYTES_PER_SECOND:
         yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth:g} bytes per second; no link carries that"
     if latency is not None and not 0 <= latency < math.inf:
         yield f"{place}.latency_seconds", f"{latency} is no time; it must be zero or more"
-    elif latency is not None and latency > LONGEST_SECONDS:
+    elif latency is not None and latency > MAX_SECONDS:
         yield f"{place}.latency_seconds", f"{latency:g} seconds; no link takes that long"
     for number, point in enumerate(curve):
-        if point.size_bytes < 0 or not SHORTEST_SECONDS <= point.seconds <= LONGEST_SECONDS:
+        if point.size_bytes < 0 or not MIN_SECONDS <= point.seconds <= MAX_SECONDS:
             yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s cannot be"

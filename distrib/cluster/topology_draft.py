@@ -10,8 +10,8 @@ import yaml
 
 from distrib.cluster.hardware_catalog import find_gpu
 from distrib.cluster.inventory import Gpu, Interface, Inventory, RdmaPort
-from distrib.cluster.link_spec import parse_bus
-from distrib.cluster.node import Gpus, InsideLinks, Nic, NodeGroup, Numa, fold_hosts
+from distrib.cluster.link_spec import parse_bus_link
+from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup, Numa, fold_hosts
 from distrib.units import format_rate, format_size
 from distrib.utils.ranges import ranges
 
@@ -95,7 +95,7 @@ def _kind(gpus: Sequence[Gpu]) -> str | None:
     return next((kind for kind, _ in Counter(gpu.kind for gpu in gpus if gpu.kind).most_common(1)), None)
 
 
-def _links(gpus: Sequence[Gpu]) -> InsideLinks | None:
+def _links(gpus: Sequence[Gpu]) -> IntraNodeLinks | None:
     pcie = _narrowest(gpu.pcie for gpu in gpus)
     kind = _kind(gpus)
     spec = find_gpu(kind) if kind else None
@@ -112,11 +112,11 @@ def _links(gpus: Sequence[Gpu]) -> InsideLinks | None:
         nvlink = None  # they lead to nobody who is here
     if pcie is None and nvlink is None:
         return None
-    return InsideLinks(nvlink=nvlink, nvswitch=switched, pairs={} if switched else pairs, pcie=pcie)
+    return IntraNodeLinks(nvlink=nvlink, nvswitch=switched, pairs={} if switched else pairs, pcie=pcie)
 
 
 def _narrowest(buses: Iterable[str | None]) -> str | None:
-    return min((bus for bus in buses if bus), key=lambda bus: parse_bus(bus).rate_bytes_per_second, default=None)
+    return min((bus for bus in buses if bus), key=lambda bus: parse_bus_link(bus).rate_bytes_per_second, default=None)
 
 
 def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> tuple[Nic, ...]:

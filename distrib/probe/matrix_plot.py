@@ -6,7 +6,7 @@ import os
 import statistics
 from typing import Any
 
-from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements import Measurements
 from distrib.probe.probe_report import bus_bandwidth, digits, matrix, ranks_text, unit_of, usual_most
 from distrib.units import format_duration, format_size
 from distrib.utils import plotting
@@ -14,13 +14,13 @@ from distrib.utils import plotting
 LABELS_UP_TO = 40
 
 
-def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
+def draw(path: str | os.PathLike[str], measured: Measurements, way: str) -> None:
     """Draw `measured` into a file whose ending tells its kind. Raises ConfigError where that cannot be written."""
     name = os.fspath(path)
     plotting.check_plot_path(name)
     from matplotlib.figure import Figure
 
-    curves = [pair for pair in measured.pairs if pair.way == "mpi" and pair.curve]
+    curves = [pair for pair in measured.pairs if pair.transport == "mpi" and pair.curve]
     panels = 1 + bool(curves) + bool(measured.collectives)
     figure = Figure(figsize=(6.4 * panels, 5.4), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
@@ -33,7 +33,7 @@ def draw(path: str | os.PathLike[str], measured: Measured, way: str) -> None:
     plotting.save_figure(figure, name)
 
 
-def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
+def _heat_map(figure: Any, axes: Any, measured: Measurements, way: str) -> None:
     rates = matrix(measured, way)
     hosts = list(measured.hosts)
     top, exceeded = usual_most(rates.values()) if rates else (1.0, False)
@@ -61,7 +61,7 @@ def _heat_map(figure: Any, axes: Any, measured: Measured, way: str) -> None:
                     axes.text(column, row, digits(value), ha="center", va="center", color=colour, fontsize=8)
 
 
-def _curves(axes: Any, measured: Measured) -> None:
+def _curves(axes: Any, measured: Measurements) -> None:
     """Median of all links over a band from the fastest to the slowest."""
     from matplotlib.ticker import LogLocator
 
@@ -69,7 +69,7 @@ def _curves(axes: Any, measured: Measured) -> None:
     for load, both, label in kinds:
         by_size: dict[int, list[float]] = {}
         for pair in measured.pairs:
-            if pair.way == "mpi" and pair.load == load and pair.both_ways == both:
+            if pair.transport == "mpi" and pair.load == load and pair.both_ways == both:
                 for point in pair.curve:
                     by_size.setdefault(point.size_bytes, []).append(point.seconds)
         if by_size:
@@ -96,7 +96,7 @@ def _curves(axes: Any, measured: Measured) -> None:
     axes.legend()
 
 
-def _collectives(axes: Any, measured: Measured) -> None:
+def _collectives(axes: Any, measured: Measurements) -> None:
     for collective in measured.collectives:
         sizes = [point.size_bytes for point in collective.curve]
         rates = [bus_bandwidth(p.size_bytes, p.seconds, collective.ranks) * 8 / 1e9 for p in collective.curve]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements import Measurements
 from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, DistribError
 from distrib.utils import files
@@ -24,7 +24,7 @@ FEW = 0.5
 
 def look(
     path: str, listed: HostList, hosts: Collection[str], mode: Mode, *, without_gpus: bool = False
-) -> Measured | None:
+) -> Measurements | None:
     """What was measured earlier, of which is said what will be gone. Raises TopologyError where nothing could be written later.
 
     `without_gpus`: the ranks of this probe are shown no GPU.
@@ -50,7 +50,7 @@ def look(
     return earlier
 
 
-def _refuse_a_part(path: str, earlier: Measured | None, hosts: Collection[str]) -> None:
+def _refuse_a_part(path: str, earlier: Measurements | None, hosts: Collection[str]) -> None:
     """A probe of a few hosts must not take the place of one of many."""
     had = {(pair.source, pair.target) for pair in earlier.pairs} if earlier else set()
     left = [ends for ends in had if set(ends) <= set(hosts)]
@@ -61,7 +61,9 @@ def _refuse_a_part(path: str, earlier: Measured | None, hosts: Collection[str]) 
         )
 
 
-def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode: Mode, without_gpus: bool) -> list[str]:
+def _replaced(
+    path: str, earlier: Measurements | None, hosts: Collection[str], mode: Mode, without_gpus: bool
+) -> list[str]:
     """What the file has that this probe does not measure."""
     if earlier is None:
         return []
@@ -82,7 +84,7 @@ def _replaced(path: str, earlier: Measured | None, hosts: Collection[str], mode:
     return found
 
 
-def why_not(earlier: Measured | None, now: Measured, *, whole: bool, lost: Collection[str]) -> str:
+def why_not(earlier: Measurements | None, now: Measurements, *, whole: bool, lost: Collection[str]) -> str:
     """Why what the file has stays there; empty where what was measured now takes its place.
 
     A probe that lost some hosts does: its links are true. One without its end does not, nor one that measured next to

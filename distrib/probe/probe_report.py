@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distrib.cluster.measurements import Collective, Measured, PairLink
+from distrib.cluster.measurements import Collective, LinkMeasurement, Measurements
 from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import PairMeasurement, ProbeStarted, Record
 from distrib.units import format_duration, format_rate, format_size
@@ -22,17 +22,17 @@ CELL = 6
 SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
-def matrix(measured: Measured, way: str, load: str = "alone") -> dict[tuple[str, str], float]:
+def matrix(measured: Measurements, way: str, load: str = "alone") -> dict[tuple[str, str], float]:
     """Bytes per second by source and target; where a pair was not measured so, as it was together with others."""
     found: dict[tuple[str, str], float] = {}
     for wanted in (load, "together"):
         for pair in measured.pairs:
-            if (pair.way, pair.load, pair.both_ways, pair.network) == (way, wanted, False, None):
+            if (pair.transport, pair.load, pair.both_ways, pair.network) == (way, wanted, False, None):
                 found.setdefault((pair.source, pair.target), pair.bandwidth_bytes_per_second)
     return found
 
 
-def show(console: Console, measured: Measured, records: Sequence[Record], findings: Sequence[Finding]) -> None:
+def show(console: Console, measured: Measurements, records: Sequence[Record], findings: Sequence[Finding]) -> None:
     """Print everything."""
     start = next(record for record in records if isinstance(record, ProbeStarted))
     parts: list[RenderableType] = []
@@ -52,7 +52,7 @@ def show(console: Console, measured: Measured, records: Sequence[Record], findin
         console.print(part)
 
 
-def heat_map(measured: Measured, way: str, width: int) -> RenderableType:
+def heat_map(measured: Measurements, way: str, width: int) -> RenderableType:
     """Rates from each host (rows) to each other (columns), alone where that was measured."""
     rates = matrix(measured, way)
     hosts = measured.hosts
@@ -131,7 +131,7 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=None, pad_edge=False)
 
 
-def links_table(measured: Measured, records: Sequence[Record]) -> Table:
+def links_table(measured: Measurements, records: Sequence[Record]) -> Table:
     """A line for each way, load and direction: what is usual, the slowest, and how sure that is."""
     unit, name = unit_of(max((pair.bandwidth_bytes_per_second for pair in measured.pairs), default=0.0))
     # Narrow enough for 80 columns: one unit for all, and what is counted of something, beside it.
@@ -165,16 +165,16 @@ def _variation(seen: Sequence[PairMeasurement]) -> str:
     return f"{statistics.median(known):.1%}" if known else "-"
 
 
-def _kind(pair: PairLink | PairMeasurement) -> tuple[str, str, bool, str]:
-    transport = pair.way if isinstance(pair, PairLink) else pair.transport
+def _kind(pair: LinkMeasurement | PairMeasurement) -> tuple[str, str, bool, str]:
+    transport = pair.transport
     return transport, pair.load, pair.both_ways, pair.network or ""
 
 
-def curve_table(measured: Measured) -> Table | None:
+def curve_table(measured: Measurements) -> Table | None:
     """Times against size over MPI: median of all links, fastest and slowest; alone, where a size was measured so."""
     by_size: dict[int, dict[str, list[float]]] = {}
     for pair in measured.pairs:
-        if pair.way == "mpi" and pair.load != "bisection" and not pair.both_ways:
+        if pair.transport == "mpi" and pair.load != "bisection" and not pair.both_ways:
             for point in pair.curve:
                 by_size.setdefault(point.size_bytes, {}).setdefault(pair.load, []).append(point.seconds)
     if not by_size:
@@ -194,7 +194,7 @@ def curve_table(measured: Measured) -> Table | None:
     return table
 
 
-def collective_table(measured: Measured) -> Table:
+def collective_table(measured: Measurements) -> Table:
     """Bus bandwidth of all-reduce by size and count of hosts (nccl-tests: size / seconds x 2 (n - 1) / n)."""
     backend = measured.collectives[0].backend
     table = _table(f"all-reduce over {backend}, bus bandwidth")
@@ -225,7 +225,7 @@ def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
     return size_bytes / seconds * 2 * (ranks - 1) / ranks
 
 
-def inside_table(measured: Measured) -> Table:
+def inside_table(measured: Measurements) -> Table:
     """Ways inside hosts: what is usual, and the slowest host."""
     table = _table("inside hosts")
     for column in ("from", "to", "path", "median", "slowest"):
@@ -240,7 +240,7 @@ def inside_table(measured: Measured) -> Table:
     return table
 
 
-def findings_text(findings: Sequence[Finding], measured: Measured, width: int) -> Text:
+def findings_text(findings: Sequence[Finding], measured: Measurements, width: int) -> Text:
     """The findings, each with its evidence and what to do."""
     hosts = len(measured.hosts)
     if not findings and hosts > 1 and not measured.pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from distrib.cluster.measurements import Collective, InsideLink, Point
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, Point
 from distrib.probe.records import Facts, Gpu, LoadPattern
 from distrib.probe.settings import Mode, Transport
 
@@ -125,7 +125,7 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     arrived: Arrived | None = None
     retransmits: int = 0
     path_mtu: int | None = None
-    inside: tuple[InsideLink, ...] = ()
+    inside: tuple[IntraNodeLinkMeasurement, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     collectives: tuple[Collective, ...] = ()
     failed: str | None = None

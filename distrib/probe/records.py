@@ -10,7 +10,14 @@ from typing import Literal
 
 import msgspec
 
-from distrib.cluster.measurements import Collective, InsideLink, Machine, Measured, PairLink, Point
+from distrib.cluster.measurements import (
+    Collective,
+    IntraNodeLinkMeasurement,
+    LinkMeasurement,
+    Machine,
+    Measurements,
+    Point,
+)
 from distrib.probe.settings import Mode, Transport
 
 STREAM_STALLED, NEARLY_NOTHING = "the stream stalled", "nearly nothing arrived"
@@ -133,7 +140,7 @@ class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
 class IntraNodeMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
     """A way inside a host."""
 
-    link: InsideLink
+    link: IntraNodeLinkMeasurement
 
 
 class GpuLinkStates(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
@@ -236,7 +243,7 @@ def _joined(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ..
     return tuple(points[size] for size in sorted(points))
 
 
-def build_measured(records: Iterable[Record]) -> Measured | None:
+def build_measured(records: Iterable[Record]) -> Measurements | None:
     """What the topology file keeps of a probe; None where nothing was measured."""
     kept = list(records)
     start = next((r for r in kept if isinstance(r, ProbeStarted)), None)
@@ -244,7 +251,7 @@ def build_measured(records: Iterable[Record]) -> Measured | None:
         return None
     facts = {host.host: host for r in kept if isinstance(r, ProbeStarted) for host in r.facts}
     pairs = fastest_measurements(r for r in kept if isinstance(r, PairMeasurement) and r.load != "sharing")
-    return Measured(
+    return Measurements(
         when=start.when,
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
@@ -253,10 +260,10 @@ def build_measured(records: Iterable[Record]) -> Measured | None:
             for same in group_by_machine(facts.values())
         ),
         pairs=tuple(
-            PairLink(
+            LinkMeasurement(
                 source=seen.source,
                 target=seen.target,
-                way=seen.transport,
+                transport=seen.transport,
                 load=seen.load,  # type: ignore[arg-type]
                 both_ways=seen.both_ways,
                 interface=seen.interface or (facts[seen.source].interface if seen.source in facts else None),

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distrib.cluster.measurements import InsideLink
+from distrib.cluster.measurements import IntraNodeLinkMeasurement
 from distrib.probe.bench import statistics
 from distrib.probe.protocol import first_line
 from distrib.utils.cpus import read_cpu_list
@@ -32,7 +32,7 @@ WARM = 3
 
 def measure(
     host: str, seconds: float, *, memory: bool = True, backwards: bool = True, deadline: float = float("inf")
-) -> tuple[tuple[InsideLink, ...], tuple[str, ...]]:
+) -> tuple[tuple[IntraNodeLinkMeasurement, ...], tuple[str, ...]]:
     """The ways inside this host, and what could not be measured of them.
 
     Each way from, to and between GPUs takes about `seconds`; none is begun after `deadline` (monotonic seconds). Without
@@ -55,7 +55,7 @@ def measure(
     return tuple(found), problems
 
 
-def _memory(host: str) -> InsideLink:
+def _memory(host: str) -> IntraNodeLinkMeasurement:
     """One thread's memory copy, larger than the caches of most processors."""
     source, target = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
     target[:] = source
@@ -70,7 +70,7 @@ def _memory(host: str) -> InsideLink:
 
 def gpu_links(
     host: str, torch: Any, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
-) -> tuple[list[InsideLink], tuple[str, ...]]:
+) -> tuple[list[IntraNodeLinkMeasurement], tuple[str, ...]]:
     """Copies between pinned memory and each GPU, inside each and between each two GPUs, by torch, timed with CUDA events.
 
     What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
@@ -88,7 +88,7 @@ def gpu_links(
             why.setdefault(first_line(error), name)
     ways = [way for name in gpus for way in (("memory", name), (name, "memory"), (name, name))]
     ways += [(one, other) for one in gpus for other in gpus if one < other or (backwards and one != other)]
-    found: list[InsideLink] = []
+    found: list[IntraNodeLinkMeasurement] = []
     for number, (source, target) in enumerate(ways):
         if time.monotonic() > deadline:
             why[f"for time, {len(ways) - number} of {len(ways)} ways were left out"] = "GPUs"
@@ -182,9 +182,9 @@ def _path(torch: Any, source: int, target: int) -> str:
     return "PCIe peer"
 
 
-def _link(host: str, source: str, target: str, path: str, rates: list[float]) -> InsideLink:
+def _link(host: str, source: str, target: str, path: str, rates: list[float]) -> IntraNodeLinkMeasurement:
     rate = statistics.summarise(rates)
-    return InsideLink(
+    return IntraNodeLinkMeasurement(
         host=host,
         source=source,
         target=target,

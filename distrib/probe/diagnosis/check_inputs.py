@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import get_args
 
-from distrib.cluster.measurements import Collective, InsideLink
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement
 from distrib.cluster.node import Nic
 from distrib.probe.records import (
     CollectiveMeasurement,
@@ -92,7 +92,7 @@ class CheckInputs:
     configured_nics: Mapping[str, Sequence[Nic]] = dataclasses.field(default_factory=dict)
     """The NICs that the topology file gives each host."""
     gpus_after_use: Mapping[str, tuple[Gpu, ...]] = dataclasses.field(default_factory=dict)
-    copies: tuple[InsideLink, ...] = ()
+    copies: tuple[IntraNodeLinkMeasurement, ...] = ()
     """Copies inside hosts, between GPUs and memory."""
 
     @property

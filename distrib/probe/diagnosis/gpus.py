@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from distrib.cluster.measurements import InsideLink
+from distrib.cluster.measurements import IntraNodeLinkMeasurement
 from distrib.cluster.node import shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs
 from distrib.probe.diagnosis.finding import Finding
@@ -72,7 +72,7 @@ def find_narrow_pcie(inputs: CheckInputs) -> Iterator[Finding]:
 
 def find_slow_gpu_copies(inputs: CheckInputs) -> Iterator[Finding]:
     """Report GPUs with slower copies than GPUs of the same name."""
-    slow: dict[GpuName, list[tuple[float, InsideLink, list[InsideLink]]]] = {}
+    slow: dict[GpuName, list[tuple[float, IntraNodeLinkMeasurement, list[IntraNodeLinkMeasurement]]]] = {}
     for comparable in _comparable_copies(inputs):
         median = statistics.median(link.bandwidth_bytes_per_second for link in comparable)
         for link in comparable if len(comparable) >= MIN_COPIES else ():
@@ -94,14 +94,14 @@ def find_slow_gpu_copies(inputs: CheckInputs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _comparable_copies(inputs: CheckInputs) -> list[list[InsideLink]]:
+def _comparable_copies(inputs: CheckInputs) -> list[list[IntraNodeLinkMeasurement]]:
     """Group copies by the GPUs' names, the path and the direction.
 
     Pairs of GPUs have different numbers of NVLinks: each is compared with the same pair of other hosts. Copies within host
     memory are left out, as CPUs differ.
     """
     names = {(host, f"gpu{gpu.index}"): gpu.name for host, each in inputs.facts.items() for gpu in each.gpus}
-    groups: dict[tuple[str, ...], list[InsideLink]] = {}
+    groups: dict[tuple[str, ...], list[IntraNodeLinkMeasurement]] = {}
     for link in inputs.copies:
         ends = tuple(end if end == "memory" else names.get((link.host, end), "") for end in (link.source, link.target))
         if "" in ends or ends == ("memory", "memory"):

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from distrib.cluster.hardware_catalog import LinkKind
-from distrib.cluster.link_spec import Link, parse_network
+from distrib.cluster.link_spec import LinkSpec, parse_network_link
 from distrib.cluster.node import Nic, name_hosts, shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
 from distrib.probe.diagnosis.finding import Finding, format_bit_rate
@@ -66,7 +66,7 @@ def find_nics_below_nominal(inputs: CheckInputs) -> Iterator[Finding]:
         yield _below_nominal(f"{host}:", (host,), fraction, nic, advice)
 
 
-def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, Link]]:
+def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, LinkSpec]]:
     """Return each host's best rate as a fraction of what the slower NIC of the pair should carry, with that NIC."""
     nics = {
         host: nic
@@ -74,7 +74,7 @@ def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, Link]
         if (nic := _used_nic(facts, inputs.transport, inputs.configured_nics.get(host, ())))
     }
     classes = rate_classes({host: nic.rate_bytes_per_second for host, nic in nics.items()})
-    best: dict[str, tuple[float, Link]] = {}
+    best: dict[str, tuple[float, LinkSpec]] = {}
     for record in inputs.rated:  # of any load: a NIC carries no more beside other traffic
         ends = record.source, record.target
         rate = min(classes.get(host, 0.0) for host in ends)
@@ -89,7 +89,7 @@ def _best_nominal_fractions(inputs: CheckInputs) -> dict[str, tuple[float, Link]
     return best
 
 
-def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: Link, advice: str) -> Finding:
+def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: LinkSpec, advice: str) -> Finding:
     usable = nic.usable_bytes_per_second
     return Finding(
         kind="below_nominal", severity="warning", what=f"{subject} reaches {fraction:.0%} of the usable rate of its NIC",
@@ -99,7 +99,7 @@ def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: L
     )  # fmt: skip
 
 
-def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> Link | None:
+def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> LinkSpec | None:
     """Return the NIC that the job uses: as configured, or else as reported. Of several RDMA ports MPI may use one only."""
     if transport == "mpi":
         ports = facts.rdma_bytes_per_second
@@ -115,8 +115,8 @@ def _used_nic(facts: Facts, transport: Transport, configured: Sequence[Nic]) -> 
     return _nic_link(rate, "ethernet") if rate else None
 
 
-def _nic_link(bytes_per_second: float, kind: LinkKind) -> Link:
-    return parse_network(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
+def _nic_link(bytes_per_second: float, kind: LinkKind) -> LinkSpec:
+    return parse_network_link(f"{bytes_per_second * 8 / 1e9:.6f}Gb/s", kind)
 
 
 def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:

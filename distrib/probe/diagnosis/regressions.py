@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from distrib.cluster.measurements import Collective, InsideLink, Measured, PairLink
+from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements
 from distrib.cluster.shared_links import SLOWED
 from distrib.probe.diagnosis.finding import Finding, format_bit_rate, rank_findings
 from distrib.probe.diagnosis.outliers import severity_of
@@ -21,11 +21,11 @@ MIN_HOST_LINKS, MIN_HOST_FRACTION = 3, 0.8
 MIN_NETWORK_FRACTION = 0.95
 """If this fraction of all links is slower, the network is reported instead of hosts."""
 
-LinkPair = tuple[PairLink, PairLink]
+LinkPair = tuple[LinkMeasurement, LinkMeasurement]
 """A link in the earlier probe and in this one."""
 
 
-def find_regressions(before: Measured, now: Measured) -> tuple[Finding, ...]:
+def find_regressions(before: Measurements, now: Measurements) -> tuple[Finding, ...]:
     """Report what both probes measured in the same manner and what lost a tenth or more.
 
     Args:
@@ -42,7 +42,7 @@ def find_regressions(before: Measured, now: Measured) -> tuple[Finding, ...]:
     return rank_findings([*found, *_copy_regressions(before, now), *_collective_regressions(before, now)])
 
 
-def describe_unchanged(before: Measured, now: Measured) -> str:
+def describe_unchanged(before: Measurements, now: Measurements) -> str:
     """Describe a comparison without regressions.
 
     Args:
@@ -56,7 +56,7 @@ def describe_unchanged(before: Measured, now: Measured) -> str:
     return f"compared with the probe of {before.when}: no regression in {len(directions)} directions{more}"
 
 
-def _coverage(links: Sequence[LinkPair], before: Measured, now: Measured) -> Iterator[Finding]:
+def _coverage(links: Sequence[LinkPair], before: Measurements, now: Measurements) -> Iterator[Finding]:
     """Report that most directions could not be compared."""
     compared = {(new.source, new.target) for _, new in links}
     every = {(link.source, link.target) for link in now.pairs}
@@ -70,19 +70,19 @@ def _coverage(links: Sequence[LinkPair], before: Measured, now: Measured) -> Ite
         )  # fmt: skip
 
 
-def _compared_links(before: Measured, now: Measured) -> list[LinkPair]:
+def _compared_links(before: Measurements, now: Measurements) -> list[LinkPair]:
     """Pair the links of both probes: alone if both measured that, else beside the same other hosts."""
     fastest: dict[tuple[str, str, str | None], float] = {}
     for link in before.pairs:
         for host in (link.source, link.target):
-            key = host, link.way, link.network
+            key = host, link.transport, link.network
             fastest[key] = max(fastest.get(key, 0.0), link.bandwidth_bytes_per_second)
 
-    def comparable(old: PairLink, new: PairLink) -> bool:
+    def comparable(old: LinkMeasurement, new: LinkMeasurement) -> bool:
         if not _same_streams(old, new):
             return False
         # The shares of a link that others slowed down vary from run to run.
-        own = min(fastest[host, old.way, old.network] for host in (old.source, old.target))
+        own = min(fastest[host, old.transport, old.network] for host in (old.source, old.target))
         return old.load == "alone" or old.bandwidth_bytes_per_second >= SLOWED * own
 
     earlier = {_link_key(link): link for link in before.pairs}
@@ -91,18 +91,18 @@ def _compared_links(before: Measured, now: Measured) -> list[LinkPair]:
         for new in now.pairs:
             old = earlier.get(_link_key(new))
             if new.load == load and not new.both_ways and old is not None and comparable(old, new):
-                found.setdefault((new.source, new.target, new.way, new.network), (old, new))
+                found.setdefault((new.source, new.target, new.transport, new.network), (old, new))
     return list(found.values())
 
 
-def _link_key(link: PairLink) -> tuple[str, str, str, str, bool, str | None]:
-    return link.source, link.target, link.way, link.load, link.both_ways, link.network
+def _link_key(link: LinkMeasurement) -> tuple[str, str, str, str, bool, str | None]:
+    return link.source, link.target, link.transport, link.load, link.both_ways, link.network
 
 
-def _same_streams(old: PairLink, new: PairLink) -> bool:
+def _same_streams(old: LinkMeasurement, new: LinkMeasurement) -> bool:
     """Return True if the number of TCP streams was equal, or one stream fills the link."""
     faster = max(old.bandwidth_bytes_per_second, new.bandwidth_bytes_per_second)
-    return new.way == "mpi" or old.streams == new.streams or faster <= SINGLE_STREAM_BYTES_PER_SECOND
+    return new.transport == "mpi" or old.streams == new.streams or faster <= SINGLE_STREAM_BYTES_PER_SECOND
 
 
 def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Ite
         beside = ", beside other traffic" if new.load == "together" else ""
         yield Finding(
             kind="worse_than_baseline", severity=severity_of(ratio),
-            what=f"{source} to {target}: {ratio:.0%} of the earlier bandwidth ({new.way}{on}{beside})",
+            what=f"{source} to {target}: {ratio:.0%} of the earlier bandwidth ({new.transport}{on}{beside})",
             evidence=f"{format_bit_rate(new.bandwidth_bytes_per_second)} now, "
             f"{format_bit_rate(old.bandwidth_bytes_per_second)} on {when}",
             advice="check what was changed on this path since then", hosts=(source, target),
@@ -132,7 +132,7 @@ def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Ite
         )  # fmt: skip
 
 
-SlowerLinks = dict[tuple[str, str], tuple[float, PairLink, PairLink]]
+SlowerLinks = dict[tuple[str, str], tuple[float, LinkMeasurement, LinkMeasurement]]
 """New over old bandwidth and both links, by source and target host."""
 
 
@@ -176,12 +176,14 @@ def _latency_regressions(links: Sequence[LinkPair], on: str) -> Iterator[Finding
             yield Finding(
                 kind="worse_than_baseline", severity="note",
                 what=f"{new.source} to {new.target}: latency {now * 1e6:.0f} us, was {before * 1e6:.0f} us",
-                evidence=f"half a round trip of 8 bytes over {new.way}{on}, alone", advice="check for new hops and power saving",
+                evidence=f"half a round trip of 8 bytes over {new.transport}{on}, alone", advice="check for new hops and power saving",
                 hosts=(new.source, new.target), source=new.source, target=new.target, ratio=before / now, loss=0.05,
             )  # fmt: skip
 
 
-def _common_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink, InsideLink]]:
+def _common_copies(
+    before: Measurements, now: Measurements
+) -> Iterator[tuple[IntraNodeLinkMeasurement, IntraNodeLinkMeasurement]]:
     """Pair the copies of both probes, but for those in host memory, which other processes slow down."""
     earlier = {(link.host, link.source, link.target): link for link in before.inside}
     for link in now.inside:
@@ -190,9 +192,9 @@ def _common_copies(before: Measured, now: Measured) -> Iterator[tuple[InsideLink
             yield old, link
 
 
-def _copy_regressions(before: Measured, now: Measured) -> Iterator[Finding]:
+def _copy_regressions(before: Measurements, now: Measurements) -> Iterator[Finding]:
     """Report each slower copy, or a host with many as one finding."""
-    slower: dict[str, list[tuple[float, InsideLink, InsideLink]]] = {}
+    slower: dict[str, list[tuple[float, IntraNodeLinkMeasurement, IntraNodeLinkMeasurement]]] = {}
     for old, new in _common_copies(before, now):
         ratio = new.bandwidth_bytes_per_second / old.bandwidth_bytes_per_second
         if ratio < LIMITS.regression_fraction:
@@ -208,7 +210,9 @@ def _copy_regressions(before: Measured, now: Measured) -> Iterator[Finding]:
             yield _copy_regression(subject, ratio, old, new, before.when)
 
 
-def _copy_regression(subject: str, ratio: float, old: InsideLink, new: InsideLink, when: str) -> Finding:
+def _copy_regression(
+    subject: str, ratio: float, old: IntraNodeLinkMeasurement, new: IntraNodeLinkMeasurement, when: str
+) -> Finding:
     return Finding(
         kind="worse_than_baseline", severity=severity_of(ratio), what=f"{subject} {ratio:.0%} of the earlier bandwidth",
         evidence=f"{new.source} to {new.target}: {format_rate(new.bandwidth_bytes_per_second, digits=3)} now ({new.path or 'copy'}), "
@@ -218,7 +222,7 @@ def _copy_regression(subject: str, ratio: float, old: InsideLink, new: InsideLin
     )  # fmt: skip
 
 
-def _common_collectives(before: Measured, now: Measured) -> Iterator[tuple[Collective, float, float, int]]:
+def _common_collectives(before: Measurements, now: Measurements) -> Iterator[tuple[Collective, float, float, int]]:
     """Yield all-reduces over the same ranks, with the seconds then and now of the largest common size in bytes."""
 
     def key(one: Collective) -> tuple[object, ...]:
@@ -232,7 +236,7 @@ def _common_collectives(before: Measured, now: Measured) -> Iterator[tuple[Colle
             yield one, earlier[key(one)][size], times[size], size
 
 
-def _collective_regressions(before: Measured, now: Measured) -> Iterator[Finding]:
+def _collective_regressions(before: Measurements, now: Measurements) -> Iterator[Finding]:
     for one, old, new, size in _common_collectives(before, now):
         ratio = old / new
         if ratio < LIMITS.regression_fraction:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from distrib.cluster.measurements import Measured
+from distrib.cluster.measurements import Measurements
 from distrib.errors import ConfigError, DistribError, LaunchError
 from distrib.probe import output as probefile
 from distrib.probe.journal import Journal
@@ -49,7 +49,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     outliers: int
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    measured: Measured
+    measured: Measurements
     run_dir: str
 
 
@@ -146,7 +146,7 @@ def _journal(options: argparse.Namespace, hosts: tuple[str, ...], run_dir: Path)
 
 def _check_files(
     options: argparse.Namespace, listed: HostList, hosts: tuple[str, ...]
-) -> tuple[Measured | None, Measured | None]:
+) -> tuple[Measurements | None, Measurements | None]:
     """What was measured earlier, in the file of `-o` and in that of `--baseline`.
 
     Raises ConfigError for files that cannot be read, or could not be written later.
@@ -181,10 +181,10 @@ def _how_to_go_on(options: argparse.Namespace, journal: Journal) -> str:
     )
 
 
-def _baseline(path: str, hosts: set[str]) -> Measured:
+def _baseline(path: str, hosts: set[str]) -> Measurements:
     from distrib.cluster.topology import read_topology
 
-    measured: Measured | None = read_topology(path).measured
+    measured: Measurements | None = read_topology(path).measured
     if measured is None:
         raise ConfigError(f"--baseline {path}: nothing is measured in it", hint="name a file that probe -o has written")
     if len(hosts & set(measured.hosts)) < min(2, len(hosts)):
@@ -207,7 +207,7 @@ def _output(
     hosts: tuple[str, ...],
     outcome: probe_job.Outcome,
     records: Sequence[Record],
-    before: Measured | None,
+    before: Measurements | None,
     seconds: float,
     run_dir: Path,
 ) -> Output:
@@ -221,7 +221,7 @@ def _output(
     lost = [each for each in found if (each.kind, each.severity) == ("host_lost", "error")]
     told = {host for each in lost for host in each.hosts}
     gone = [lost_host_finding(host, why) for host, why in outcome.lost.items() if host not in told]
-    now = build_measured(records) or Measured(when="", software={}, hosts=hosts)
+    now = build_measured(records) or Measurements(when="", software={}, hosts=hosts)
     # One that is unfit by now, but was measured before the probe was interrupted, is in what was measured.
     known = {facts.host for record in records if isinstance(record, ProbeStarted) for facts in record.facts}
     there = tuple(host for host in now.hosts if host not in outcome.left_out or host in known)
@@ -269,7 +269,7 @@ def _tell(
     output: Output,
     outcome: probe_job.Outcome,
     records: Sequence[Record],
-    earlier: Measured | None,
+    earlier: Measurements | None,
     journal: Journal,
 ) -> list[DistribError]:
     """Write, draw and show; what is wrong with a file is returned, as it must not keep the findings from being shown.

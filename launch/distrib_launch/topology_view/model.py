@@ -9,20 +9,17 @@ from typing import Literal
 
 import msgspec
 
-from distrib.cluster.hardware_checks import Rule, rules_of_thumb
+from distrib.cluster.hardware_checks import HardwareCheck, check_hardware
 from distrib.cluster.hostfile import HostList
-from distrib.cluster.link_spec import KIND_NAMES, parse_uplink
+from distrib.cluster.link_spec import KIND_NAMES, parse_uplink_rate
 from distrib.cluster.links import (
-    InsideWay,
-    Way,
-    inside_link,
+    Link,
+    intra_node_link,
     link_between,
-    switch_oversubscription,
-    uplink_rate,
-    uplinks_between,
 )
 from distrib.cluster.node import Nic, NodeGroup, indices, shown_hosts
 from distrib.cluster.topology import Topology, check_hosts
+from distrib.cluster.uplinks import switch_oversubscription, uplink_rate, uplinks_between
 from distrib.units import format_size
 from distrib.utils.ranges import ranges
 
@@ -92,7 +89,7 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
     numa: tuple[NumaView, ...] = ()
     nics: tuple[NicView, ...] = ()
     inside: tuple[LinkView, ...] = ()
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[HardwareCheck, ...] = ()
 
     @property
     def host_words(self) -> list[str]:
@@ -220,7 +217,7 @@ def _group(
         ),
         nics=tuple(_nic(nic) for nic in group.nics),
         inside=_inside(group, topology, names),
-        rules=rules_of_thumb(group),
+        rules=check_hardware(group),
     )
 
 
@@ -260,10 +257,10 @@ def _inside(group: NodeGroup, topology: Topology, names: Sequence[str]) -> tuple
     measured = {link.host.lower() for link in topology.measured.inside} if topology.measured else set()
     # Unmeasured hosts are alike: one of them says it for all.
     asked = [name for name in names if name.lower() in measured] or list(names[:1])
-    found: dict[tuple[str, str], list[InsideWay]] = {}
+    found: dict[tuple[str, str], list[Link]] = {}
     for name in asked:
         for source, target in ends:
-            if way := inside_link(topology, name, source, target):
+            if way := intra_node_link(topology, name, source, target):
                 gpus = sum(end.startswith("gpu") for end in (source, target))
                 label = ("inside memory", "memory to GPU", "GPU to GPU")[gpus]
                 if label == "memory to GPU" and source != "memory" and way.origin == "measured":
@@ -317,7 +314,7 @@ def _uplink(topology: Topology, one: str, other: str) -> float:
     return min((uplink_rate(topology, switch) for switch in passed), default=math.inf)
 
 
-def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]], *, most: float = math.inf) -> LinkView:
+def _link(label: str, ways: Sequence[tuple[Link, str]], *, most: float = math.inf) -> LinkView:
     """A class of links; those that were not measured carry at `most` so much."""
     measured = [(way, name) for way, name in ways if way.origin == "measured"]
     chosen = measured or list(ways)
@@ -326,10 +323,10 @@ def _link(label: str, ways: Sequence[tuple[Way | InsideWay, str]], *, most: floa
     latencies = [
         way.latency_seconds
         for way, _ in chosen
-        if way.latency_seconds is not None and not (measured and isinstance(way, InsideWay))
+        if way.latency_seconds is not None and not (measured and way.host is not None)
     ]
     first = chosen[0][0]
-    between = [way for way, _ in chosen if isinstance(way, Way)]
+    between = [way for way, _ in chosen if way.host is None]
     return LinkView(
         name=label,
         text=first.text,
@@ -360,7 +357,7 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
                 names=members,
                 switches=switch.switches,
                 oversubscription=switch_oversubscription(topology, switch),
-                uplink_bytes_per_second=parse_uplink(switch.uplink) if switch.uplink else None,
+                uplink_bytes_per_second=parse_uplink_rate(switch.uplink) if switch.uplink else None,
                 top=switch.name not in below,
             )
         )
