@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distrib
-from distrib.cluster.inventory import Question, own_inventory
+from distrib.cluster.inventory import InventoryQuery, own_inventory
 from distrib.errors import TrainingError
 from distrib.probe.bench import intra_node
 from distrib.probe.host_facts import own_facts
@@ -66,7 +66,7 @@ def network(device: torch.device) -> nn.Module:
 
 
 def test_the_inventory_and_the_probe_know_the_gpu(device):
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None and facts.driver
     assert len(facts.gpus) >= torch.cuda.device_count()
     gpu = facts.gpus[0]
@@ -353,7 +353,7 @@ def test_a_script_may_make_everything_on_its_gpu(device, tmp_path, mode):
 
 
 def test_what_nvml_tells_of_health(device):
-    health = own_inventory(Question()).gpus[0].health
+    health = own_inventory(InventoryQuery()).gpus[0].health
     assert health.power_limit_watts and health.temperature_celsius, health
     told = subprocess.run([str(TOPO), "show", "--ask"], capture_output=True, text=True, timeout=100)
     assert told.returncode == 0 and "GPUs as they are" in told.stdout, told

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrib.cluster.inventory import Interface, RdmaPort
-from distrib.cluster.remote import inventory_agent
+from distrib.cluster.remote import network_inventory
 from distrib.errors import ConfigError
 from distrib_launch.preflight.interface_selection import NoNetworkError, choose_network, engine_environment
 from tests.inventories import interface, inventory
@@ -270,11 +270,11 @@ def test_a_bridge_that_a_fast_card_is_in_goes_by_that_card(cards, taken):
 INTERFACES = """
 import json, socket, sys
 sys.path[:0] = [sys.argv[1]]
-from distrib.cluster.remote import inventory_agent
+from distrib.cluster.remote import network_inventory
 asked = []
-cards_below = inventory_agent.cards_below
-inventory_agent.cards_below = lambda *words: asked.append(words) or cards_below(*words)
-cards = {each["name"]: each["cards"] for each in inventory_agent.interfaces()}
+nics_below = network_inventory.nics_below
+network_inventory.nics_below = lambda *words: asked.append(words) or nics_below(*words)
+cards = {each["name"]: each["cards"] for each in network_inventory.read_interfaces()}
 names = dict(socket.if_nameindex())
 print(json.dumps([cards, {names[upper]: [names[one] for one in lower] for upper, lower in asked[0][2].items()}]))
 """
@@ -297,7 +297,7 @@ def test_what_is_in_a_bridge_is_known(tmp_path):
 def test_the_cards_behind_a_bridge_a_bond_or_a_vlan():
     kinds = {1: "physical", 2: "physical", 3: "bond", 4: "vlan", 5: "bridge", 6: "tun", 7: "bridge", 8: "vxlan"}
     below = {3: [1, 2], 4: [3], 5: [4, 6], 7: [6, 8], 8: [1]}
-    found = {index: sorted(inventory_agent.cards_below(index, kinds, below)) for index in kinds}
+    found = {index: sorted(network_inventory.nics_below(index, kinds, below)) for index in kinds}
     assert found == {1: [], 2: [], 3: [1, 2], 4: [1, 2], 5: [1, 2], 6: [], 7: [], 8: []}
 
 

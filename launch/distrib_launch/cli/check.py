@@ -18,7 +18,7 @@ from distrib_launch.cli.options import add_connection_options, add_host_filter, 
 
 if TYPE_CHECKING:
     from distrib.cluster.hosts import HostList
-    from distrib.cluster.inventory import Question
+    from distrib.cluster.inventory import InventoryQuery
     from distrib.cluster.topology import Topology
     from distrib_launch.host_selection import HostFilter
     from distrib_launch.launch_plan import LaunchPlan
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     """What hosts have answered, while they can be asked more."""
 
     plan: LaunchPlan
-    question: Question
+    question: InventoryQuery
     answers: Answers
     connections: Connections
 

@@ -14,7 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import msgspec
 
-from distrib.cluster.inventory import Inventory, Question, Told, own_inventory, program, read_answer
+from distrib.cluster.inventory import (
+    Inventory,
+    InventoryQuery,
+    InventoryReply,
+    agent_program,
+    own_inventory,
+    parse_reply,
+)
 from distrib.cluster.node import name_hosts
 from distrib.cluster.remote import connectivity_agent
 from distrib.errors import LaunchError
@@ -44,7 +51,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     python: str
     is_here: bool
-    question: Question
+    question: InventoryQuery
     by: Way = "ssh"
     user: str | None = None
     port: int | None = None
@@ -138,14 +145,14 @@ def _ask(
     asked = time.time()
     try:
         patience = Patience(ANSWER_SECONDS if target.is_here else SSH_SECONDS, ANSWER_SECONDS)
-        told = connections.ask(target.name, command, program(target.question), patience, environment)
+        told = connections.ask(target.name, command, agent_program(target.question), patience, environment)
     except OSError as problem:
         if target.is_here:
             return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
         hint = "install ssh, or name --ssh-command" if problem.errno == errno.ENOENT else "see ulimit -a"
         raise LaunchError(f"cannot run {command[0]}: {problem.strerror}", hint=hint) from None
     answered = time.time()
-    if said := read_answer(told.out, Told):
+    if said := parse_reply(told.out, InventoryReply):
         return Answer(inventory=said.inventory, ports=said.ports, asked=asked, answered=answered)
     if told.code is None:
         return Answer(problem=_silent(target, told.out, told.err), no_login=not target.is_here and SIGN not in told.out)
@@ -318,7 +325,7 @@ def _too_large(target: Target, remote: Remote) -> Check | None:
         address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
     except (OSError, ValueError):
         return None
-    ((reason, lost, passed),) = connectivity_agent.reach([(str(address), port)], CALL_SECONDS)
+    ((reason, lost, passed),) = connectivity_agent.test_targets([(str(address), port)], CALL_SECONDS)
     return error(target.name, "ssh", f"it takes our call, but {reason}", same_mtu(lost, passed)) if lost else None
 
 

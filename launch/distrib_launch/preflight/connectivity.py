@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from distrib.cluster.inventory import read_answer
+from distrib.cluster.inventory import parse_reply
 from distrib.cluster.node import name_hosts
 from distrib.cluster.remote import connectivity_agent
 from distrib_launch.preflight.check_result import Check, error
@@ -74,9 +74,9 @@ def call_all(callees: Sequence[Callee], sources: Sequence[str], subnet: str | No
         targets = [(address, port) for callee in due for address in callee.addresses for port in callee.ports]
         if connections.asked(source):
             asked = msgspec.json.encode({"targets": targets, "seconds": CALL_SECONDS}).decode()
-            told = read_answer(connections.ask_again(source, asked, ASK_SECONDS), list[tuple[str, int, int]])
+            told = parse_reply(connections.ask_again(source, asked, ASK_SECONDS), list[tuple[str, int, int]])
         else:  # this machine, without a connection
-            told = connectivity_agent.reach(targets, CALL_SECONDS)
+            told = connectivity_agent.test_targets(targets, CALL_SECONDS)
         if told is None or len(told) != len(targets):
             return []
         outcomes = iter(told)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, NamedTuple, TypeVar
 
-from distrib.cluster.inventory import is_whole
+from distrib.cluster.inventory import is_complete_reply
 from distrib.cluster.remote import connectivity_agent
 
 LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
@@ -109,7 +109,7 @@ class Connections:
             before.wait()
             _close_pipes(before)
         told = self._exchange(process, f"{len(program)}\n{program}".encode(), patience)
-        if told.code is None and not is_whole(told.out.encode()):
+        if told.code is None and not is_complete_reply(told.out.encode()):
             _kill(process)
         return told
 
@@ -119,7 +119,7 @@ class Connections:
         if process is None:
             raise InterruptedError
         told = self._exchange(process, f"{line}\n".encode(), Patience(seconds, seconds))
-        if told.code is None and not is_whole(told.out.encode()):
+        if told.code is None and not is_complete_reply(told.out.encode()):
             _kill(process)  # what it says later would be taken for the next answer
         return told.out
 
@@ -140,8 +140,8 @@ class Connections:
         """The ports at which this machine can be called while the connections are held."""
         with self._lock:
             if self._doors is None and not self._closed:
-                self._doors = connectivity_agent.open_doors()
-            return tuple(connectivity_agent.port_of(door) for door in self._doors or ())
+                self._doors = connectivity_agent.open_listeners()
+            return tuple(connectivity_agent.port_number(door) for door in self._doors or ())
 
     def stop_listening(self) -> None:
         """Nobody needs to call this machine any more."""
@@ -182,7 +182,7 @@ class Connections:
                 events = selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ
                 selector.register(stream, events)
             open_streams = len(heard)
-            while open_streams and not is_whole(heard[process.stdout]):
+            while open_streams and not is_complete_reply(heard[process.stdout]):
                 seconds = patience.in_all if SIGN.encode() in heard[process.stdout] else patience.until_sign
                 if (remaining := begun + seconds - time.monotonic()) <= 0:
                     return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
@@ -201,7 +201,7 @@ class Connections:
                     if not read:
                         selector.unregister(stream)
                         open_streams -= 1
-        code = None if is_whole(heard[process.stdout]) else process.wait()
+        code = None if is_complete_reply(heard[process.stdout]) else process.wait()
         return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), code)
 
     def close(self) -> None:

@@ -167,7 +167,7 @@ def _candidates(inventories: Mapping[str, Inventory]) -> tuple[list[_Candidate],
     for host, inventory in inventories.items():
         for interface in inventory.interfaces:
             if interface.up and interface.kind != "loopback":
-                for address in interface.parsed():
+                for address in interface.routable_addresses():
                     found.append(_Candidate(host=host, interface=interface, address=address))
                     owners.setdefault(str(address.ip), {})[inventory.network_identity] = host
     doubles = {
@@ -218,7 +218,7 @@ def _has(inventory: Inventory) -> str:
     told = []
     for interface in inventory.interfaces:
         if interface.kind != "loopback" and (interface.addresses or interface.up):
-            addresses = " ".join(str(a) for a in interface.parsed()) or "no address"
+            addresses = " ".join(str(a) for a in interface.routable_addresses()) or "no address"
             told.append(f"{interface.name} ({addresses}{'' if interface.up else ', down'})")
     return "it has " + (", ".join(told) or "none but loopback")
 
@@ -325,7 +325,9 @@ def _leading(
             names = port.netdevs or tuple(card.name for card in cards.values() if port.device in card.rdma)
             known = [cards[name] for name in names if name in cards]
             if port.link_layer == "Ethernet" and known:
-                subnets[host, port.device, port.port] = {a.network for card in known if card.up for a in card.parsed()}
+                subnets[host, port.device, port.port] = {
+                    a.network for card in known if card.up for a in card.routable_addresses()
+                }
     owners = Counter(n for _, n in {(host, n) for (host, _, _), found in subnets.items() for n in found})
     shared = {network for network, count in owners.items() if count == len(active)}
     # A network of two addresses with two hosts in it is a cable between them.
@@ -408,7 +410,9 @@ def engine_environment(network: ClusterNetwork, here: Inventory, environ: Mappin
     ):
         return {}
     subnet = ipaddress.ip_network(network.subnet)
-    inside = {i.name for i in here.interfaces if i.up and any(_within(address, subnet) for address in i.parsed())}
+    inside = {
+        i.name for i in here.interfaces if i.up and any(_within(address, subnet) for address in i.routable_addresses())
+    }
     if not inside:
         return {}
     if subnet.version == 4:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from distrib.cluster.inventory import Gpu, Inventory, Question, own_inventory
+from distrib.cluster.inventory import Gpu, Inventory, InventoryQuery, own_inventory
 from distrib.errors import PreflightError
 from distrib.utils.local_addresses import address_of, is_here, own_addresses, own_names, sources
 from distrib_launch import engines
@@ -94,7 +94,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def ask(
     plan: LaunchPlan,
     hosts: Sequence[HostPlan],
-    question: Question,
+    question: InventoryQuery,
     remote: Remote,
     connections: Connections,
     say: Callable[[str], None],
@@ -157,7 +157,7 @@ def assess(
     answers: Answers,
     wants: Mapping[str, Want],
     *,
-    question: Question,
+    question: InventoryQuery,
     interface: str | None,
     environ: Mapping[str, str],
 ) -> Report:
@@ -218,7 +218,7 @@ def settle(
     answers: Answers,
     connections: Connections,
     *,
-    question: Question,
+    question: InventoryQuery,
     interface: str | None = None,
     environ: Mapping[str, str],
 ) -> tuple[Report, Answers]:
@@ -413,7 +413,7 @@ def look_again(plan: LaunchPlan, connections: Connections) -> list[str]:
     return folded((check.host, str(check)) for check in found)
 
 
-def question_of(plan: LaunchPlan) -> Question:
+def question_of(plan: LaunchPlan) -> InventoryQuery:
     """What the plan's job needs of a host's files."""
     script = plan.script[1]
-    return Question(script=None if script == "-m" else script, directory=plan.directory, run_dir=plan.run_dir)
+    return InventoryQuery(script=None if script == "-m" else script, directory=plan.directory, run_dir=plan.run_dir)
