@@ -105,13 +105,13 @@ def test_what_is_measured_is_written_and_drawn(make_cluster, probe, tmp_path):
     text = topology.read_text()
     assert text.startswith("# ours, bought in May\nnodes:\n  - hosts: n[1-3]  # all alike\n")
     measured = read_topology(topology).measured
-    curves = {(p.source, p.target): p.curve for p in measured.pairs if p.way == "mpi" and p.load == "alone"}
+    curves = {(p.source, p.target): p.curve for p in measured.pairs if p.transport == "mpi" and p.load == "alone"}
     assert len(curves) == 6
     for curve in curves.values():
         assert [point.size_bytes for point in curve] == [8 * 4**n for n in range(11)]
         large = curve[-1]
         assert large.size_bytes * 8 / large.seconds == pytest.approx(382e6, rel=0.06)
-    assert {(p.way, p.load, p.both_ways) for p in measured.pairs} >= {
+    assert {(p.transport, p.load, p.both_ways) for p in measured.pairs} >= {
         ("tcp", "alone", False), ("tcp", "together", True), ("mpi", "alone", False)
     }  # fmt: skip
     assert {collective.ranks for collective in measured.collectives} == {2, 3}

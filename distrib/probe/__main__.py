@@ -1,4 +1,4 @@
-"""`python -m distrib.probe SPEC`: a rank of the probe; `distrib-topo probe` starts them.
+"""Rank of a probe: `python -m distrib.probe SPEC`, started by `distrib-topo probe`.
 
 The first rank of each host measures its links. Others, one for each further GPU or slot, take part in collectives only.
 """
@@ -15,73 +15,86 @@ from typing import Any
 import msgspec
 
 from distrib.cluster.node import name_hosts
-from distrib.environment import DISTRIB_ADDRESS, DISTRIB_DEVICE, GROUP_RANK, LOCAL_RANK, WORLD_SIZE
-from distrib.probe import host_facts, secondary_networks
+from distrib.probe import host_facts
 from distrib.probe.bench import tcp
 from distrib.probe.bench.polling import wait
 from distrib.probe.coordinator import Coordinator
-from distrib.probe.protocol import HELLO, REPLY, SETUP, TASK, Hello, Leave, Setup, Spec, Task
+from distrib.probe.protocol import (
+    HELLO_TAG,
+    REPLY_TAG,
+    SETUP_TAG,
+    TASK_TAG,
+    ProbeSpec,
+    RankHello,
+    RankSetup,
+    RankTask,
+    ShutdownTask,
+)
 from distrib.probe.records import Record, decode, encode
+from distrib.probe.secondary_networks import secondary_addresses
+from distrib.probe.settings import TIMEOUTS
 from distrib.probe.worker import Worker
-
-START_SECONDS = 60.0
-"""So long rank 0 waits for each rank's first word. The others wait IDLE_SECONDS for rank 0, who can then say whom it misses."""
-
-IDLE_SECONDS = 3600.0
-"""A rank that hears nothing for so long ends; the launcher ends it sooner when rank 0 is gone."""
 
 
 def main() -> int:
-    """Take part in the probe to its end."""
-    spec = msgspec.json.decode(sys.argv[1], type=Spec)
-    comm = _start_mpi()
-    if comm.size != (planned := int(os.environ[WORLD_SIZE])):
-        return _say_alone(comm.size, planned)
-    host = spec.present[int(os.environ[GROUP_RANK])]
-    hello, listeners = Hello(on_gpu=os.environ.get(DISTRIB_DEVICE, "").startswith("cuda")), {}
-    if os.environ[LOCAL_RANK] == "0":
-        address = os.environ.get(DISTRIB_ADDRESS, "127.0.0.1")
-        known = host_facts.own_facts(host, address)
-        listeners = {each: tcp.Listener(each) for each in (address, *secondary_networks.own_addresses(known))}
+    """Run a rank until the probe ends.
+
+    Returns:
+        The exit code.
+    """
+    spec = msgspec.json.decode(sys.argv[1], type=ProbeSpec)
+    comm = _init_mpi()
+    if comm.size != (planned := int(os.environ["WORLD_SIZE"])):
+        return _report_wrong_size(comm.size, planned)
+    host = spec.present[int(os.environ["GROUP_RANK"])]
+    hello, listeners = RankHello(on_gpu=os.environ.get("DISTRIB_DEVICE", "").startswith("cuda")), {}
+    if os.environ["LOCAL_RANK"] == "0":
+        address = os.environ.get("DISTRIB_ADDRESS", "127.0.0.1")
+        facts = host_facts.own_facts(host, address)
+        listeners = {each: tcp.ProbeListener(each) for each in (address, *secondary_addresses(facts))}
         ports = {each: listener.port for each, listener in listeners.items()}
-        hello = msgspec.structs.replace(hello, facts=known, ports=ports)
+        hello = msgspec.structs.replace(hello, facts=facts, ports=ports)
     worker = Worker(comm, host, listeners)
     if comm.rank == 0:
-        hellos = _meet(comm, hello, spec.present)
-        ports = {address: port for each in hellos for address, port in each.ports.items()}
-        setup = Setup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports)
-        for rank in range(1, comm.size):
-            comm.send(msgspec.msgpack.encode(setup), rank, SETUP)
-        worker.setup = setup
-        lines = sys.stdin.buffer if spec.resumed else ()
-        before = [record for line in lines if (record := decode(line))]
-        leader = Coordinator(comm, worker, spec, hellos, _print, before)
-        leader.run()
-        if leader.silent:
-            # MPI's end would wait for that rank, and so would the launcher, but for a rank that fails: that ends the job.
-            sys.stdout.flush()
-            print(f"{leader.silent} does not answer any more; the probe ends without it", file=sys.stderr, flush=True)
-            os._exit(1)
-        at_once = leader.at_once
+        skip_finalize = _coordinate(comm, worker, spec, hello)
     else:
-        comm.send(msgspec.msgpack.encode(hello), 0, HELLO)
-        _await(comm, SETUP)
-        worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP), type=Setup)
-        at_once = _serve(comm, worker)
-    _leave(at_once)
+        comm.send(msgspec.msgpack.encode(hello), 0, HELLO_TAG)
+        _wait_for_rank_0(comm, SETUP_TAG)
+        worker.setup = msgspec.msgpack.decode(comm.recv(source=0, tag=SETUP_TAG), type=RankSetup)
+        skip_finalize = _serve_tasks(comm, worker)
+    _exit(skip_finalize)
     return 0
 
 
-def _say_alone(started: int, planned: int) -> int:
-    """MPI has started each rank as if it were alone; what one measures then would pass for the whole. Returns the exit code."""
+def _coordinate(comm: Any, worker: Worker, spec: ProbeSpec, hello: RankHello) -> bool:
+    """Run the probe on rank 0. Returns True to exit without MPI_Finalize."""
+    hellos = _gather_hellos(comm, hello, spec.present)
+    ports = {address: port for each in hellos for address, port in each.ports.items()}
+    worker.setup = RankSetup(token=secrets.token_bytes(tcp.TOKEN_BYTES), ports=ports)
+    for rank in range(1, comm.size):
+        comm.send(msgspec.msgpack.encode(worker.setup), rank, SETUP_TAG)
+    lines = sys.stdin.buffer if spec.resumed else ()
+    before = [record for line in lines if (record := decode(line))]
+    coordinator = Coordinator(comm, worker, spec, hellos, _print_record, before)
+    coordinator.run()
+    if silent := coordinator.silent_hosts:
+        # MPI_Finalize would wait for these ranks, and so would the launcher, unless a rank fails.
+        sys.stdout.flush()
+        print(f"{silent} does not reply any more; the probe ends without it", file=sys.stderr, flush=True)
+        os._exit(1)
+    return coordinator.skip_finalize
+
+
+def _report_wrong_size(started: int, planned: int) -> int:
+    """Report that MPI started each rank as a world of its own. Returns the exit code."""
     by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
-    how = "was it another MPI's mpirun?" if by_mpirun else "this Slurm has no PMIx: use --engine mpirun"
-    print(f"MPI started {started} of {planned} ranks; {how}", file=sys.stderr, flush=True)
+    hint = "is this another MPI's mpirun?" if by_mpirun else "this Slurm has no PMIx: use --engine mpirun"
+    print(f"MPI started {started} of {planned} ranks; {hint}", file=sys.stderr, flush=True)
     return 1
 
 
-def _start_mpi() -> Any:
-    import mpi4py
+def _init_mpi() -> Any:
+    import mpi4py  # initializes MPI when `MPI` is imported, unless told otherwise
 
     mpi4py.rc.initialize = False
     mpi4py.rc.finalize = False
@@ -91,51 +104,53 @@ def _start_mpi() -> Any:
     return MPI.COMM_WORLD
 
 
-def _meet(comm: Any, own: Hello, hosts: Sequence[str]) -> list[Hello]:
-    """What every rank says of itself, by rank."""
-    found: dict[int, Hello] = {0: own}
-    while len(found) < comm.size:
-        heard = {hello.facts.host for hello in found.values() if hello.facts}
-        silent = name_hosts(host for host in hosts if host not in heard) or "some ranks"
-        what = (
-            f"no message came from {silent} over MPI in {START_SECONDS:.0f} s, though their ranks have started: does a firewall let TCP "
-            "connections through, both ways? distrib-topo check tries them"
-        )
-        wait(lambda: bool(comm.iprobe(tag=HELLO)), time.monotonic() + START_SECONDS, what, idle=True)
-        from mpi4py import MPI
+def _gather_hellos(comm: Any, own: RankHello, hosts: Sequence[str]) -> list[RankHello]:
+    """Receive the first message of every rank. Raises ProbeTimeout with the hosts that sent none."""
+    from mpi4py import MPI  # optional package; initialized in `_init_mpi`
 
+    found: dict[int, RankHello] = {0: own}
+    while len(found) < comm.size:
+        known = {hello.facts.host for hello in found.values() if hello.facts}
+        silent = name_hosts(host for host in hosts if host not in known) or "some ranks"
+        what = (
+            f"no message from {silent} over MPI in {TIMEOUTS.hello_seconds:.0f} s, though their ranks started: does a firewall "
+            "block TCP connections in one direction? Run distrib-topo check to test them"
+        )
+        deadline = time.monotonic() + TIMEOUTS.hello_seconds
+        wait(lambda: bool(comm.iprobe(tag=HELLO_TAG)), deadline, what, idle=True)
         status = MPI.Status()
-        words = comm.recv(tag=HELLO, status=status)
-        found[status.Get_source()] = msgspec.msgpack.decode(words, type=Hello)
+        message = comm.recv(tag=HELLO_TAG, status=status)
+        found[status.Get_source()] = msgspec.msgpack.decode(message, type=RankHello)
     return [found[rank] for rank in range(comm.size)]
 
 
-def _serve(comm: Any, worker: Worker) -> bool:
-    """Do what rank 0 says until it says that this was all, and whether to end at once."""
-    decoder = msgspec.msgpack.Decoder(Task)
+def _serve_tasks(comm: Any, worker: Worker) -> bool:
+    """Do rank 0's tasks until it shuts this rank down. Returns True to exit without MPI_Finalize."""
+    decoder = msgspec.msgpack.Decoder(RankTask)
     while True:
-        _await(comm, TASK)
-        task = decoder.decode(comm.recv(source=0, tag=TASK))
-        if isinstance(task, Leave):
-            return task.at_once
-        comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY)
+        _wait_for_rank_0(comm, TASK_TAG)
+        task = decoder.decode(comm.recv(source=0, tag=TASK_TAG))
+        if isinstance(task, ShutdownTask):
+            return task.skip_finalize
+        comm.send(msgspec.msgpack.encode(worker.perform(task)), 0, REPLY_TAG)
 
 
-def _await(comm: Any, tag: int) -> None:
-    wait(lambda: bool(comm.iprobe(source=0, tag=tag)), time.monotonic() + IDLE_SECONDS, "rank 0", idle=True)
+def _wait_for_rank_0(comm: Any, tag: int) -> None:
+    deadline = time.monotonic() + TIMEOUTS.idle_seconds
+    wait(lambda: bool(comm.iprobe(source=0, tag=tag)), deadline, "no message from rank 0", idle=True)
 
 
-def _print(record: Record) -> None:
+def _print_record(record: Record) -> None:
     print(encode(record), flush=True)
 
 
-def _leave(at_once: bool) -> None:
-    """End at once where torch was used: messages that were given up are still posted, and MPI and Gloo would wait for them."""
+def _exit(skip_finalize: bool) -> None:
+    """Exit without MPI_Finalize if torch was used: MPI and Gloo would wait for messages of failed exchanges."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if at_once or "torch" in sys.modules:
+    if skip_finalize or "torch" in sys.modules:
         os._exit(0)
-    from mpi4py import MPI
+    from mpi4py import MPI  # initialized in `_init_mpi`
 
     MPI.Finalize()
 

@@ -1,118 +1,194 @@
-"""The lines of a probe on the disk, as they come; an interrupted probe goes on from them."""
+"""Journal of a probe: its records on disk, from which an interrupted probe is resumed.
+
+A probe is resumed from records of the same hosts, in the same mode, over the same network and transport.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from distrib.errors import ConfigError
-from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, decode, encode
-from distrib.probe.resume import current, done_steps, other_network, starts
+from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, decode, encode
 from distrib.probe.settings import Mode, Transport
 
-FRESH_SECONDS = 3600.0
-"""An interrupted probe is gone on with only within this time, unless --resume says otherwise: networks change."""
+MAX_AGE_SECONDS = 3600.0
+"""An interrupted probe is resumed without --resume only within this time: networks change."""
+
+
+def network_change(before: ProbeStarted, now: ProbeStarted) -> str:
+    """Describe why earlier measurements are not comparable. Missing hosts are not compared.
+
+    Args:
+        before: Start of the earlier probe.
+        now: Start of this probe.
+
+    Returns:
+        The difference; empty if there is none.
+    """
+    if (before.hosts, before.mode) != (now.hosts, now.mode):
+        return "it had other hosts or another mode"
+    if before.primary != now.primary:
+        return f"its links were judged by {before.primary}, not {now.primary}"
+    then = {facts.host: f"{facts.address} ({facts.interface})" for facts in before.facts}
+    for facts in now.facts:
+        place = f"{facts.address} ({facts.interface})"
+        if then.get(facts.host, place) != place:
+            return f"{facts.host} had the address {then[facts.host]}, now {place}"
+    return ""
+
+
+def completed_stages(records: Iterable[Record], present: Collection[str] = ()) -> tuple[str, ...]:
+    """List the stages that need not be repeated.
+
+    Args:
+        records: Records of one network.
+        present: Hosts that must have taken part.
+
+    Returns:
+        Keys of the stages.
+    """
+    done = (record for record in records if isinstance(record, StageDone) and record.complete)
+    return tuple(dict.fromkeys(record.stage for record in done if set(record.without).isdisjoint(present)))
 
 
 class Journal:
-    """The file `path`, held by this probe alone; what an interrupted one has left in it is taken over if it fits.
+    """A file that one probe writes, with the records of an interrupted one if they are of the same hosts, mode and transport.
 
-    Hosts, mode and way must be the same. Whether the network is, too, shows when the hosts are there: see `write`.
+    Args:
+        path: The file.
+        hosts: All hosts of the probe.
+        mode: Mode of the probe.
+        resume: True to require records to resume from, False to discard them, None to use recent ones.
+        transport: The transport by which links are judged; None for any.
+
+    Raises:
+        ConfigError: The file is not writable, another probe writes it, or there is nothing to resume from.
     """
 
     def __init__(
         self, path: Path, hosts: tuple[str, ...], mode: Mode, resume: bool | None, transport: Transport | None = None
     ) -> None:
         self.path = path
-        self.done_steps: tuple[str, ...] = ()
-        self._started = False
+        self.done_stages: tuple[str, ...] = ()
         self.problem = ""
-        """Why what was measured could not be kept."""
+        """Why records could not be written."""
+        self._started = False
         try:
-            fresh = path.exists() and time.time() - path.stat().st_mtime < FRESH_SECONDS
+            recent = path.exists() and time.time() - path.stat().st_mtime < MAX_AGE_SECONDS
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"cannot write {path}: {error.strerror}", hint="make its folder, or name another"
+                f"cannot write {path}: {error.strerror}", hint="create its folder, or name another file"
             ) from None
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{path}: another probe is writing it", hint="wait for its end, or name another file"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        self._lock()
         old = path.read_bytes().splitlines() if resume is not False else []
-        records = current(_decoded(old))
-        start = next(iter(starts(records)), None)
+        records = _latest_network(_decode_lines(old))
+        start = next((record for record in records if isinstance(record, ProbeStarted)), None)
         ended = any(isinstance(record, ProbeEnded) for record in records)
         fits = start and (start.hosts, start.mode) == (hosts, mode) and transport in (None, start.primary)
-        if fits and not ended and (fresh or resume):
-            self.done_steps = done_steps(records)
+        if fits and not ended and (recent or resume):
+            self.done_stages = completed_stages(records)
         elif resume:
             if not old:
                 path.unlink()
-            raise ConfigError(f"{path}: no probe of these hosts in this mode to go on with", hint="leave out --resume")
-        if not self.done_steps:
+            raise ConfigError(
+                f"cannot resume: {path} has no probe of these hosts in this mode", hint="leave out --resume"
+            )
+        if not self.done_stages:
             self._file.truncate(0)
         elif not path.read_bytes().endswith(b"\n"):
             self._file.write(b"\n")
 
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self.path}: another probe is writing it", hint="wait until it ends, or name another file"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+
     def write(self, line: str) -> str | None:
-        """Keep the line of a record. Returns what people must be told: that an interrupted probe is gone on with, or why not."""
-        said = None
+        """Append the line of a record.
+
+        Args:
+            line: The encoded record.
+
+        Returns:
+            A message for the user: that an interrupted probe is resumed, or why not.
+        """
+        message = None
         if line.startswith('{"type":"started"') and isinstance(now := decode(line), ProbeStarted):
-            before = starts(self.read())
-            if why := next(filter(None, (other_network(start, now) for start in before)), None):
-                said = f"distrib-topo: what {self.path} has of {before[0].when} does not count: {why}; beginning anew"
+            before = [record for record in self.read() if isinstance(record, ProbeStarted)]
+            if why := next(filter(None, (network_change(start, now) for start in before)), None):
+                message = f"distrib-topo: ignoring the probe of {before[0].when} in {self.path}: {why}; starting again"
             elif before and not self._started:
-                said = (
-                    f"distrib-topo: going on with the probe of {before[0].when} from {self.path} "
-                    f"({len(self.done_steps)} steps are done); --no-resume begins anew"
+                message = (
+                    f"distrib-topo: resuming the probe of {before[0].when} from {self.path} "
+                    f"({len(self.done_stages)} stages are done); use --no-resume to start again"
                 )
             self._started = True
         try:
             self._file.write(line.encode() + b"\n")
-        except OSError as error:  # a full disk: it is told at the end, when all who measure have ended
+        except OSError as error:  # a full disk: reported when the ranks have exited
             self.problem = f"{self.path}: {error.strerror}"
-        return said
+        return message
 
     def read(self) -> list[Record]:
-        """All records so far, those of the interrupted probe first."""
-        return current(_decoded(self.path.read_bytes().splitlines()))
+        """Return all records of the current network, those of the interrupted probe first."""
+        return _latest_network(_decode_lines(self.path.read_bytes().splitlines()))
 
-    def take_over(self) -> None:
-        """Go on from what is written so far."""
-        self.done_steps = done_steps(self.read())
+    def reload(self) -> None:
+        """Resume from the records written so far."""
+        self.done_stages = completed_stages(self.read())
 
-    def done_for(self, present: Sequence[str]) -> tuple[str, ...]:
-        """The steps in which all of these hosts took part."""
-        return done_steps(self.read(), present) if self.done_steps else ()
+    def done_with(self, present: Sequence[str]) -> tuple[str, ...]:
+        """List the completed stages in which all of these hosts took part.
 
-    def seen(self, present: Sequence[str]) -> bytes:
-        """What rank 0 must know of what is done: how the probe began, and the links between those hosts, without their curves."""
+        Args:
+            present: Names of hosts.
+        """
+        return completed_stages(self.read(), present) if self.done_stages else ()
+
+    def resume_input(self, present: Sequence[str]) -> bytes:
+        """Encode what rank 0 needs of earlier records: starts, and links between these hosts without their curves.
+
+        Args:
+            present: Names of hosts.
+        """
         kept: list[Record] = []
         for record in self.read():
             if isinstance(record, ProbeStarted):
                 kept.append(record)
-            elif (
-                isinstance(record, PairMeasurement)
-                and not record.failed
-                and {record.source, record.target} <= set(present)
-            ):
+            if not isinstance(record, PairMeasurement) or record.failed:
+                continue
+            if {record.source, record.target} <= set(present):
                 kept.append(msgspec.structs.replace(record, curve=()))
         return "".join(encode(record) + "\n" for record in kept).encode()
 
-    def done(self) -> None:
-        """Nothing in it is needed any more: it is kept elsewhere, or there is nothing."""
+    def remove(self) -> None:
+        """Close and delete the file."""
         self._file.close()
         self.path.unlink(missing_ok=True)
 
 
-def _decoded(lines: Sequence[bytes]) -> list[Record]:
+def _decode_lines(lines: Sequence[bytes]) -> list[Record]:
     return [record for line in lines if (record := decode(line))]
+
+
+def _latest_network(records: Iterable[Record]) -> list[Record]:
+    """Drop records over another network, after which the probe was started again."""
+    kept: list[Record] = []
+    for record in records:
+        if isinstance(record, ProbeStarted):
+            starts = (earlier for earlier in kept if isinstance(earlier, ProbeStarted))
+            if any(network_change(start, record) for start in starts):
+                kept = []
+        kept.append(record)
+    return kept

@@ -14,7 +14,7 @@ from distrib.utils import plotting
 LABELS_UP_TO = 40
 
 
-def draw(path: str | os.PathLike[str], measured: Measurements, way: str) -> None:
+def draw_probe(path: str | os.PathLike[str], measured: Measurements, way: str) -> None:
     """Draw `measured` into a file whose ending tells its kind. Raises ConfigError where that cannot be written."""
     name = os.fspath(path)
     plotting.check_plot_path(name)

@@ -32,7 +32,9 @@ def matrix(measured: Measurements, way: str, load: str = "alone") -> dict[tuple[
     return found
 
 
-def show(console: Console, measured: Measurements, records: Sequence[Record], findings: Sequence[Finding]) -> None:
+def print_report(
+    console: Console, measured: Measurements, records: Sequence[Record], findings: Sequence[Finding]
+) -> None:
     """Print everything."""
     start = next(record for record in records if isinstance(record, ProbeStarted))
     parts: list[RenderableType] = []

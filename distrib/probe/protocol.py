@@ -1,4 +1,4 @@
-"""What rank 0 and the others say to each other over MPI, each a message of msgpack."""
+"""Messages between rank 0 and the other ranks over MPI, each encoded with msgpack."""
 
 from __future__ import annotations
 
@@ -8,104 +8,103 @@ from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, P
 from distrib.probe.records import Facts, Gpu, LoadPattern
 from distrib.probe.settings import Mode, Transport
 
-HELLO, SETUP, TASK, REPLY = 1, 2, 3, 4
-"""Tags."""
+HELLO_TAG, SETUP_TAG, TASK_TAG, REPLY_TAG = 1, 2, 3, 4
 
 
-class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher wants: all hosts of the probe in order, even those that are gone, and what is done already."""
+class ProbeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The launcher's request: the first argument of every rank."""
 
     hosts: tuple[str, ...]
+    """All hosts of the probe, lost ones included."""
     present: tuple[str, ...]
-    """Those that the job runs on, in its order."""
+    """The hosts that the job runs on, in its order."""
     mode: Mode = "default"
     done: tuple[str, ...] = ()
+    """Keys of completed stages."""
     resumed: bool = False
-    """What was measured before stands on rank 0's standard input, a record on each line."""
+    """True if rank 0 reads earlier records from its standard input, one per line."""
     primary: Transport | None = None
-    """None: MPI where every host has InfiniBand or RoCE, TCP elsewhere."""
+    """The transport that judges links. None: MPI if every host has InfiniBand or RoCE, else TCP."""
     gpudirect: bool = True
-    """False: NCCL was told to do without GPUDirect RDMA, and all-reduce is measured alone."""
+    """False to measure only all-reduce, with GPUDirect RDMA turned off in NCCL."""
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank is there; the first one of each host tells its facts, and by address the ports where it takes TCP connections."""
+class RankHello(msgspec.Struct, frozen=True, kw_only=True):
+    """First message of a rank. The first rank of each host adds its facts and, by address, the ports it listens on."""
 
     facts: Facts | None = None
     ports: dict[str, int] = {}
     on_gpu: bool = False
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank must know of the others. `ports` are those of each address that a rank listens on."""
+class RankSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's reply: the token that authenticates TCP connections, and the ports of all ranks by address."""
 
     token: bytes
     ports: dict[str, int]
 
 
-class Transfer(msgspec.Struct, frozen=True, kw_only=True, tag="transfer"):
-    """Measure the way from rank `source` to rank `target`, or both ways at once.
-
-    `longest`: how long the stream may go on for the sake of `variation`. `addresses` are those of source and target, by
-    which the bytes go. Whoever has waited `patience_seconds` gives up.
-    """
+class PairTask(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
+    """Measure the link from rank `source` to rank `target`, or both directions at once."""
 
     number: int
     stage: str
     source: int
     target: int
     addresses: tuple[str, str]
+    """Those of source and target on the network under test."""
     transport: Transport
     load: LoadPattern
     both_ways: bool = False
     seconds: float
-    longest: float = 0.0
+    max_seconds: float = 0.0
+    """Duration up to which a stream continues until its `variation` is reached."""
     variation: float | None = None
     streams: int = 1
     pings: int = 0
     sizes: tuple[int, ...] = ()
-    patience_seconds: float
+    timeout_seconds: float
 
 
-class Inside(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
-    """Measure the ways inside each host, each for about `seconds`; between two GPUs `backwards` too, or one way only.
-
-    Copies within the memory of a machine count only where nobody else makes them: `memory` is for one of its hosts.
-    """
+class HostTask(msgspec.Struct, frozen=True, kw_only=True, tag="host"):
+    """Measure copies inside each host."""
 
     number: int
     seconds: float
-    backwards: bool
+    """Duration of each pair of GPUs or GPU and memory."""
+    both_directions: bool
+    """False for one direction between two GPUs."""
     memory: bool
-    patience_seconds: float
+    """True for copies within host memory: containers of one machine share it, and one of them measures."""
+    timeout_seconds: float
 
 
-class AllReduce(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
-    """Measure all-reduces over the first `counts[i]` hosts and all their ranks, for each i, together for about `seconds`.
-
-    What of the largest sizes would take longer than that is left out. `ranks` are those that take part where not all do.
-    """
+class AllReduceTask(msgspec.Struct, frozen=True, kw_only=True, tag="all_reduce"):
+    """Measure all-reduces over the first `host_counts[i]` hosts and their ranks, for each i."""
 
     number: int
-    counts: tuple[int, ...]
+    host_counts: tuple[int, ...]
     gpudirect: bool | None
     ranks: tuple[int, ...] = ()
+    """The ranks that take part; empty for all."""
     sizes: tuple[int, ...]
     seconds: float
-    patience_seconds: float
+    """Duration of all counts; the largest sizes are left out if they take longer."""
+    timeout_seconds: float
 
 
-class Leave(msgspec.Struct, frozen=True, kw_only=True, tag="leave"):
-    """This was all. `at_once`: without MPI's end, which waits for every rank, and some will not come to it."""
+class ShutdownTask(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
+    """Exit. `skip_finalize`: without MPI_Finalize, which waits for every rank."""
 
-    at_once: bool = False
-
-
-Task = Transfer | Inside | AllReduce | Leave
+    skip_finalize: bool = False
 
 
-class Arrived(msgspec.Struct, frozen=True, kw_only=True):
-    """What a receiver saw of one direction."""
+RankTask = PairTask | HostTask | AllReduceTask | ShutdownTask
+Measurement = PairTask | HostTask | AllReduceTask
+
+
+class ReceivedRate(msgspec.Struct, frozen=True, kw_only=True):
+    """The receiver's measurement of one direction."""
 
     latency_seconds: float | None
     bandwidth_bytes_per_second: float
@@ -115,22 +114,27 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True):
     curve: tuple[Point, ...] = ()
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """How a task went for one rank. With `failed` there may still be what was measured before, or beside it."""
+class TaskReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's result of a task. If `failed` is set, there may still be partial measurements."""
 
     number: int
     rank: int
     seconds: float = 0.0
     busy: float = 0.0
-    arrived: Arrived | None = None
+    """The busy fraction of the host's CPUs."""
+    received: ReceivedRate | None = None
     retransmits: int = 0
     path_mtu: int | None = None
-    inside: tuple[IntraNodeLinkMeasurement, ...] = ()
+    copies: tuple[IntraNodeLinkMeasurement, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     collectives: tuple[Collective, ...] = ()
     failed: str | None = None
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, in so many words as fit beside others: torch tells stories."""
+    """Return the first line of an error's message; torch's messages are long.
+
+    Args:
+        error: Any exception.
+    """
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

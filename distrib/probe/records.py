@@ -1,6 +1,6 @@
-"""What a probe says, line by line, as it goes: one JSON object a line on rank 0's standard output.
+"""Records of a probe: one JSON object per line on rank 0's standard output.
 
-The launcher keeps the lines, shows progress from them and, when the probe was cut short, starts the next one from them.
+The launcher keeps the lines, shows progress, and resumes an interrupted probe from them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_REPLY = "did not reply"
 """Failure of a host from which no reply came in time; its name comes before it."""
 
 LoadPattern = Literal["alone", "together", "bisection", "sharing"]
-"""Beside whom a pair was measured; `sharing`: others that were chosen to find out who shares a link, so that it says little of the pair."""
+"""Traffic during the measurement of a pair. `sharing`: pairs chosen to find a shared link, which say little of the pair itself."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,34 +91,34 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
-    """The first line: what is going to be measured. `primary` is the way that judges the links."""
+    """First record. `primary` is the transport by which links are judged."""
 
     when: str
+    """ISO 8601, UTC."""
     mode: Mode
     hosts: tuple[str, ...]
     primary: Transport
     facts: tuple[Facts, ...]
 
 
-class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
-    """One direction between two hosts, measured once.
+LinkKey = tuple[str, str, str, str, bool, str | None]
 
-    `busy` is the part of the time for which the busier of the two hosts' processors were; where it is near 1, they and
-    not the wire may have been the limit. `failed` says why there is no rate.
-    """
+
+class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
+    """One measurement of one direction between two hosts."""
 
     stage: str
     phase: int = 0
-    """Pairs of the same step and phase were measured at once."""
+    """Pairs of one stage and phase were measured at once."""
     source: str
     target: str
     transport: Transport
     load: LoadPattern
     both_ways: bool = False
     network: str | None = None
-    """The subnet whose cards carried it; None for the network of the job."""
+    """The subnet of the NICs; None for the network of the job."""
     interface: str | None = None
-    """The source's card in that network."""
+    """The source's NIC in a secondary network."""
     latency_seconds: float | None = None
     bandwidth_bytes_per_second: float = 0.0
     variation: float = 0.0
@@ -127,24 +127,27 @@ class PairMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="pair"):
     curve: tuple[Point, ...] = ()
     streams: int = 1
     busy: float = 0.0
+    """The busy fraction of CPUs, of the busier host; near 1, they may have been the limit and not the link."""
     retransmits: int = 0
     path_mtu: int | None = None
     seconds: float = 0.0
     failed: str | None = None
+    """The reason why there is no rate."""
 
     @property
-    def key(self) -> tuple[str, str, str, str, bool, str | None]:
+    def key(self) -> LinkKey:
+        """Identify the link, its transport and the traffic."""
         return self.source, self.target, self.transport, self.load, self.both_ways, self.network
 
 
 class IntraNodeMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="inside"):
-    """A way inside a host."""
+    """A copy inside a host."""
 
     link: IntraNodeLinkMeasurement
 
 
 class GpuLinkStates(msgspec.Struct, frozen=True, kw_only=True, tag="gpus"):
-    """The PCIe links of a host's GPUs right after they were used."""
+    """The PCIe links of a host's GPUs directly after their use."""
 
     host: str
     gpus: tuple[Gpu, ...]
@@ -157,28 +160,27 @@ class CollectiveMeasurement(msgspec.Struct, frozen=True, kw_only=True, tag="coll
 
 
 class SharedLinkSides(msgspec.Struct, frozen=True, kw_only=True, tag="groups"):
-    """Hosts on either side of a shared link, found by who slows whom down."""
+    """Hosts on the two sides of a shared link, found by concurrent streams."""
 
     sides: tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class StageDone(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Progress. `whole`: nothing of the step failed, so it need not be done again, but for hosts that it was done `without`.
-
-    `notes`: what failed or was left out.
-    """
+    """Progress: a stage has ended."""
 
     stage: str
-    what: str
+    title: str
     done_seconds: float
-    left_seconds: float
-    whole: bool = True
+    remaining_seconds: float
+    complete: bool = True
+    """True if nothing failed: the stage is not repeated, except for hosts in `without`."""
     without: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    """Failures and omissions, for the user."""
 
 
 class ProbeEnded(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last line: everything that was planned has been tried."""
+    """Last record: all stages were tried."""
 
     seconds: float
     notes: tuple[str, ...] = ()
@@ -198,12 +200,23 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 def encode(record: Record) -> str:
-    """The line of a record, without its end."""
+    """Encode a record as a line, without its end.
+
+    Args:
+        record: Any record.
+    """
     return msgspec.json.encode(record).decode()
 
 
 def decode(line: str | bytes) -> Record | None:
-    """The record of a line; None for anything else that was printed, and for a line that was cut off."""
+    """Decode a line.
+
+    Args:
+        line: A line of rank 0's output.
+
+    Returns:
+        The record, or None for other output and truncated lines.
+    """
     try:
         record: Record = _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -211,14 +224,16 @@ def decode(line: str | bytes) -> Record | None:
     return record
 
 
-def fastest_measurements(
-    records: Iterable[PairMeasurement],
-) -> dict[tuple[str, str, str, str, bool, str | None], PairMeasurement]:
-    """Of every link, way and load the fastest measurement: whatever else goes on can only make a link look slower.
+def fastest_measurements(records: Iterable[PairMeasurement]) -> dict[LinkKey, PairMeasurement]:
+    """Select the fastest measurement of each link: disturbances can only make a link look slower.
 
-    Curves are joined, and of each size the shortest time is kept; so is the lowest latency.
+    Args:
+        records: Measurements; failed ones are ignored.
+
+    Returns:
+        By link, the fastest measurement, with the lowest latency and the shortest time of each message size of all.
     """
-    found: dict[tuple[str, str, str, str, bool, str | None], PairMeasurement] = {}
+    found: dict[LinkKey, PairMeasurement] = {}
     for record in records:
         if record.failed:
             continue
@@ -229,13 +244,12 @@ def fastest_measurements(
         new, old = sorted((record, before), key=lambda r: -r.bandwidth_bytes_per_second)
         latencies = [r.latency_seconds for r in (new, old) if r.latency_seconds is not None]
         found[record.key] = msgspec.structs.replace(
-            new, curve=_joined(new.curve, old.curve), latency_seconds=min(latencies, default=None)
+            new, curve=_merge_curves(new.curve, old.curve), latency_seconds=min(latencies, default=None)
         )
     return found
 
 
-def _joined(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ...]:
-    """A curve of the sizes of both."""
+def _merge_curves(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ...]:
     points: dict[int, Point] = {}
     for point in (*one, *other):
         if point.size_bytes not in points or point.seconds < points[point.size_bytes].seconds:
@@ -244,7 +258,14 @@ def _joined(one: tuple[Point, ...], other: tuple[Point, ...]) -> tuple[Point, ..
 
 
 def build_measured(records: Iterable[Record]) -> Measurements | None:
-    """What the topology file keeps of a probe; None where nothing was measured."""
+    """Build the part of the topology file that holds a probe's measurements.
+
+    Args:
+        records: The records, oldest first.
+
+    Returns:
+        The measurements, or None if the probe did not start.
+    """
     kept = list(records)
     start = next((r for r in kept if isinstance(r, ProbeStarted)), None)
     if start is None:
@@ -256,7 +277,7 @@ def build_measured(records: Iterable[Record]) -> Measurements | None:
         software=next((dict(f.software) for f in facts.values()), {}),
         hosts=start.hosts,
         machines=tuple(
-            Machine(hosts=tuple(facts.host for facts in same), processors=_processors(same))
+            Machine(hosts=tuple(facts.host for facts in same), processors=_usable_cores(same))
             for same in group_by_machine(facts.values())
         ),
         pairs=tuple(
@@ -292,15 +313,19 @@ def build_measured(records: Iterable[Record]) -> Measurements | None:
 
 
 def group_by_machine(hosts: Iterable[Facts]) -> list[list[Facts]]:
-    """The hosts that are one machine, together; one that does not tell is a machine by itself."""
+    """Group hosts that are containers of one machine.
+
+    Args:
+        hosts: The hosts' reports; one that does not know its machine is a group of its own.
+    """
     on: dict[str, list[Facts]] = {}
     for facts in hosts:
         on.setdefault(facts.machine or f"host {facts.host}", []).append(facts)
     return list(on.values())
 
 
-def _processors(hosts: list[Facts]) -> int:
-    """How many the hosts of one machine may use together."""
+def _usable_cores(hosts: list[Facts]) -> int:
+    """Return the number of cores that hosts of one machine may use together."""
     cores = len({number for facts in hosts for number in facts.processors}) or max(facts.cpus for facts in hosts)
     quotas = [facts.quota for facts in hosts if facts.quota is not None]
     return max(1, min(cores, int(sum(quotas)))) if len(quotas) == len(hosts) else cores

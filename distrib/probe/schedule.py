@@ -1,27 +1,28 @@
-"""Who is measured with whom, and when. Pure.
+"""Schedule of pairwise measurements: rounds of disjoint pairs.
 
-A round is a set of disjoint pairs of hosts, by number. The circle method (round-robin tournaments; also SuperBench's
-`pair-wise` pattern) puts every pair into exactly one round: N - 1 rounds for an even number of hosts, N for an odd one.
+The circle method of round-robin tournaments (also SuperBench's `pair-wise` pattern) puts every pair into exactly one round:
+N - 1 rounds for an even number N of hosts, N for an odd one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Pair = tuple[int, int]
-Round = tuple[Pair, ...]
+from distrib.cluster.shared_links import Round
 
 
-def rounds(hosts: int) -> tuple[Round, ...]:
-    """Rounds of disjoint pairs in which every pair of `hosts` hosts meets once; with an odd number one idles each time.
+def round_robin(hosts: int) -> tuple[Round, ...]:
+    """Arrange all pairs in rounds of disjoint pairs; with an odd number of hosts one idles in each round.
 
-    The lower number comes first: hosts are mostly named rack by rack, and so the pairs of a round that cross from one
-    rack to another load the way between them in the same direction.
+    The lower number comes first: hosts are usually named rack by rack, so pairs that cross racks load uplinks in one direction.
+
+    Args:
+        hosts: Number of hosts.
     """
     if hosts < 2:
         return ()
     seats = hosts + hosts % 2
-    # One seat stays, the others turn around it; a pair with the empty seat of an odd number is left out.
+    # One seat stays, the others rotate around it; the pair with the empty seat of an odd number is left out.
     made = []
     for turn in range(seats - 1):
         circle = [seats - 1, *((turn + step) % (seats - 1) for step in range(seats - 1))]
@@ -31,27 +32,41 @@ def rounds(hosts: int) -> tuple[Round, ...]:
     return tuple(made)
 
 
-def bisection(hosts: int) -> Round:
-    """One half of the hosts paired with the other, host i with host i + N/2; an odd one out idles.
+def bisection_round(hosts: int) -> Round:
+    """Pair one half of the hosts with the other, host i with host i + N/2; an odd one idles.
 
-    Hosts that are named in order of their racks so cross from one half of the racks to the other.
+    Args:
+        hosts: Number of hosts.
     """
     half = hosts // 2
     return tuple((number, number + hosts - half) for number in range(half))
 
 
-def without(round_: Round, missing: Sequence[int]) -> Round:
-    """The round without the pairs of hosts that are gone."""
+def without_hosts(round_: Round, missing: Sequence[int]) -> Round:
+    """Drop the pairs of missing hosts.
+
+    Args:
+        round_: The pairs.
+        missing: Numbers of missing hosts.
+    """
     return tuple(pair for pair in round_ if pair[0] not in missing and pair[1] not in missing)
 
 
-def backward(round_: Round) -> Round:
-    """The round with sources and targets exchanged."""
+def reverse_round(round_: Round) -> Round:
+    """Exchange sources and targets.
+
+    Args:
+        round_: The pairs.
+    """
     return tuple((b, a) for a, b in round_)
 
 
-def counts(hosts: int) -> tuple[int, ...]:
-    """Numbers of hosts over which collectives are measured: 2, 4, 8, ... and all of them."""
+def collective_host_counts(hosts: int) -> tuple[int, ...]:
+    """List the numbers of hosts over which collectives are measured: 2, 4, 8, ... and all.
+
+    Args:
+        hosts: Number of hosts.
+    """
     found = []
     count = 2
     while count < hosts:

@@ -88,6 +88,26 @@ FULL = ProbeSettings(
 MODES: dict[Mode, ProbeSettings] = {"quick": QUICK, "default": DEFAULT, "full": FULL}
 
 
+class ProbeTimeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Timeouts of the coordination between ranks, in seconds."""
+
+    hello_seconds: float = 60.0
+    """Rank 0 waits this long for each rank's first message."""
+    idle_seconds: float = 3600.0
+    """A rank without a task for this long exits. Longer than `hello_seconds`: rank 0 reports the missing ranks."""
+    reply_seconds: float = 2.0
+    """Rank 0 waits this long for replies after the timeout of a task."""
+    transfer_seconds: float = 6.0
+    """Time added to eight times the planned duration of a transfer."""
+    copies_seconds: float = 60.0
+    """Time for torch and the driver to start, added to the duration of GPU copies."""
+    all_reduce_seconds: float = 60.0
+    """Time for the process group to form, added to three times the planned duration."""
+
+
+TIMEOUTS = ProbeTimeouts()
+
+
 class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits beyond which a measurement becomes a finding. Fractions are of the median of comparable links."""
 
@@ -108,7 +128,7 @@ class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
     faster_network_factor: float = 1.25
     """Median rate of another network, over the used one's, at which it is recommended."""
     gpudirect_gain: float = 1.05
-    """All-reduce time without GPUDirect RDMA over the time with it. Measured elsewhere: 1.2 (NCCL issue 1579), 2 (465)."""
+    """All-reduce time without GPUDirect RDMA over the time with it. Measurements elsewhere: 1.2 (NCCL issue 1579), 2 (465)."""
     regression_fraction: float = 0.9
     """A bandwidth below it of an earlier probe's is a regression."""
     latency_factor: float = 2.0

@@ -1,170 +1,162 @@
-"""What one probe does, step by step, and how long it may take. Pure.
+"""Stages of a probe and their estimated durations.
 
-A step is what an interrupted probe need not repeat. Its phases run one after another; the pairs of a phase at once.
+An interrupted probe does not repeat completed stages. The phases of a stage run one after another, the pairs of a phase at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
+from distrib.cluster.shared_links import Round
 from distrib.probe import schedule
 from distrib.probe.records import LoadPattern
-from distrib.probe.schedule import Round
 from distrib.probe.settings import ProbeSettings, Transport
 
 OVERHEAD_SECONDS = 0.03
-"""What a phase costs beside its stream: orders, connections, answers."""
+"""Duration of a phase besides its stream: tasks, connections, replies."""
 
 COLLECTIVE_START_SECONDS = 4.0
+"""Time for torch to load and ranks to join a process group."""
+
 LINKS_DONE = "links"
-"""The step that says in what is done that all is but the all-reduces, which begin."""
+"""Key of the stage that records that only all-reduces are left."""
+
+SECOND_PASS = "second pass"
+"""Key of the stage that measures suspicious links again."""
 
 LARGE_SECONDS, LARGE_BUDGET_SECONDS = (1.0, 3.0), 8.0
-"""How long a round of large messages may last, least and most, and all rounds together."""
+"""Minimum and maximum duration of a round of large messages, and the duration of all rounds."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """`phases` are rounds of (source, target) by the number of the host; none for steps that are no transfers."""
+    """A part of the probe. `phases` are rounds of source and target hosts by number, for transfers only."""
 
     key: str
-    what: str
-    kind: str = "transfer"
+    title: str
+    kind: Literal["transfer", "inside", "all_reduce"] = "transfer"
     transport: Transport = "tcp"
     load: LoadPattern = "alone"
     both_ways: bool = False
     network: str | None = None
-    """The subnet whose cards are measured; None for the network of the job."""
+    """The subnet whose NICs are measured; None for the network of the job."""
     phases: tuple[Round, ...] = ()
     seconds: float = 0.0
-    """How long each phase's stream lasts."""
+    """Duration of each phase's streams."""
     sizes: tuple[int, ...] = ()
-    estimate_seconds: float = 0.0
+    """Message sizes of a curve over MPI, in bytes; without any, one large size is streamed."""
+
+    @property
+    def estimate_seconds(self) -> float:
+        """The estimated duration of a transfer stage, else `seconds`."""
+        return len(self.phases) * (self.seconds + OVERHEAD_SECONDS) if self.kind == "transfer" else self.seconds
 
 
-def steps(hosts: int, settings: ProbeSettings, primary: Transport, networks: Sequence[str] = ()) -> tuple[Stage, ...]:
-    """All steps of a probe of so many hosts, links first and in the order in which they tell most.
+def plan_stages(
+    hosts: int, settings: ProbeSettings, primary: Transport, networks: Sequence[str] = ()
+) -> tuple[Stage, ...]:
+    """List the stages of a probe, links first and the most informative ones before others.
 
-    `networks` are the subnets of further cards.
+    Args:
+        hosts: Number of hosts.
+        settings: Those of the mode.
+        primary: The transport by which links are judged.
+        networks: Subnets of NICs besides those of the job.
     """
-    found = [Stage(key="inside", what="inside the hosts", kind="inside", estimate_seconds=0.5)]
-    found += _together(hosts, settings, primary)
-    found += _alone(hosts, settings, primary)
+    found = [Stage(key="inside", title="inside hosts", kind="inside", seconds=0.5)]
+    found += _concurrent_stages(hosts, settings, primary)
+    found += _alone_stages(hosts, settings, primary)
     for network in networks:
-        found += _alone(hosts, settings, "tcp", network)
+        found += _alone_stages(hosts, settings, "tcp", network)
     if hosts > 3:
-        round_ = schedule.bisection(hosts)
+        round_ = schedule.bisection_round(hosts)
+        phases = round_, schedule.reverse_round(round_)
         found.append(
-            _step(
-                "bisection",
-                "one half with the other",
-                primary,
-                "bisection",
-                (round_, schedule.backward(round_)),
-                settings.concurrent_seconds,
-            )
-        )
+            Stage(key="bisection", title="one half with the other", transport=primary, load="bisection", phases=phases,
+                  seconds=settings.concurrent_seconds)
+        )  # fmt: skip
     if settings.both_ways:
         found += [
-            _step(
-                f"both/{primary}/{n}",
-                f"both ways at once, round {n + 1}",
-                primary,
-                "together",
-                (r,),
-                settings.concurrent_seconds,
-                both=True,
-            )
-            for n, r in enumerate(schedule.rounds(hosts))
-        ]
+            Stage(key=f"both/{primary}/{n}", title=f"both directions at once, round {n + 1}", transport=primary,
+                  load="together", both_ways=True, phases=(round_,), seconds=settings.concurrent_seconds)
+            for n, round_ in enumerate(schedule.round_robin(hosts))
+        ]  # fmt: skip
     if settings.second_transport:
-        second: Transport = "mpi" if primary == "tcp" else "tcp"
-        found += _alone(hosts, settings, second)
+        other: Transport = "tcp" if primary == "mpi" else "mpi"
+        found += _alone_stages(hosts, settings, other)
         if settings.concurrent_sizes:
-            found += _large(hosts, settings)
-        elif hosts > 3:  # of fewer, a round is one pair, which was alone
-            found += _together(hosts, settings, second)
+            found += _large_message_stages(hosts, settings)
+        elif hosts > 3:  # of fewer hosts, a round is one pair, which was measured alone
+            found += _concurrent_stages(hosts, settings, other)
     if settings.collective_sizes:
         seconds = COLLECTIVE_START_SECONDS + settings.collective_seconds
-        found.append(Stage(key="all-reduce", what="all-reduce", kind="all_reduce", estimate_seconds=seconds))
+        found.append(Stage(key="all-reduce", title="all-reduce", kind="all_reduce", seconds=seconds))
     return tuple(found)
 
 
-def _large(hosts: int, settings: ProbeSettings) -> list[Stage]:
-    """Messages that take long, one way: each pair alone where there is time for that, else all of a round at once."""
-    rounds = schedule.rounds(hosts)
-    pairs = sum(map(len, rounds))
-    alone = pairs * LARGE_SECONDS[0] <= LARGE_BUDGET_SECONDS
-    share = LARGE_BUDGET_SECONDS / max(1, pairs if alone else len(rounds))
-    seconds = min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1])
-    load: LoadPattern = "alone" if alone else "together"
-    return [
-        _step(
-            f"large/{number}", f"large messages, round {number + 1}", "mpi", load,
-            tuple((pair,) for pair in round_) if alone else (round_,), seconds, sizes=settings.concurrent_sizes,
-        )
-        for number, round_ in enumerate(rounds)
-    ]  # fmt: skip
+def alone_rounds(hosts: int, settings: ProbeSettings) -> tuple[int, float]:
+    """Compute how many rounds are measured pair by pair within the budget of the mode.
 
+    Args:
+        hosts: Number of hosts.
+        settings: Those of the mode.
 
-def alone_share(hosts: int, settings: ProbeSettings) -> tuple[int, float]:
-    """How many rounds are measured pair by pair, and for how long each direction."""
-    rounds = schedule.rounds(hosts)
+    Returns:
+        The number of rounds, and the seconds of each direction.
+    """
+    rounds = schedule.round_robin(hosts)
     if not rounds:
         return 0, 0.0
     directions = 1 if settings.mode == "quick" else 2
     least, most = settings.alone_seconds
-    links = directions * sum(map(len, rounds))
-    share = settings.alone_budget_seconds / links - OVERHEAD_SECONDS
+    share = settings.alone_budget_seconds / (directions * sum(map(len, rounds))) - OVERHEAD_SECONDS
     if share >= least:
         return len(rounds), min(share, most)
     per_round = directions * len(rounds[0]) * (least + OVERHEAD_SECONDS)
     return max(1, min(len(rounds), int(settings.alone_budget_seconds / per_round))), least
 
 
-def _together(hosts: int, settings: ProbeSettings, transport: Transport) -> list[Stage]:
+def _large_message_stages(hosts: int, settings: ProbeSettings) -> list[Stage]:
+    """Plan large messages in one direction: each pair alone if there is time, else all of a round at once."""
+    rounds = schedule.round_robin(hosts)
+    pairs = sum(map(len, rounds))
+    alone = pairs * LARGE_SECONDS[0] <= LARGE_BUDGET_SECONDS
+    share = LARGE_BUDGET_SECONDS / max(1, pairs if alone else len(rounds))
     return [
-        _step(
-            f"together/{transport}/{n}",
-            f"all pairs of round {n + 1}, {transport}",
-            transport,
-            "together" if len(r) > 1 else "alone",  # of two or three hosts
-            (r, schedule.backward(r)),
-            settings.concurrent_seconds,
+        Stage(
+            key=f"large/{number}", title=f"large messages, round {number + 1}", transport="mpi",
+            load="alone" if alone else "together", phases=tuple((pair,) for pair in round_) if alone else (round_,),
+            seconds=min(max(share, LARGE_SECONDS[0]), LARGE_SECONDS[1]), sizes=settings.concurrent_sizes,
         )
-        for n, r in enumerate(schedule.rounds(hosts))
-    ]
+        for number, round_ in enumerate(rounds)
+    ]  # fmt: skip
 
 
-def _alone(hosts: int, settings: ProbeSettings, transport: Transport, network: str | None = None) -> list[Stage]:
-    count, seconds = alone_share(hosts, settings)
+def _concurrent_stages(hosts: int, settings: ProbeSettings, transport: Transport) -> list[Stage]:
+    return [
+        Stage(
+            key=f"together/{transport}/{number}", title=f"all pairs of round {number + 1}, {transport}", transport=transport,
+            load="together" if len(round_) > 1 else "alone",  # of two or three hosts
+            phases=(round_, schedule.reverse_round(round_)), seconds=settings.concurrent_seconds,
+        )
+        for number, round_ in enumerate(schedule.round_robin(hosts))
+    ]  # fmt: skip
+
+
+def _alone_stages(hosts: int, settings: ProbeSettings, transport: Transport, network: str | None = None) -> list[Stage]:
+    count, seconds = alone_rounds(hosts, settings)
     found = []
-    for number, round_ in enumerate(schedule.rounds(hosts)[:count]):
+    for number, round_ in enumerate(schedule.round_robin(hosts)[:count]):
         phases = [(pair,) for pair in round_]
         if settings.mode != "quick":
-            phases += [(pair,) for pair in schedule.backward(round_)]
-        sizes = settings.sizes if transport == "mpi" else ()
+            phases += [(pair,) for pair in schedule.reverse_round(round_)]
         found.append(
-            _step(
-                f"alone/{network or transport}/{number}",
-                f"each pair alone, {network or transport}, round {number + 1}",
-                transport,
-                "alone",
-                tuple(phases),
-                seconds,
-                sizes=sizes,
-                network=network,
+            Stage(
+                key=f"alone/{network or transport}/{number}",
+                title=f"each pair alone, {network or transport}, round {number + 1}", transport=transport, network=network,
+                phases=tuple(phases), seconds=seconds, sizes=settings.sizes if transport == "mpi" else (),
             )
-        )
+        )  # fmt: skip
     return found
-
-
-def _step(
-    key: str, what: str, transport: Transport, load: LoadPattern, phases: tuple[Round, ...], seconds: float,
-    *, both: bool = False, sizes: tuple[int, ...] = (), network: str | None = None,
-) -> Stage:  # fmt: skip
-    return Stage(
-        key=key, what=what, transport=transport, load=load, both_ways=both, phases=phases, seconds=seconds, sizes=sizes,
-        network=network, estimate_seconds=len(phases) * (seconds + OVERHEAD_SECONDS),
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a rank does when rank 0 says so: its part of one measurement, and an answer however that went."""
+"""Worker of one rank: does its part of each measurement and replies, whether it succeeded or failed."""
 
 from __future__ import annotations
 
@@ -14,115 +14,137 @@ import msgspec
 from distrib.probe.bench import intra_node, mpi, statistics, tcp
 from distrib.probe.bench.polling import ProbeTimeout
 from distrib.probe.host_facts import gpu_links
-from distrib.probe.protocol import AllReduce, Arrived, Inside, Leave, Reply, Setup, Task, Transfer, first_line
+from distrib.probe.protocol import (
+    AllReduceTask,
+    HostTask,
+    Measurement,
+    PairTask,
+    RankSetup,
+    ReceivedRate,
+    TaskReply,
+    first_line,
+)
 from distrib.probe.records import NEARLY_NOTHING
 from distrib.probe.stages import COLLECTIVE_START_SECONDS
 from distrib.utils.cpus import CpuLoad
 
-BEGIN_SECONDS = 0.015
-"""After an order, when streams beside others begin: all have heard it, are connected, and have pinged a network that is still."""
+START_DELAY_SECONDS = 0.015
+"""Time after a task at which concurrent streams start: all pairs are connected and have pinged an idle network by then."""
 
 
 class Worker:
-    """One rank's hands: its buffers, its listeners by address, and what it must know of the others."""
+    """The buffers, listeners and process group of one rank.
 
-    def __init__(self, comm: Any, host: str, listeners: Mapping[str, tcp.Listener]) -> None:
+    Args:
+        comm: MPI communicator of all ranks.
+        host: Name of this host.
+        listeners: TCP listeners by local address.
+    """
+
+    def __init__(self, comm: Any, host: str, listeners: Mapping[str, tcp.ProbeListener]) -> None:
         self.comm = comm
         self.rank: int = comm.rank
         self.host = host
         self.listeners = listeners
-        self.setup = Setup(token=b"", ports={})
+        self.setup = RankSetup(token=b"", ports={})
         self._buffers: dict[str, memoryview] = {}
-        self._collective: Any = None
+        self._all_reduce: Any = None
         self._abandoned: list[Any] = []
-        """Exchanges that were given up: MPI may still write into their memory."""
+        """Failed exchanges: MPI may still write into their memory."""
 
-    def perform(self, task: Task) -> Reply:
-        """Do this rank's part of a task. What goes wrong is in the answer."""
-        assert not isinstance(task, Leave)
+    def perform(self, task: Measurement) -> TaskReply:
+        """Do this rank's part of a task.
+
+        Args:
+            task: The task.
+
+        Returns:
+            The result; an exception becomes its `failed`.
+        """
         load = CpuLoad()
         begun = time.monotonic()
-        deadline = begun + task.patience_seconds
+        deadline = begun + task.timeout_seconds
         try:
-            reply = self._do(task, deadline)
-        except Exception as error:  # torch's are of many kinds; each costs one measurement and not the probe
-            reply = Reply(number=task.number, rank=self.rank, failed=first_line(error))
+            if isinstance(task, HostTask):
+                reply = self._measure_host(task, deadline)
+            elif isinstance(task, AllReduceTask):
+                reply = self._measure_all_reduce(task)
+            else:
+                reply = (
+                    self._measure_mpi(task, deadline) if task.transport == "mpi" else self._measure_tcp(task, deadline)
+                )
+        except Exception as error:  # torch raises many kinds; each costs one measurement, not the probe
+            reply = TaskReply(number=task.number, rank=self.rank, failed=first_line(error))
         busy = max(reply.busy, load.busy_fraction())
         return msgspec.structs.replace(reply, seconds=time.monotonic() - begun, busy=busy)
 
-    def _do(self, task: Task, deadline: float) -> Reply:
-        if isinstance(task, Inside):
-            links, problems = intra_node.measure(
-                self.host, task.seconds, memory=task.memory, backwards=task.backwards, deadline=deadline
-            )
-            failed = "; ".join(problems) or None
-            used = {end for link in links for end in (link.source, link.target)}
-            gpus = tuple(gpu for gpu in gpu_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
-            return Reply(number=task.number, rank=self.rank, inside=links, gpus=gpus, failed=failed)
-        if isinstance(task, AllReduce):
-            begun = time.monotonic()
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses that have no names
-            comm = self.comm
-            if task.ranks and self._collective is None:  # before torch is loaded, so that they come at once
-                comm = comm.Create_group(comm.Get_group().Incl(task.ranks))
-            from distrib.probe.bench import allreduce
+    def _measure_host(self, task: HostTask, deadline: float) -> TaskReply:
+        links, problems = intra_node.measure_host(
+            self.host, task.seconds, memory=task.memory, both_directions=task.both_directions, deadline=deadline
+        )
+        used = {end for link in links for end in (link.source, link.target)}
+        gpus = tuple(gpu for gpu in gpu_links() if f"gpu{gpu.index}" in used) if len(links) > 1 else ()
+        failed = "; ".join(problems) or None
+        return TaskReply(number=task.number, rank=self.rank, copies=links, gpus=gpus, failed=failed)
 
-            if self._collective is None:
-                self._collective = allreduce.Ranks(comm, self.host, task.patience_seconds)
-            late_seconds = max(0.0, time.monotonic() - begun - 2 * COLLECTIVE_START_SECONDS)
-            seconds = max(task.seconds / 2, task.seconds - late_seconds)  # so that the probe ends when it has said
-            task = msgspec.structs.replace(task, seconds=seconds)
-            return Reply(number=task.number, rank=self.rank, collectives=self._collective.measure(task))
-        assert isinstance(task, Transfer)
-        return self._mpi(task, deadline) if task.transport == "mpi" else self._tcp(task, deadline)
+    def _measure_all_reduce(self, task: AllReduceTask) -> TaskReply:
+        begun = time.monotonic()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns of addresses without names
+        comm = self.comm
+        if task.ranks and self._all_reduce is None:  # before torch is loaded, so that all ranks come at the same time
+            comm = comm.Create_group(comm.Get_group().Incl(task.ranks))
+        from distrib.probe.bench import allreduce  # loads torch, which takes seconds
+
+        if self._all_reduce is None:
+            self._all_reduce = allreduce.AllReduceBenchmark(comm, self.host, task.timeout_seconds)
+        late_seconds = max(0.0, time.monotonic() - begun - 2 * COLLECTIVE_START_SECONDS)
+        seconds = max(task.seconds / 2, task.seconds - late_seconds)  # to keep the announced duration
+        task = msgspec.structs.replace(task, seconds=seconds)
+        return TaskReply(number=task.number, rank=self.rank, collectives=self._all_reduce.measure(task))
 
     def _buffer(self, name: str, size: int) -> memoryview:
-        """Memory of at least `size` bytes, touched before anything is timed; `name` keeps what is read and written apart."""
-        have = self._buffers.get(name)
-        if have is None or len(have) < size:
+        """Return a buffer of at least `size` bytes whose pages are mapped; one `name` for sending, one for receiving."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
             memory = mmap.mmap(-1, max(size, 1 << 20))
             for page in range(0, len(memory), mmap.PAGESIZE):
                 memory[page] = 1
-            have = self._buffers[name] = memoryview(memory)
-        return have
+            buffer = self._buffers[name] = memoryview(memory)
+        return buffer
 
-    # -- MPI ----------------------------------------------------------------------------------------------------------
-
-    def _mpi(self, task: Transfer, deadline: float) -> Reply:
+    def _measure_mpi(self, task: PairTask, deadline: float) -> TaskReply:
         largest = max(task.sizes)
         peer = task.source if task.target == self.rank else task.target
         sender = receiver = None
         try:
             if task.both_ways or task.source == self.rank:
-                sender = mpi.Sender(self.comm, peer, task.number, self._buffer("out", largest))
+                sender = mpi.MpiSender(self.comm, peer, task.number, self._buffer("send", largest))
             if sender and not task.both_ways:
-                mpi.obey(sender, deadline)
-                return Reply(number=task.number, rank=self.rank)
-            receiver = mpi.Receiver(self.comm, peer, task.number, self._buffer("in", largest), deadline, sender)
-            curve = mpi.sweep(receiver, task.sizes, task.pings, task.seconds, task.longest, task.variation)
+                mpi.serve_receiver(sender, deadline)
+                return TaskReply(number=task.number, rank=self.rank)
+            receiver = mpi.MpiReceiver(self.comm, peer, task.number, self._buffer("receive", largest), deadline, sender)
+            curve = mpi.measure_curve(receiver, task.sizes, task.pings, task.seconds, task.max_seconds, task.variation)
             receiver.finish()
         except BaseException:
             self._abandoned.append((sender, receiver))
             raise
         assert curve.large is not None
         rate = msgspec.structs.replace(curve.large, median=largest / curve.large.median)
-        reached = _arrived(curve.latency_seconds, rate)
-        return Reply(number=task.number, rank=self.rank, arrived=msgspec.structs.replace(reached, curve=curve.points))
+        received = msgspec.structs.replace(_received_rate(curve.latency_seconds, rate), curve=curve.points)
+        return TaskReply(number=task.number, rank=self.rank, received=received)
 
-    # -- TCP ----------------------------------------------------------------------------------------------------------
-
-    def _tcp(self, task: Transfer, deadline: float) -> Reply:
-        begins = 0.0 if task.load == "alone" and not task.both_ways else time.monotonic() + BEGIN_SECONDS
+    def _measure_tcp(self, task: PairTask, deadline: float) -> TaskReply:
+        starts = 0.0 if task.load == "alone" and not task.both_ways else time.monotonic() + START_DELAY_SECONDS
         sends = task.source == self.rank or task.both_ways
         receives = task.target == self.rank or task.both_ways
         own, peer = task.addresses if task.source == self.rank else task.addresses[::-1]
-        sent: list[tcp.Sent | Exception] = []
+        sent: list[tcp.SentStream | Exception] = []
 
         def send() -> None:
             place = peer, self.setup.ports[peer]
             try:
-                sockets = tcp.connect(own, place, self.setup.token, task.number, task.streams, deadline)
-                sent.append(tcp.send(sockets, self._buffer("out", tcp.CHUNK_BYTES), deadline))
+                sockets = tcp.connect_streams(own, place, self.setup.token, task.number, task.streams, deadline)
+                sent.append(tcp.send_stream(sockets, self._buffer("send", tcp.CHUNK_BYTES), deadline))
             except Exception as error:
                 sent.append(error)
 
@@ -131,29 +153,29 @@ class Worker:
             thread.start()
         elif sends:
             send()
-        seen = None
+        received = None
         if receives:
             sockets = self.listeners[own].accept(self.setup.token, task.number, task.streams, deadline)
-            seen = tcp.receive(
-                sockets, self._buffer("in", tcp.CHUNK_BYTES), deadline,
-                pings=task.pings, seconds=task.seconds, variation=task.variation, longest=task.longest, begins=begins,
+            received = tcp.receive_stream(
+                sockets, self._buffer("receive", tcp.CHUNK_BYTES), deadline,
+                pings=task.pings, seconds=task.seconds, variation=task.variation, max_seconds=task.max_seconds, starts=starts,
             )  # fmt: skip
         if thread:
             thread.join(max(0.0, deadline - time.monotonic()) + 1.0)
-        told = sent[0] if sent else tcp.Sent()
-        if isinstance(told, Exception):
-            raise told
-        if seen is not None and seen.rate is None:
+        result = sent[0] if sent else tcp.SentStream()
+        if isinstance(result, Exception):
+            raise result
+        if received is not None and received.rate is None:
             raise ProbeTimeout(NEARLY_NOTHING)
-        return Reply(
-            number=task.number, rank=self.rank, retransmits=told.retransmits, path_mtu=told.path_mtu,
-            busy=max(told.busy, seen.busy if seen else 0.0),
-            arrived=_arrived(seen.latency_seconds, seen.rate) if seen and seen.rate else None,
+        return TaskReply(
+            number=task.number, rank=self.rank, retransmits=result.retransmits, path_mtu=result.path_mtu,
+            busy=max(result.busy, received.busy if received else 0.0),
+            received=_received_rate(received.latency_seconds, received.rate) if received and received.rate else None,
         )  # fmt: skip
 
 
-def _arrived(latency_seconds: float | None, rate: statistics.Summary) -> Arrived:
-    return Arrived(
+def _received_rate(latency_seconds: float | None, rate: statistics.SampleSummary) -> ReceivedRate:
+    return ReceivedRate(
         latency_seconds=latency_seconds, bandwidth_bytes_per_second=rate.median, variation=rate.variation,
         repetitions=rate.repetitions, outliers=rate.outliers,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""All-reduce over the hosts, with the backend that training uses: NCCL on GPUs, Gloo on CPU hosts.
+"""All-reduce benchmark with the backend of training: NCCL on GPUs, Gloo on CPU hosts.
 
-Bus bandwidth is nccl-tests' (doc/PERFORMANCE.md): size / seconds x 2 (n - 1) / n; what is kept are the seconds.
+Seconds are kept; bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): size / seconds x 2 (n - 1) / n.
 """
 
 from __future__ import annotations
@@ -19,37 +19,49 @@ from distrib.environment import LOCAL_RANK, LOCAL_WORLD_SIZE
 from distrib.errors import TrainingError
 from distrib.probe.bench import statistics
 from distrib.probe.bench.polling import wait
-from distrib.probe.protocol import AllReduce, first_line
+from distrib.probe.protocol import AllReduceTask, first_line
 from distrib.training import rendezvous
 from distrib.training.world import World, find_device
 
-REPETITIONS = 20
-FEW = 2
-ENOUGH_SECONDS = 0.1
-"""Repetitions of a size may take this long; at least `FEW` are made."""
+MIN_REPETITIONS, MAX_REPETITIONS = 2, 20
+REPEAT_SECONDS = 0.1
+"""Duration of the repetitions of one size, of which at least `MIN_REPETITIONS` are made."""
 
 SHORT_SECONDS, BURST = 1e-3, 10
-WHOLE_SHARE, SHORTEST_SECONDS = 0.8, 0.5
+"""On a GPU, shorter all-reduces are launched in bursts, as in training and nccl-tests: waiting for one takes as long as it does."""
+
+ALL_HOSTS_FRACTION, MIN_SECONDS = 0.8, 0.5
+"""Fraction of the time for all hosts, and the minimum for each count of hosts."""
 
 
-class Ranks:
-    """torch's process group of all ranks of the probe."""
+class AllReduceBenchmark:
+    """A torch process group over ranks of the probe.
 
-    def __init__(self, comm: Any, host: str, patience_seconds: float) -> None:
+    Args:
+        comm: MPI communicator of these ranks.
+        host: Name of this host.
+        timeout_seconds: Timeout of the process group and its collectives.
+
+    Raises:
+        RuntimeError: A rank cannot use its GPU, or the process group did not form.
+        ProbeTimeout: A rank did not come.
+    """
+
+    def __init__(self, comm: Any, host: str, timeout_seconds: float) -> None:
         self.world = World(
             rank=comm.rank, size=comm.size, local_rank=int(os.environ.get(LOCAL_RANK, 0)),
             local_size=int(os.environ.get(LOCAL_WORLD_SIZE, 1)), comm=comm,
         )  # fmt: skip
-        self._timeout = timedelta(seconds=patience_seconds)
+        self._timeout = timedelta(seconds=timeout_seconds)
         problem = ""
         try:
             self.device = find_device(self.world.local_rank)
         except Exception as error:
             problem = f"{host}, rank {comm.rank}: {first_line(error)}"
-        # One that has died, or hangs while it loads torch or finds its GPU: a collective of MPI would wait for it for good.
-        deadline = time.monotonic() + patience_seconds / 2
-        wait(comm.Ibarrier().Test, deadline, "not every rank has come to the all-reduce", idle=True)
-        _raise_first(comm.allgather(problem))
+        # A rank may have died, or hang while it loads torch: a blocking collective would wait for it forever.
+        deadline = time.monotonic() + timeout_seconds / 2
+        wait(comm.Ibarrier().Test, deadline, "not every rank came to the all-reduce", idle=True)
+        _raise_first_problem(comm.allgather(problem))
         try:
             rendezvous.join(self.world, self.device, self._timeout)
         except TrainingError as error:
@@ -58,20 +70,27 @@ class Ranks:
         self.hosts: list[str] = [""] * comm.size
         dist.all_gather_object(self.hosts, host)
 
-    def measure(self, task: AllReduce) -> tuple[Collective, ...]:
-        """All-reduces over the first hosts, for each count of them; rank 0 knows the results, the others return nothing."""
-        data = self._memory(max(task.sizes))
+    def measure(self, task: AllReduceTask) -> tuple[Collective, ...]:
+        """Measure all-reduces over the first hosts, for each count.
+
+        Args:
+            task: Counts of hosts, sizes and duration.
+
+        Returns:
+            The results on rank 0, nothing on other ranks.
+        """
+        data = self._allocate(max(task.sizes))
         found: list[Collective] = []
         names = list(dict.fromkeys(self.hosts))
         left = task.seconds
-        # The whole cluster first, and with most of the time: that is what jobs run on.
-        for position, count in enumerate(sorted(task.counts, reverse=True)):
+        # All hosts first, with most of the time: jobs run on them.
+        for position, count in enumerate(sorted(task.host_counts, reverse=True)):
             hosts = tuple(names[:count])
             members = [rank for rank, host in enumerate(self.hosts) if host in hosts]
-            group = dist.new_group(members, timeout=self._timeout)  # or it would be torch's 10 to 30 minutes
+            group = dist.new_group(members, timeout=self._timeout)  # torch's default: 10 to 30 minutes
             if self.world.rank in members:
-                share = WHOLE_SHARE * left if not position else left / (len(task.counts) - position)
-                points = self._points(data, task.sizes, group, max(SHORTEST_SECONDS, share))
+                share = ALL_HOSTS_FRACTION * left if not position else left / (len(task.host_counts) - position)
+                points = self._measure_sizes(data, task.sizes, group, max(MIN_SECONDS, share))
                 left -= sum(spent for _, spent in points)
                 if self.world.rank == 0:
                     found.append(
@@ -83,8 +102,8 @@ class Ranks:
             dist.barrier()
         return tuple(reversed(found))
 
-    def _memory(self, size_bytes: int) -> Any:
-        """What is added up. Where one rank has no room for it, all say so: they would wait for that one in vain."""
+    def _allocate(self, size_bytes: int) -> Any:
+        """Allocate the tensor to reduce. Raises RuntimeError on all ranks if one has not enough memory."""
         data, problem = None, ""
         try:
             data = torch.zeros(size_bytes, dtype=torch.uint8, device=self.device).view(torch.float32)
@@ -92,18 +111,19 @@ class Ranks:
             problem = f"{self.hosts[self.world.rank]}, rank {self.world.rank}: {first_line(error)}"
         problems: list[str] = [""] * self.world.size
         dist.all_gather_object(problems, problem)
-        _raise_first(problems)
+        _raise_first_problem(problems)
         return data
 
-    def _points(self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float) -> list[tuple[Point, float]]:
-        """A point for each size, and how long it took to get it, until `seconds` will not do for the next."""
+    def _measure_sizes(
+        self, data: Any, sizes: tuple[int, ...], group: Any, seconds: float
+    ) -> list[tuple[Point, float]]:
+        """Return a point for each size, with the seconds it took to measure, until too little of `seconds` is left."""
         found: list[tuple[Point, float]] = []
         left = seconds
         last = 0.0
         for position, size in enumerate(sizes):
             expected = last * size / sizes[max(0, position - 1)]
-            wanted = repetitions_of(expected, left, [larger / size for larger in sizes[position + 1 :]])
-            # A GPU is given several short ones at once, as in training (and by nccl-tests): it takes as long to tell it of one.
+            wanted = plan_repetitions(expected, left, [larger / size for larger in sizes[position + 1 :]])
             burst = BURST if self.device.type == "cuda" and expected < SHORT_SECONDS else 1
             order = torch.tensor([wanted, burst], device=self.device)
             dist.broadcast(order, 0, group=group)
@@ -122,7 +142,7 @@ class Ranks:
                     torch.cuda.synchronize(self.device)
                 if repetition >= warm:
                     taken.append((time.perf_counter() - started) / burst)
-            summary = statistics.summarise(taken)
+            summary = statistics.summarize(taken)
             last = summary.median
             spent = time.perf_counter() - begun
             left -= spent
@@ -130,18 +150,21 @@ class Ranks:
         return found
 
 
-def _raise_first(problems: Sequence[str]) -> None:
-    """Raises RuntimeError of the first of all ranks' problems, on every rank: the others would wait for that one in vain."""
+def _raise_first_problem(problems: Sequence[str]) -> None:
+    """Raise RuntimeError with the first rank's problem, on every rank: others would wait for that one forever."""
     for problem in filter(None, problems):
         raise RuntimeError(problem)
 
 
-def repetitions_of(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:
-    """How often a size that is expected to take so long is measured; 0 where there is no time for it.
+def plan_repetitions(expected_seconds: float, left_seconds: float, larger: Sequence[float]) -> int:
+    """Compute the number of repetitions of a size; 0 if there is no time for it.
 
-    `larger` are the sizes still to come, as multiples of this one: each that can be reached is to be measured once.
+    Args:
+        expected_seconds: Expected duration of one repetition.
+        left_seconds: Time left for this and larger sizes.
+        larger: The larger sizes as multiples of this one: each that can be reached is to be measured once.
     """
-    wanted = max(FEW, min(REPETITIONS, int(ENOUGH_SECONDS / max(expected_seconds, 1e-6))))
+    wanted = max(MIN_REPETITIONS, min(MAX_REPETITIONS, int(REPEAT_SECONDS / max(expected_seconds, 1e-6))))
     kept = 0.0
     for times in larger:
         if expected_seconds * (1 + kept + times) > left_seconds:

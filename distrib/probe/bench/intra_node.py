@@ -1,6 +1,6 @@
-"""What happens inside a host: memory copies, and where there are GPUs, copies to, from and between them.
+"""Copies inside a host: in memory, and to, from and between GPUs.
 
-A copy of n bytes counts as n bytes, as nvbandwidth and STREAM's authors' note on copy counting by the program do.
+A copy of n bytes counts as n bytes, as in nvbandwidth.
 """
 
 from __future__ import annotations
@@ -20,122 +20,139 @@ from distrib.utils.cpus import read_cpu_list
 MEMORY_BYTES = 64 << 20
 GPU_BYTES = 64 << 20
 REPETITIONS = 8
-COPIES = 4
-"""Copies that are timed as one on a GPU: starting one costs microseconds."""
+COPIES_PER_EVENT = 4
+"""Copies timed together on a GPU, as launching one takes microseconds."""
 
-NO_GPUS = ("", "-1", "NoDevFiles")
-"""What CUDA_VISIBLE_DEVICES is where GPUs shall not be used; the last is Slurm's word."""
+HIDDEN_GPUS = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last."""
 
-WARM = 3
-"""Copies that wake the GPU, map the memory and open the way between two GPUs, and do not count."""
+WARM_UP_COPIES = 3
+"""Copies that wake the GPU and enable peer access, and are not timed."""
 
 
-def measure(
-    host: str, seconds: float, *, memory: bool = True, backwards: bool = True, deadline: float = float("inf")
+def measure_host(
+    host: str, seconds: float, *, memory: bool = True, both_directions: bool = True, deadline: float = float("inf")
 ) -> tuple[tuple[IntraNodeLinkMeasurement, ...], tuple[str, ...]]:
-    """The ways inside this host, and what could not be measured of them.
+    """Measure copies in host memory and of GPUs.
 
-    Each way from, to and between GPUs takes about `seconds`; none is begun after `deadline` (monotonic seconds). Without
-    `memory` copies within it are left out, and without `backwards` one direction between two GPUs.
+    Args:
+        host: Name of this host.
+        seconds: Duration of each pair of GPUs, or GPU and memory.
+        memory: False to leave out copies within host memory.
+        both_directions: False to measure one direction between two GPUs.
+        deadline: Monotonic seconds after which no copy is begun.
+
+    Returns:
+        The copies, and what could not be measured.
     """
-    found = [_memory(host)] if memory else []
+    found = [_measure_memory(host)] if memory else []
     problems: tuple[str, ...] = ()
-    # torch is imported only where there are GPUs; the second are those under WSL.
+    # /dev/dxg is a GPU's device under WSL. torch is imported only on hosts with GPUs, as that takes seconds.
     if any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg"))):
         import torch
 
-        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in NO_GPUS:
+        if torch.version.cuda and os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDDEN_GPUS:
             try:
-                torch.cuda.init()  # type: ignore[no-untyped-call]  # says why, where is_available() says no
-            except Exception as error:  # one of its kinds is torch's own, and no RuntimeError
+                torch.cuda.init()  # type: ignore[no-untyped-call]  # raises with the reason
+            except Exception as error:  # DeferredCudaCallError is no RuntimeError
                 return tuple(found), (f"GPUs: {first_line(error)}",)
         if torch.cuda.is_available():
-            links, problems = gpu_links(host, torch, seconds, backwards=backwards, deadline=deadline)
+            links, problems = measure_gpu_copies(
+                host, torch, seconds, both_directions=both_directions, deadline=deadline
+            )
             found += links
     return tuple(found), problems
 
 
-def _memory(host: str) -> IntraNodeLinkMeasurement:
-    """One thread's memory copy, larger than the caches of most processors."""
+def _measure_memory(host: str) -> IntraNodeLinkMeasurement:
+    """Measure one thread's copies, larger than the caches of most CPUs."""
     source, target = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
     target[:] = source
-    source[:] = target  # what nobody has written to is one page of zeros, which a cache holds
+    source[:] = target  # memory that was never written is one page of zeros, which fits a cache
     rates = []
     for _ in range(REPETITIONS):
         begun = time.perf_counter()
         target[:] = source
         rates.append(MEMORY_BYTES / (time.perf_counter() - begun))
-    return _link(host, "memory", "memory", "memory", rates)
+    return _copy_link(host, "memory", "memory", "memory", rates)
 
 
-def gpu_links(
-    host: str, torch: Any, seconds: float, *, backwards: bool = True, deadline: float = float("inf")
+def measure_gpu_copies(
+    host: str, torch: Any, seconds: float, *, both_directions: bool = True, deadline: float = float("inf")
 ) -> tuple[list[IntraNodeLinkMeasurement], tuple[str, ...]]:
-    """Copies between pinned memory and each GPU, inside each and between each two GPUs, by torch, timed with CUDA events.
+    """Measure copies between pinned memory and each GPU, within each GPU and between GPUs, timed with CUDA events.
 
-    What fails, such as a GPU whose memory is full, costs its own ways only; the second value says what and why.
+    Args:
+        host: Name of this host.
+        torch: The module torch.
+        seconds: Duration of each pair.
+        both_directions: False to measure one direction between two GPUs.
+        deadline: Monotonic seconds after which no copy is begun.
+
+    Returns:
+        The copies, and what failed and why, such as a GPU whose memory is full.
     """
-    gpus = {f"gpu{number}": index for index, number in enumerate(_numbers(torch))}
+    gpus = {f"gpu{number}": index for index, number in enumerate(_gpu_numbers(torch))}
     buffers: dict[str, tuple[Any, Any, Any]] = {}  # two on the GPU, one in the memory beside it
-    why: dict[str, str] = {}  # each reason once, and where it was met first
+    problems: dict[str, str] = {}  # each reason once, with the first place
     for name, index in gpus.items():
         try:
-            with _beside(torch, index):
+            with _near_gpu(torch, index):
                 pinned = torch.empty(GPU_BYTES, dtype=torch.uint8, pin_memory=True)
             here = [torch.empty(GPU_BYTES, dtype=torch.uint8, device=f"cuda:{index}") for _ in range(2)]
             buffers[name] = here[0], here[1], pinned
         except RuntimeError as error:
-            why.setdefault(first_line(error), name)
-    ways = [way for name in gpus for way in (("memory", name), (name, "memory"), (name, name))]
-    ways += [(one, other) for one in gpus for other in gpus if one < other or (backwards and one != other)]
+            problems.setdefault(first_line(error), name)
+    pairs = [pair for name in gpus for pair in (("memory", name), (name, "memory"), (name, name))]
+    pairs += [(one, other) for one in gpus for other in gpus if one < other or (both_directions and one != other)]
     found: list[IntraNodeLinkMeasurement] = []
-    for number, (source, target) in enumerate(ways):
+    for number, (source, target) in enumerate(pairs):
         if time.monotonic() > deadline:
-            why[f"for time, {len(ways) - number} of {len(ways)} ways were left out"] = "GPUs"
+            problems[f"{len(pairs) - number} of {len(pairs)} copies were left out for lack of time"] = "GPUs"
             break
         if not {source, target} - {"memory"} <= buffers.keys():
             continue
         try:
-            path = _path(torch, gpus[source], gpus[target]) if source in gpus and target in gpus else "PCIe"
+            path = _peer_path(torch, gpus[source], gpus[target]) if source in gpus and target in gpus else "PCIe"
             device = gpus[source] if source in gpus else gpus[target]
             begin = buffers[target][2] if source == "memory" else buffers[source][0]
             end = buffers[source][2] if target == "memory" else buffers[target][1]
-            rates = _copies(torch, device, end, begin, seconds)
-            found.append(_link(host, source, target, path, rates))
+            rates = _time_copies(torch, device, end, begin, seconds)
+            found.append(_copy_link(host, source, target, path, rates))
         except RuntimeError as error:
-            why.setdefault(first_line(error), f"{source} to {target}")
-    return found, tuple(f"{where}: {what}" for what, where in why.items())
+            problems.setdefault(first_line(error), f"{source} to {target}")
+    return found, tuple(f"{where}: {what}" for what, where in problems.items())
 
 
-def _handle(torch: Any, index: int) -> Any:
-    """NVML's handle of one of torch's GPUs, which are those that it may see, counted from 0."""
+def _nvml_handle(torch: Any, index: int) -> Any:
+    """Return NVML's handle of a GPU by torch's index."""
     import pynvml
 
     pynvml.nvmlInit()
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
 
 
-def _numbers(torch: Any) -> list[int]:
-    """The numbers of torch's GPUs by NVML, which are those of nvidia-smi and of topology files; torch's own where NVML cannot tell."""
+def _gpu_numbers(torch: Any) -> list[int]:
+    """Return NVML's indices of torch's GPUs, as in nvidia-smi and topology files; torch's own if NVML fails."""
     count = torch.cuda.device_count()
     with contextlib.suppress(Exception):
         import pynvml
 
-        numbers = [int(pynvml.nvmlDeviceGetIndex(_handle(torch, index))) for index in range(count)]
+        numbers = [int(pynvml.nvmlDeviceGetIndex(_nvml_handle(torch, index))) for index in range(count)]
         if len(set(numbers)) == count:
             return numbers
     return list(range(count))
 
 
 @contextlib.contextmanager
-def _beside(torch: Any, index: int) -> Iterator[None]:
-    """Memory that is asked for here lies with the processors beside the GPU, where its rank is bound when it trains."""
+def _near_gpu(torch: Any, index: int) -> Iterator[None]:
+    """Allocate memory on the NUMA node of a GPU, to which its rank is bound in training."""
     before = os.sched_getaffinity(0)
     with contextlib.suppress(Exception):
         import pynvml
 
-        told = pynvml.nvmlDeviceGetPciInfo(_handle(torch, index)).busId
-        bus = (told.decode() if isinstance(told, bytes) else told).lower()[-12:]
+        bus = pynvml.nvmlDeviceGetPciInfo(_nvml_handle(torch, index)).busId
+        bus = (bus.decode() if isinstance(bus, bytes) else bus).lower()[-12:]
         os.sched_setaffinity(0, read_cpu_list(Path(f"/sys/bus/pci/devices/{bus}/local_cpulist")) & before or before)
     try:
         yield
@@ -143,31 +160,31 @@ def _beside(torch: Any, index: int) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def _copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -> list[float]:
-    """Bytes per second of repeated copies: at most `REPETITIONS`, and on a slow way those of `seconds`."""
+def _time_copies(torch: Any, device: int, target: Any, source: Any, seconds: float) -> list[float]:
+    """Return bytes per second of at most `REPETITIONS` repeated copies, or fewer after `seconds`."""
     rates: list[float] = []
     spent = 0.0
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream()
-        for _ in range(WARM):
+        for _ in range(WARM_UP_COPIES):
             target.copy_(source, non_blocking=True)
         stream.synchronize()
         while not rates or (len(rates) < REPETITIONS and spent < seconds):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            target.copy_(source, non_blocking=True)  # it is at work while it is told of those that count
+            target.copy_(source, non_blocking=True)  # keeps the GPU busy while the timed copies are launched
             begin.record(stream)
-            for _ in range(COPIES):
+            for _ in range(COPIES_PER_EVENT):
                 target.copy_(source, non_blocking=True)
             end.record(stream)
             end.synchronize()
             taken = begin.elapsed_time(end) / 1000
             spent += taken
-            rates.append(COPIES * GPU_BYTES / taken)
+            rates.append(COPIES_PER_EVENT * GPU_BYTES / taken)
     return rates
 
 
-def _path(torch: Any, source: int, target: int) -> str:
-    """How bytes go from one GPU to another: NVLink where NVML shows one that leads there, else as peers or through memory."""
+def _peer_path(torch: Any, source: int, target: int) -> str:
+    """Return the path between two GPUs: NVLink if NVML reports one, else PCIe peer access or host memory."""
     if source == target:
         return "its own memory"
     if not torch.cuda.can_device_access_peer(source, target):
@@ -175,15 +192,15 @@ def _path(torch: Any, source: int, target: int) -> str:
     with contextlib.suppress(Exception):
         import pynvml
 
-        handles = [_handle(torch, index) for index in (source, target)]
+        handles = [_nvml_handle(torch, index) for index in (source, target)]
         state = pynvml.nvmlDeviceGetP2PStatus(*handles, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if state == pynvml.NVML_P2P_STATUS_OK:
             return "NVLink"
     return "PCIe peer"
 
 
-def _link(host: str, source: str, target: str, path: str, rates: list[float]) -> IntraNodeLinkMeasurement:
-    rate = statistics.summarise(rates)
+def _copy_link(host: str, source: str, target: str, path: str, rates: list[float]) -> IntraNodeLinkMeasurement:
+    rate = statistics.summarize(rates)
     return IntraNodeLinkMeasurement(
         host=host,
         source=source,

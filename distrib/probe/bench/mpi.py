@@ -1,7 +1,7 @@
-"""Time against size between two ranks over MPI point to point: what its transport gets through the wire.
+"""Time against message size between two ranks over MPI point to point.
 
-The receiver leads and takes the times: it orders messages of a size and stamps their arrival. The sender only obeys. As in the OSU benchmarks (osu_bw.c) all messages of a size land
-in one buffer; nobody reads them.
+The receiver controls and times the exchange: it requests messages of a size and measures their arrival; the sender only obeys.
+As in the OSU benchmarks (osu_bw.c), all messages of a size arrive in one buffer, which is never read.
 """
 
 from __future__ import annotations
@@ -20,81 +20,93 @@ from distrib.probe.bench.polling import SLEEP_SECONDS, SPIN_SECONDS, ProbeTimeou
 from distrib.probe.records import STREAM_STALLED
 
 FIRST_TAG = 16
-"""Each exchange has tags of its own, so that what is left of one that was given up meets no other."""
+"""Each exchange has its own tags: messages of an abandoned one are never received by another."""
 
-SMALL_BYTES = 1024
-"""Up to this size half a round trip is the time of a message; beyond it, half a round trip and the message's time on the wire."""
+MAX_PING_BYTES = 1024
+"""Up to this size, the time of a message is half a round trip; beyond it, the latency plus the time of a stream's message."""
 
-BLOCK_BYTES, BLOCK_MESSAGES = 256 << 10, 128
-WARM_BYTES = 384 << 10
-LARGE_BYTES, LARGE_WARM_SECONDS = 1 << 20, 0.22
-"""What is streamed before large messages. A connection that was idle for 10 s and wakes up under BBR spends its first 0.2 s
-finding the shortest round trip, with four packets under way (tcp_bbr.c, BBR_PROBE_RTT)."""
+MAX_BLOCK_BYTES, MAX_BLOCK_MESSAGES = 256 << 10, 128
+WARM_UP_BYTES = 384 << 10
+LARGE_BYTES, LARGE_WARM_UP_SECONDS = 1 << 20, 0.22
+"""Warm-up before large messages. A connection that was idle for 10 s spends its first 0.2 s under BBR with four packets in flight
+(tcp_bbr.c, BBR_PROBE_RTT)."""
 
 MAX_BLOCKS = 1000
-LONGER = 3
-FEW_SECONDS = 0.015
-"""Messages that take longer may be timed once only, but for the largest."""
+MAX_PROLONGATION = 3
+"""A stream may take so many times its duration until its variation is reached."""
 
-MANY_SECONDS = 0.25
-"""Messages that take longer are timed once."""
+SINGLE_BLOCK_SECONDS = 0.015
+"""Blocks that take longer may be timed once only, except for the largest size."""
+
+SINGLE_LARGEST_SECONDS = 0.25
+"""Blocks of the largest size that take longer are timed once."""
 
 
-class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receiver saw: half a round trip, and a point for each size."""
+class MpiCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """Times measured by the receiver, with a point for each size."""
 
     latency_seconds: float
+    """Half a round trip of 8 bytes."""
     points: tuple[Point, ...]
-    large: statistics.Summary | None
-    """Seconds of the largest messages, without the latency."""
+    large: statistics.SampleSummary | None
+    """Seconds of a message of the largest size, without the latency."""
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True):
-    """`count` messages of `size` bytes, please; `echo`: each is to be answered by one like it. A count of 0 is the end."""
+class MessageRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Request for `count` messages of `size` bytes. `echo`: each is returned. A count of 0 ends the exchange."""
 
     size: int
     count: int
     echo: bool = False
 
 
-class Sender:
-    """Obeys orders of the rank `peer` until it says that it is done; call `step` until it returns True."""
+class MpiSender:
+    """Sends what the receiver on another rank requests; call `step` until it returns True.
+
+    Args:
+        comm: MPI communicator.
+        peer: The receiver's rank.
+        exchange: Number of the exchange.
+        buffer: Data to send.
+    """
 
     def __init__(self, comm: Any, peer: int, exchange: int, buffer: memoryview) -> None:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
-        self._tags = tags(exchange)
+        self._tags = exchange_tags(exchange)
         self._slot = bytearray(64)
-        self._order = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags.order)
+        self._request_receive = comm.Irecv([self._slot, MPI.BYTE], peer, self._tags.request)
         self._under_way: deque[Any] = deque()
-        self._echo: Order | None = None
+        self._echo: MessageRequest | None = None
         self._left = 0
         self._incoming: Any = None
         self._ended = False
         self.active = time.monotonic()
-        """When something last arrived."""
+        """Monotonic seconds of the last message."""
 
     def step(self) -> bool:
-        """Do what can be done now; whether all is done."""
+        """Handle messages that have come. Returns True when the exchange ended and all was sent."""
         while self._under_way and self._under_way[0].Test():
             self._under_way.popleft()
         if self._left:
             self._answer()
-        elif not self._ended and self._order.Test():
+        elif not self._ended and self._request_receive.Test():
             self.active = time.monotonic()
-            order = msgspec.msgpack.decode(self._slot.rstrip(b"\0"), type=Order)
+            request = msgspec.msgpack.decode(self._slot.rstrip(b"\0"), type=MessageRequest)
             self._slot[:] = bytes(64)
-            if not order.count:
+            if not request.count:
                 self._ended = True
             else:
-                self._order = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags.order)
-                part = [self._buffer[: order.size], self._mpi.BYTE]
-                if order.echo:
-                    self._echo, self._left = order, order.count
+                self._request_receive = self._comm.Irecv([self._slot, self._mpi.BYTE], self._peer, self._tags.request)
+                part = [self._buffer[: request.size], self._mpi.BYTE]
+                if request.echo:
+                    self._echo, self._left = request, request.count
                     self._expect()
                 else:
-                    self._under_way += [self._comm.Isend(part, self._peer, self._tags.data) for _ in range(order.count)]
+                    self._under_way += [
+                        self._comm.Isend(part, self._peer, self._tags.data) for _ in range(request.count)
+                    ]
         return self._ended and not self._under_way
 
     def _expect(self) -> None:
@@ -115,66 +127,84 @@ class Sender:
             self._expect()
 
 
-class Receiver:
-    """Leads the rank `peer`, which runs a `Sender`. `sender`: what this rank sends meanwhile, for both ways at once."""
+class MpiReceiver:
+    """Requests and times messages of an `MpiSender` on another rank.
+
+    Args:
+        comm: MPI communicator.
+        peer: The sender's rank.
+        exchange: Number of the exchange.
+        buffer: Memory for received data.
+        deadline: Monotonic seconds after which methods raise ProbeTimeout.
+        sender: This rank's sender, for both directions at once.
+    """
 
     def __init__(
-        self, comm: Any, peer: int, exchange: int, buffer: memoryview, deadline: float, sender: Sender | None = None
+        self, comm: Any, peer: int, exchange: int, buffer: memoryview, deadline: float, sender: MpiSender | None = None
     ) -> None:
         from mpi4py import MPI
 
         self._mpi, self._comm, self._peer, self._buffer = MPI, comm, peer, buffer
         self._deadline = deadline
         self._sender = sender
-        self._tags = tags(exchange)
-        self._orders: deque[tuple[Any, bytearray]] = deque()
+        self._tags = exchange_tags(exchange)
+        self._requests: deque[tuple[Any, bytearray]] = deque()
         self._block: list[Any] = []
-        self.round_trip = 0.0
+        self.round_trip_seconds = 0.0
 
     @property
     def sends(self) -> bool:
-        """Whether this rank sends at the same time."""
+        """True if this rank sends at the same time."""
         return self._sender is not None
 
-    def half_round_trip(self, size: int, repetitions: int) -> statistics.Summary:
-        """Seconds for half a round trip of `size` bytes, after a few trips that do not count."""
+    def half_round_trip(self, size: int, repetitions: int) -> statistics.SampleSummary:
+        """Measure half a round trip in seconds, after a few that do not count.
+
+        Args:
+            size: Bytes of each message.
+            repetitions: Number of round trips.
+        """
         warm = 3
-        self._order(Order(size, repetitions + warm, echo=True))
+        self._request(MessageRequest(size, repetitions + warm, echo=True))
         part = [self._buffer[:size], self._mpi.BYTE]
         trips = []
         for _ in range(repetitions + warm):
             back = self._comm.Irecv(part, self._peer, self._tags.answer)
             begun = time.perf_counter()
             out = self._comm.Isend(part, self._peer, self._tags.ping)
-            self._spin(back, "no answer to a ping")
+            self._spin(back, "no reply to a ping")
             trips.append((time.perf_counter() - begun) / 2)
             out.Wait()  # it has been answered, so it has gone
-        return statistics.summarise(trips[warm:])
+        return statistics.summarize(trips[warm:])
 
     def stream(
         self, size: int, seconds: float, *, largest: bool = False, variation: float | None = None
-    ) -> statistics.Summary:
-        """Seconds that a message of `size` bytes adds to those before it, from blocks of messages for about `seconds`.
+    ) -> statistics.SampleSummary:
+        """Measure the seconds that each message adds to a stream.
 
-        Small messages come in blocks; a block is ordered when the one before has arrived, and the round trip that this
-        costs is taken off. More than one large message at a time would share the wire, and arrive together.
-        At least two blocks are timed, or one where it takes long, and at most `MAX_BLOCKS`. With `variation` it may go on
-        for `LONGER` times as long, until the median's variation is as low.
+        Small messages come in blocks; each block is requested when the previous one has arrived, and that round trip is
+        subtracted. Concurrent large messages would share the link. At least two blocks are timed, one if it takes long.
+
+        Args:
+            size: Bytes of each message.
+            seconds: Approximate duration.
+            largest: True for the largest size, which is timed more often.
+            variation: Variation of the median until which the stream continues; None to ignore it.
         """
-        each = max(1, min(BLOCK_MESSAGES, BLOCK_BYTES // size))
-        # Not timed: bursts pass, windows open.
-        warm = min(size, WARM_BYTES)
-        self._take(warm, max(1, min(BLOCK_MESSAGES, WARM_BYTES // warm)))
+        each = max(1, min(MAX_BLOCK_MESSAGES, MAX_BLOCK_BYTES // size))
+        # Not timed: TCP windows open, bursts pass.
+        warm = min(size, WARM_UP_BYTES)
+        self._take(warm, max(1, min(MAX_BLOCK_MESSAGES, WARM_UP_BYTES // warm)))
         spans: list[float] = []
         begun = before = now = time.perf_counter()
         while (
             not spans
-            or (len(spans) < 2 and spans[0] < (MANY_SECONDS if largest else FEW_SECONDS))
+            or (len(spans) < 2 and spans[0] < (SINGLE_LARGEST_SECONDS if largest else SINGLE_BLOCK_SECONDS))
             or (now - begun + spans[-1] / 2 < seconds and len(spans) < MAX_BLOCKS)
             or (
                 variation is not None
-                and now - begun + spans[-1] / 2 < LONGER * seconds
-                and statistics.summarise(spans).median_variation > variation
+                and now - begun + spans[-1] / 2 < MAX_PROLONGATION * seconds
+                and statistics.summarize(spans).median_variation > variation
             )
         ):
             self._take(size, each)
@@ -183,13 +213,16 @@ class Receiver:
             before = now
         bunch = max(1, len(spans) // 10)
         joined = [sum(spans[i : i + bunch]) / bunch for i in range(0, len(spans) - bunch + 1, bunch)]
-        return statistics.summarise([max(span - self.round_trip, span / 10) / each for span in joined])
+        return statistics.summarize([max(span - self.round_trip_seconds, span / 10) / each for span in joined])
 
-    def flood(self, size: int, seconds: float) -> statistics.Summary:
-        """The same while this rank sends too: more and more messages at once, until they take about `seconds`.
+    def flood(self, size: int, seconds: float) -> statistics.SampleSummary:
+        """Measure the seconds of each message while this rank sends too: ever more at once, until they take `seconds`.
 
-        An order is behind the data that goes the same way, so that one block after another would make both ends wait
-        for each other.
+        A request waits behind data of the same direction: blocks one after another would make both ends wait for each other.
+
+        Args:
+            size: Bytes of each message.
+            seconds: Approximate duration.
         """
         count = 2
         while True:
@@ -197,31 +230,31 @@ class Receiver:
             self._take(size, count)
             span = time.perf_counter() - begun
             if span > seconds / 2:
-                return statistics.summarise([max(span - self.round_trip, span / 10) / count])
+                return statistics.summarize([max(span - self.round_trip_seconds, span / 10) / count])
             count *= 2
 
     def finish(self) -> None:
-        """Tell the sender that this is all; see this rank's own sending to its end."""
-        self._order(Order(0, 0))
-        wait(self._all_sent, self._deadline, "the other rank does not end")
+        """End the exchange, and finish this rank's own sending."""
+        self._request(MessageRequest(0, 0))
+        wait(self._all_sent, self._deadline, "the other rank did not end the exchange")
 
     def _all_sent(self) -> bool:
         done = self._sender.step() if self._sender else True
-        while self._orders and self._orders[0][0].Test():
-            self._orders.popleft()
-        return done and not self._orders
+        while self._requests and self._requests[0][0].Test():
+            self._requests.popleft()
+        return done and not self._requests
 
-    def _order(self, order: Order) -> None:
-        slot = bytearray(msgspec.msgpack.encode(order).ljust(64, b"\0"))
-        self._orders.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags.order), slot))
-        while self._orders[0][0].Test() and len(self._orders) > 1:
-            self._orders.popleft()
+    def _request(self, request: MessageRequest) -> None:
+        slot = bytearray(msgspec.msgpack.encode(request).ljust(64, b"\0"))
+        self._requests.append((self._comm.Isend([slot, self._mpi.BYTE], self._peer, self._tags.request), slot))
+        while self._requests[0][0].Test() and len(self._requests) > 1:
+            self._requests.popleft()
 
     def _take(self, size: int, count: int) -> None:
-        """Order a block of messages and wait for it."""
+        """Request a block of messages and wait for it."""
         part = [self._buffer[:size], self._mpi.BYTE]
         self._block = [self._comm.Irecv(part, self._peer, self._tags.data) for _ in range(count)]
-        self._order(Order(size, count))
+        self._request(MessageRequest(size, count))
         self._spin_all(self._block, STREAM_STALLED)
 
     def _spin(self, request: Any, what: str) -> None:
@@ -251,54 +284,72 @@ class Receiver:
         wait(step, self._deadline, what)
 
 
-class Tags(NamedTuple):
-    """The tags of an exchange. Both ends may lead at the same time, so that pings and their answers are told apart."""
+class ExchangeTags(NamedTuple):
+    """MPI tags of an exchange. Both ends may be receivers, so pings and their echoes differ."""
 
-    order: int
+    request: int
     data: int
     ping: int
     answer: int
 
 
-def tags(exchange: int) -> Tags:
-    """The tags of the exchange of that number."""
+def exchange_tags(exchange: int) -> ExchangeTags:
+    """Return the tags of an exchange.
+
+    Args:
+        exchange: Its number.
+    """
     first = FIRST_TAG + 4 * exchange
-    return Tags(first, first + 1, first + 2, first + 3)
+    return ExchangeTags(first, first + 1, first + 2, first + 3)
 
 
-def obey(sender: Sender, deadline: float) -> None:
-    """Send what the `Receiver` at the other end asks for, to the end."""
+def serve_receiver(sender: MpiSender, deadline: float) -> None:
+    """Run a sender until the exchange ends.
+
+    Args:
+        sender: The sender.
+        deadline: Monotonic seconds.
+
+    Raises:
+        ProbeTimeout: The deadline passed.
+    """
     while not sender.step():
         now = time.monotonic()
         if now > deadline:
-            raise ProbeTimeout("the receiver does not end")
+            raise ProbeTimeout("the receiver did not end the exchange")
         if now - sender.active < SPIN_SECONDS:
             os.sched_yield()
         else:
             time.sleep(SLEEP_SECONDS)
 
 
-def sweep(
-    receiver: Receiver,
+def measure_curve(
+    receiver: MpiReceiver,
     sizes: Sequence[int],
     pings: int,
     seconds: float,
     stream_seconds: float,
     variation: float | None = None,
-) -> Curve:
-    """A curve over `sizes`.
+) -> MpiCurve:
+    """Measure time against size.
 
-    `seconds` are shared evenly by the sizes that are streamed; the largest gets `stream_seconds`.
+    Args:
+        receiver: The receiver.
+        sizes: Message sizes in bytes, ascending.
+        pings: Round trips of the latency.
+        seconds: Duration of all streamed sizes but the largest, in equal shares.
+        stream_seconds: Duration of the largest size.
+        variation: Variation of the median until which the largest size continues; None to ignore it.
     """
     latency = receiver.half_round_trip(8, pings)
-    receiver.round_trip = 2 * latency.median
+    receiver.round_trip_seconds = 2 * latency.median
     points = []
-    last: statistics.Summary | None = None
-    streamed = [size for size in sizes if size > SMALL_BYTES]
+    last: statistics.SampleSummary | None = None
+    streamed = [size for size in sizes if size > MAX_PING_BYTES]
     if streamed and streamed[0] >= LARGE_BYTES and not receiver.sends:
-        receiver.stream(LARGE_BYTES, LARGE_WARM_SECONDS)
+        receiver.stream(LARGE_BYTES, LARGE_WARM_UP_SECONDS)
     for size in sizes:
-        if size <= SMALL_BYTES:
+        if size <= MAX_PING_BYTES:
             trip = receiver.half_round_trip(size, max(10, pings // 2)) if size != 8 else latency
             points.append(Point(size, trip.median, trip.variation))
             continue
@@ -309,4 +360,4 @@ def sweep(
         else:
             last = receiver.stream(size, share, largest=largest, variation=variation if largest else None)
         points.append(Point(size, latency.median + last.median, last.variation))
-    return Curve(latency_seconds=latency.median, points=tuple(points), large=last)
+    return MpiCurve(latency_seconds=latency.median, points=tuple(points), large=last)

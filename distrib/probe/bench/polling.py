@@ -1,4 +1,4 @@
-"""Waiting with an end, and without keeping a processor from those who compute."""
+"""Polling with a deadline, without keeping a CPU from processes that compute."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import time
 from collections.abc import Callable
 
 SPIN_SECONDS = 0.0004
-SLEEP_SECONDS = 0.0001
-IDLE_SLEEP_SECONDS = 0.002
+"""Polls yield the CPU, but do not sleep, for this long: small messages arrive within microseconds."""
+
+SLEEP_SECONDS, MAX_SLEEP_SECONDS = 0.0001, 0.002
+"""Sleep between later polls, and its maximum while nothing is expected soon."""
 
 
 class ProbeTimeout(Exception):
-    """What was waited for did not come in time."""
+    """An expected message or state did not come in time."""
 
 
 def wait(ready: Callable[[], bool], deadline: float, what: str, *, idle: bool = False) -> None:
-    """Return when `ready` says so; `ProbeTimeout` at `deadline` (monotonic seconds).
+    """Poll until `ready` returns True.
 
-    Looks often at first, letting others run in between, for what comes within microseconds; then sleeps between looks.
-    `idle`: what is waited for may take long, so that sleeping begins at once and grows.
+    Args:
+        ready: The condition.
+        deadline: Monotonic seconds.
+        what: Message of the exception.
+        idle: True if waiting may take long: polls then sleep at once, and longer each time.
+
+    Raises:
+        ProbeTimeout: The deadline passed.
     """
     begun = time.monotonic()
     nap = 2 * SLEEP_SECONDS if idle else SLEEP_SECONDS
@@ -29,7 +37,7 @@ def wait(ready: Callable[[], bool], deadline: float, what: str, *, idle: bool = 
             raise ProbeTimeout(what)
         if idle:
             time.sleep(nap)
-            nap = min(nap * 1.5, IDLE_SLEEP_SECONDS)
+            nap = min(nap * 1.5, MAX_SLEEP_SECONDS)
         elif now - begun < SPIN_SECONDS:
             os.sched_yield()
         else:

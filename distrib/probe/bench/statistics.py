@@ -1,7 +1,6 @@
-"""From repetitions to one number that can be trusted, and how far. Pure.
+"""Statistics of repeated measurements.
 
-The median is reported: a repetition that something else disturbed does not move it. Disturbed ones are counted, so that
-they stay visible.
+The median is reported: a disturbed repetition does not move it. Outliers are counted, so that disturbances stay visible.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 
 OUTLIER_DEVIATIONS = 5.0
-"""Further than this many robust standard deviations from the median a repetition is an outlier."""
+"""Robust standard deviations from the median beyond which a repetition is an outlier."""
 
-MIN_SPREAD = 0.01
-"""Repetitions within this part of the median are never outliers, however well the others agree."""
+MIN_OUTLIER_FRACTION = 0.01
+"""Repetitions within this fraction of the median are never outliers."""
 
 MAD_TO_DEVIATION = 1.4826
 """Median absolute deviation to standard deviation, for normal errors (Rousseeuw and Croux, 1993)."""
@@ -25,29 +24,31 @@ MEDIAN_ERROR = math.sqrt(math.pi / 2)
 """Standard error of the median over that of the mean, for normal errors."""
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Repetitions summed up.
-
-    `variation` is the coefficient of variation (standard deviation over mean) of the repetitions that are no outliers;
-    `median_variation` that of the median, which shrinks as repetitions are added. Without two repetitions both are 0.
-    """
+class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of repetitions. Variations are 0 for a single one."""
 
     median: float
     variation: float
+    """Coefficient of variation (standard deviation over mean) without outliers."""
     median_variation: float
+    """That of the median; more repetitions reduce it."""
     repetitions: int
     outliers: int
 
 
-def summarise(values: Sequence[float]) -> Summary:
-    """Sum up one repetition or more, each greater than 0."""
+def summarize(values: Sequence[float]) -> SampleSummary:
+    """Summarize repetitions.
+
+    Args:
+        values: At least one value, each above 0.
+    """
     median = statistics.median(values)
     spread = MAD_TO_DEVIATION * statistics.median(abs(value - median) for value in values)
-    limit = max(OUTLIER_DEVIATIONS * spread, MIN_SPREAD * median)
+    limit = max(OUTLIER_DEVIATIONS * spread, MIN_OUTLIER_FRACTION * median)
     kept = [value for value in values if abs(value - median) <= limit]
     mean = statistics.fmean(kept)
     variation = statistics.stdev(kept) / mean if len(kept) > 1 and mean else 0.0
-    return Summary(
+    return SampleSummary(
         median=median,
         variation=variation,
         median_variation=MEDIAN_ERROR * variation / math.sqrt(len(kept)),
@@ -56,12 +57,22 @@ def summarise(values: Sequence[float]) -> Summary:
     )
 
 
-def rates(stamps: Sequence[tuple[float, int]], *, skip_bytes: int, skip_seconds: float, windows: int) -> list[float]:
-    """Bytes per second in up to `windows` equal spans of a stream.
+def stream_rates(
+    stamps: Sequence[tuple[float, int]], *, skip_bytes: int, skip_seconds: float, windows: int
+) -> list[float]:
+    """Compute the rates of a stream in equal windows of time.
 
-    `stamps` are times in seconds, each with how many bytes had arrived by then. What arrived in the first `skip_bytes`
-    or `skip_seconds`, whichever ends later, is left out: a shaped or paced link lets a first burst pass faster than it
-    can go on.
+    A shaped link lets a first burst pass faster than later data: what arrived in the first `skip_bytes` or `skip_seconds`,
+    whichever ends later, is left out.
+
+    Args:
+        stamps: Times in seconds, each with the bytes that had arrived.
+        skip_bytes: Bytes to leave out.
+        skip_seconds: Seconds to leave out.
+        windows: Maximum number of windows.
+
+    Returns:
+        Bytes per second of each window; none if the stream was too short.
     """
     if len(stamps) < 3:
         return []

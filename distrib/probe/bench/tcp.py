@@ -1,7 +1,7 @@
-"""Bandwidth and latency over plain TCP sockets: what the kernel's network stack gets through the wire.
+"""Bandwidth and latency over TCP sockets.
 
-The receiver leads and takes the times: it pings, says go, and hangs up when it has seen enough. Nothing spins; both ends
-sleep in the kernel while they wait.
+The receiver controls and times a stream: it pings, sends a start message, and closes the connections when it has measured enough.
+Both ends sleep in the kernel while they wait.
 """
 
 from __future__ import annotations
@@ -25,50 +25,55 @@ TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"!{TOKEN_BYTES}sQI")
 CHUNK_BYTES = 1 << 20
 LOW_WATER_BYTES = 128 << 10
-"""The kernel wakes the receiver when this much has come, not for every packet."""
+"""The kernel wakes the receiver when this much has arrived, not for every packet."""
 
 SKIP_BYTES = 512 << 10
 SKIP_SECONDS = 0.03
-"""What is left out at the start of a stream: bursts, and the queue that the stream before it left in the switch."""
+"""The start of a stream that is left out: bursts, and the queue of the previous stream in the switch."""
 
-ENOUGH_BYTES = 2 << 20
-SLOW_TIMES = 6
-"""A stream that has not brought `ENOUGH_BYTES` in its time may take so many times as long."""
+MIN_STREAM_BYTES = 2 << 20
+SLOW_LINK_FACTOR = 6
+"""A stream of fewer bytes than `MIN_STREAM_BYTES` may take so many times its duration."""
 
 WINDOWS = 12
 SKIP_PINGS = 3
-PING = b"distrib!"  # 8 bytes
-GO = b"go ahead"
+PING, START = b"distrib!", b"go ahead"  # of one length
 CHECK_SECONDS = 0.05
 CONNECT_SECONDS = 3.5
-"""The kernel asks again after 1 and after 3 s. Where nothing has answered then, nothing will."""
+"""Timeout of a connection. The kernel repeats SYN after 1 s and 3 s."""
 
 ACCEPT_SECONDS = CONNECT_SECONDS + 1.0
-"""How long the receiver waits for connections: it is not told when its sender could not make any."""
+"""The receiver's timeout for connections: it does not learn that its sender could not connect."""
 
 _TOTAL_RETRANS_OFFSET, _PATH_MTU_OFFSET = 100, 60
-"""Where `struct tcp_info` (linux/tcp.h) has tcpi_total_retrans and tcpi_pmtu."""
+"""Offsets of tcpi_total_retrans and tcpi_pmtu in `struct tcp_info` (linux/tcp.h)."""
 
 
-class Stream(msgspec.Struct, frozen=True, kw_only=True):
-    """What the receiver of a stream saw."""
+class ReceivedStream(msgspec.Struct, frozen=True, kw_only=True):
+    """The receiver's measurement of a stream."""
 
     latency_seconds: float | None
-    rate: statistics.Summary | None
+    rate: statistics.SampleSummary | None
+    """Bytes per second; None if too little arrived."""
     busy: float = 0.0
-    """The busy part of this host's processors while it took the stream."""
+    """The busy fraction of this host's CPUs during the stream."""
 
 
-class Sent(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sender of a stream knows: segments sent again, the largest packet for the way, and how busy its processors were."""
+class SentStream(msgspec.Struct, frozen=True, kw_only=True):
+    """The sender's counters of a stream."""
 
     retransmits: int = 0
+    """TCP segments sent again."""
     path_mtu: int | None = None
     busy: float = 0.0
 
 
-class Listener:
-    """Takes connections of this probe's other ranks on one address; strangers, who lack the token, are hung up on."""
+class ProbeListener:
+    """Accepts connections of the probe's other ranks on one address; clients without the token are disconnected.
+
+    Args:
+        address: The local address; the kernel chooses the port.
+    """
 
     def __init__(self, address: str) -> None:
         family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
@@ -76,19 +81,32 @@ class Listener:
         self.port: int = self.socket.getsockname()[1]
 
     def accept(self, token: bytes, task: int, streams: int, deadline: float) -> list[socket.socket]:
-        """The connections of one task, in order; those of tasks that were given up are closed."""
+        """Accept the connections of one task; those of abandoned tasks are closed.
+
+        Args:
+            token: The probe's token.
+            task: Number of the task.
+            streams: Number of connections.
+            deadline: Monotonic seconds.
+
+        Returns:
+            The connections, by index.
+
+        Raises:
+            ProbeTimeout: Not all connections came in time.
+        """
         deadline = min(deadline, time.monotonic() + ACCEPT_SECONDS)
         found: dict[int, socket.socket] = {}
         try:
             while len(found) < streams:
-                self.socket.settimeout(_left(deadline, "no connection came"))
+                self.socket.settimeout(_remaining(deadline, "no connection came"))
                 try:
                     sock, _ = self.socket.accept()
                 except TimeoutError:
                     raise ProbeTimeout("no connection came") from None
                 try:
-                    sock.settimeout(min(2.0, _left(deadline, "no connection came")))
-                    theirs, number, index = _HELLO.unpack(_read(sock, bytearray(_HELLO.size)))
+                    sock.settimeout(min(2.0, _remaining(deadline, "no connection came")))
+                    theirs, number, index = _HELLO.unpack(_receive_exactly(sock, bytearray(_HELLO.size)))
                 except (OSError, ProbeTimeout):
                     sock.close()
                     continue
@@ -102,16 +120,24 @@ class Listener:
         return [found[index] for index in range(streams)]
 
 
-def connect(
+def connect_streams(
     own: str, place: tuple[str, int], token: bytes, task: int, streams: int, deadline: float
 ) -> list[socket.socket]:
-    """Connections for one task, from this host's address `own` to another rank's listener."""
+    """Connect to another rank's listener for one task.
+
+    Args:
+        own: Local address.
+        place: Address and port of the listener.
+        token: The probe's token.
+        task: Number of the task.
+        streams: Number of connections.
+        deadline: Monotonic seconds.
+    """
     made: list[socket.socket] = []
     try:
         for index in range(streams):
-            sock = socket.create_connection(
-                place, timeout=min(CONNECT_SECONDS, _left(deadline, "connecting")), source_address=(own, 0)
-            )
+            timeout = min(CONNECT_SECONDS, _remaining(deadline, "connecting"))
+            sock = socket.create_connection(place, timeout=timeout, source_address=(own, 0))
             made.append(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(_HELLO.pack(token, task, index))
@@ -121,38 +147,48 @@ def connect(
     return made
 
 
-def send(sockets: Sequence[socket.socket], buffer: memoryview, deadline: float) -> Sent:
-    """Answer the receiver's pings, then fill the streams until it hangs up."""
+def send_stream(sockets: Sequence[socket.socket], buffer: memoryview, deadline: float) -> SentStream:
+    """Answer the receiver's pings, then send until it closes the connections.
+
+    Args:
+        sockets: The connections, which are closed afterwards.
+        buffer: Data to send.
+        deadline: Monotonic seconds.
+
+    Raises:
+        ProbeTimeout: The receiver sent nothing, or did not close, in time.
+    """
     try:
         first = sockets[0]
-        word = bytearray(len(PING))
+        message = bytearray(len(PING))
         while True:
-            first.settimeout(_left(deadline, "the receiver says nothing"))
-            if _read(first, word) == GO:
+            first.settimeout(_remaining(deadline, "no message from the receiver"))
+            if _receive_exactly(first, message) == START:
                 break
-            first.sendall(word)
-        return _fill(sockets, buffer[:CHUNK_BYTES], deadline)
+            first.sendall(message)
+        return _send_until_closed(sockets, buffer[:CHUNK_BYTES], deadline)
     finally:
         _close(sockets)
 
 
-def _fill(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) -> Sent:
+def _send_until_closed(sockets: Sequence[socket.socket], chunk: memoryview, deadline: float) -> SentStream:
     with selectors.DefaultSelector() as selector:
         for sock in sockets:
             sock.setblocking(False)
             selector.register(sock, selectors.EVENT_WRITE)
         load = CpuLoad()
         while True:
-            for key, _ in selector.select(min(CHECK_SECONDS, _left(deadline, "the receiver does not hang up"))):
+            timeout = min(CHECK_SECONDS, _remaining(deadline, "the receiver did not close the stream"))
+            for key, _ in selector.select(timeout):
                 try:
                     key.fileobj.send(chunk)  # type: ignore[union-attr]
                 except BlockingIOError:
                     continue
-                except OSError:  # the receiver has hung up
-                    return _told(sockets, load.busy_fraction())
+                except OSError:  # the receiver has closed
+                    return _read_counters(sockets, load.busy_fraction())
 
 
-def receive(
+def receive_stream(
     sockets: Sequence[socket.socket],
     buffer: memoryview,
     deadline: float,
@@ -160,58 +196,70 @@ def receive(
     pings: int,
     seconds: float,
     variation: float | None = None,
-    longest: float = 0.0,
-    begins: float = 0.0,
-) -> Stream:
-    """Ping over the first connection, then take what comes for `seconds`, not before `begins` (of time.monotonic).
+    max_seconds: float = 0.0,
+    starts: float = 0.0,
+) -> ReceivedStream:
+    """Ping over the first connection, then receive a stream.
 
-    Whoever measures beside others must begin with them: pings wait in the queue that another's stream has filled, and what came
-    after them would have the wire to itself.
+    Concurrent streams must start together: pings wait in queues that another stream has filled, and data sent after the others
+    ended would have the link alone.
 
-    With `variation` the stream may go on up to `longest` seconds, until the median's variation is as low. Without `seconds`
-    only pings are sent.
+    Args:
+        sockets: The connections, which are closed afterwards.
+        buffer: Memory for received data.
+        deadline: Monotonic seconds.
+        pings: Number of round trips.
+        seconds: Duration of the stream; 0 for pings only.
+        variation: Variation of the median until which the stream continues; None to ignore it.
+        max_seconds: Maximum duration while `variation` is not reached.
+        starts: Monotonic seconds of the start; 0 for at once.
+
+    Raises:
+        ProbeTimeout: No ping was answered, or the stream stalled.
     """
     try:
-        first = sockets[0]
-        first.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        trips = []
-        word = bytearray(len(PING))
-        for number in range(pings + SKIP_PINGS if pings else 0):
-            if begins and number > SKIP_PINGS and time.monotonic() > begins:
-                break
-            first.settimeout(_left(deadline, "no answer to a ping"))
-            begun = time.perf_counter()
-            first.sendall(PING)
-            _read(first, word)
-            trips.append((time.perf_counter() - begun) / 2)
-        latency = statistics.summarise(trips[SKIP_PINGS:]).median if pings else None
-        time.sleep(max(0.0, begins - time.monotonic()))
-        first.sendall(GO)
+        latency_seconds = _ping(sockets[0], pings, starts, deadline)
+        time.sleep(max(0.0, starts - time.monotonic()))
+        sockets[0].sendall(START)
         load = CpuLoad()
-        found = _drain(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, longest) if seconds else []
-        return Stream(
-            latency_seconds=latency,
-            rate=statistics.summarise(found) if found else None,
+        rates = (
+            _receive_rates(sockets, buffer[:CHUNK_BYTES], deadline, seconds, variation, max_seconds) if seconds else []
+        )
+        return ReceivedStream(
+            latency_seconds=latency_seconds,
+            rate=statistics.summarize(rates) if rates else None,
             busy=load.busy_fraction() if seconds else 0.0,
         )
     finally:
         _close(sockets, reset=True)
 
 
-def _drain(
+def _ping(sock: socket.socket, pings: int, starts: float, deadline: float) -> float | None:
+    """Return half the median round trip in seconds; None without pings."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    message = bytearray(len(PING))
+    for number in range(pings + SKIP_PINGS if pings else 0):
+        if starts and number > SKIP_PINGS and time.monotonic() > starts:
+            break
+        sock.settimeout(_remaining(deadline, "no reply to a ping"))
+        begun = time.perf_counter()
+        sock.sendall(PING)
+        _receive_exactly(sock, message)
+        trips.append((time.perf_counter() - begun) / 2)
+    return statistics.summarize(trips[SKIP_PINGS:]).median if pings else None
+
+
+def _receive_rates(
     sockets: Sequence[socket.socket],
     chunk: memoryview,
     deadline: float,
     seconds: float,
     variation: float | None,
-    longest: float,
+    max_seconds: float,
 ) -> list[float]:
-    """Rates of equal spans of the stream."""
+    """Receive a stream. Returns bytes per second in equal windows."""
     skip = min(SKIP_SECONDS, seconds / 3)
-
-    def cut() -> list[float]:
-        return statistics.rates(stamps, skip_bytes=SKIP_BYTES, skip_seconds=skip, windows=WINDOWS)
-
     with selectors.DefaultSelector() as selector:
         for sock in sockets:
             sock.setblocking(False)
@@ -219,71 +267,74 @@ def _drain(
             selector.register(sock, selectors.EVENT_READ)
         total = 0
         stamps: list[tuple[float, int]] = []
-        begun = looked = time.perf_counter()
+        begun = polled = time.perf_counter()
         ends = begun + seconds
         waited = 0.0
         while True:
-            ready = selector.select(min(CHECK_SECONDS, _left(deadline, STREAM_STALLED)))
+            ready = selector.select(min(CHECK_SECONDS, _remaining(deadline, STREAM_STALLED)))
             for key, _ in ready:
-                try:
-                    count = key.fileobj.recv_into(chunk)  # type: ignore[union-attr]
-                except BlockingIOError:
-                    continue
-                if not count:
-                    raise ConnectionError("the sender hung up")
-                total += count
+                total += _receive_some(key.fileobj, chunk)  # type: ignore[arg-type]
             now = time.perf_counter()
-            waited += min(now - looked, 2 * CHECK_SECONDS)  # a machine that stood still has not waited for bytes
-            looked = now
+            waited += min(now - polled, 2 * CHECK_SECONDS)  # a suspended machine has not waited for data
+            polled = now
             if ready:
                 stamps.append((now, total))
             if now < ends:
                 continue
-            found = cut()
-            few = len(found) < 3 or total < SKIP_BYTES + ENOUGH_BYTES
-            if few and waited < max(longest, SLOW_TIMES * seconds):
-                continue  # too slow a link for this time: it gets more
-            if variation is None or not found or now - begun >= longest:
-                return found
-            if statistics.summarise(found).median_variation <= variation:
-                return found
+            rates = statistics.stream_rates(stamps, skip_bytes=SKIP_BYTES, skip_seconds=skip, windows=WINDOWS)
+            few = len(rates) < 3 or total < SKIP_BYTES + MIN_STREAM_BYTES
+            if few and waited < max(max_seconds, SLOW_LINK_FACTOR * seconds):
+                continue
+            if variation is None or not rates or now - begun >= max_seconds:
+                return rates
+            if statistics.summarize(rates).median_variation <= variation:
+                return rates
             ends = now + CHECK_SECONDS
 
 
-def _told(sockets: Sequence[socket.socket], busy: float) -> Sent:
+def _receive_some(sock: socket.socket, chunk: memoryview) -> int:
+    try:
+        count = sock.recv_into(chunk)
+    except BlockingIOError:
+        return 0
+    if not count:
+        raise ConnectionError("the sender closed the connection")
+    return count
+
+
+def _read_counters(sockets: Sequence[socket.socket], busy: float) -> SentStream:
     retransmits, mtu = 0, None
     for sock in sockets:
         with contextlib.suppress(OSError, struct.error):
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             retransmits += struct.unpack_from("=I", info, _TOTAL_RETRANS_OFFSET)[0]
             mtu = struct.unpack_from("=I", info, _PATH_MTU_OFFSET)[0] or mtu
-    return Sent(retransmits=retransmits, path_mtu=mtu, busy=busy)
+    return SentStream(retransmits=retransmits, path_mtu=mtu, busy=busy)
 
 
-def _read(sock: socket.socket, into: bytearray) -> bytes:
-    """Exactly as many bytes as `into` has room for."""
+def _receive_exactly(sock: socket.socket, into: bytearray) -> bytes:
     view = memoryview(into)
     while view:
         try:
             count = sock.recv_into(view)
         except TimeoutError:
-            raise ProbeTimeout("nothing more came") from None
+            raise ProbeTimeout("no more data came") from None
         if not count:
-            raise ConnectionError("the other end hung up")
+            raise ConnectionError("the other end closed the connection")
         view = view[count:]
     return bytes(into)
 
 
-def _left(deadline: float, what: str) -> float:
-    left = deadline - time.monotonic()
-    if left <= 0:
+def _remaining(deadline: float, what: str) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
         raise ProbeTimeout(what)
-    return left
+    return seconds
 
 
 def _close(sockets: Iterable[socket.socket], *, reset: bool = False) -> None:
     for sock in sockets:
         with contextlib.suppress(OSError):
-            if reset:  # what is still under way is of no use to anyone: SO_LINGER of 0 discards it
+            if reset:  # SO_LINGER of 0 discards data in flight
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             sock.close()

@@ -1,4 +1,4 @@
-"""What is seen of a probe while it runs: a bar with the time left on a terminal, now and then a line elsewhere."""
+"""Progress of a probe: a bar with the remaining time on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any, TextIO
 
 from distrib.probe.records import Record, StageDone, decode
 
-LINE_SECONDS = 2.0
-LAUNCHER = "distrib-launch: "
-"""How the launcher's own lines begin, which says them in the name of probe."""
-_TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
+LINE_INTERVAL_SECONDS = 2.0
+LAUNCHER_PREFIX = "distrib-launch: "
+_RANK_TAG = re.compile(r"^(?:\x1b\[\d+m)?\[[^\]]*\] (?:\x1b\[0m)?")
 
 
-class _Lines(io.TextIOBase):
-    """A stream that hands on whole lines."""
+class _LineStream(io.TextIOBase):
+    """A text stream that passes on whole lines."""
 
     def __init__(self, take: Callable[[str], None]) -> None:
         self._take = take
@@ -35,66 +34,67 @@ class _Lines(io.TextIOBase):
         return len(text)
 
 
-class View:
-    """Takes the place of standard output and error of the probe's job.
+class ProgressStreams:
+    """Standard output and error of the probe's job: keeps records, shows progress, and passes on other lines to standard error.
 
-    `keep` is given each record's line, and may return words that people should read; those, and what else ranks and
-    launcher say, go to standard error.
+    Args:
+        keep: Takes each record's line; may return a message for the user.
+        show: False to show no progress.
     """
 
-    def __init__(self, keep: Callable[[str], str | None], *, bar: bool = True) -> None:
+    def __init__(self, keep: Callable[[str], str | None], *, show: bool = True) -> None:
         self._keep = keep
-        self._progress: Any = None
+        self._show_lines = show
+        self._show_bar = show and sys.stderr.isatty()
+        self._bar: Any = None
         self._task: Any = None
-        self._quiet = not bar
         self._next_line = 0.0
-        self._bar = bar and sys.stderr.isatty()
-        self.streams: tuple[TextIO, TextIO] = (_Lines(self._out), _Lines(self._err))  # type: ignore[assignment]
+        self.streams: tuple[TextIO, TextIO] = (_LineStream(self._take_output), _LineStream(self._take_error))  # type: ignore[assignment]
 
-    def __enter__(self) -> View:
-        if self._bar:
-            from rich.console import Console
+    def __enter__(self) -> ProgressStreams:
+        if self._show_bar:
+            from rich.console import Console  # loads rich, only on a terminal
             from rich.progress import BarColumn, Progress, TextColumn
 
-            self._progress = Progress(
+            self._bar = Progress(
                 TextColumn("{task.description:32.32}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"),
                 TextColumn("{task.fields[left]}"), console=Console(stderr=True), transient=True,
             )  # fmt: skip
-            self._task = self._progress.add_task("starting", total=1.0, left="")
-            self._progress.start()
+            self._task = self._bar.add_task("starting", total=1.0, left="")
+            self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._progress:
-            self._progress.stop()
+        if self._bar:
+            self._bar.stop()
 
-    def _out(self, line: str) -> None:
-        line = _TAG.sub("", line)
+    def _take_output(self, line: str) -> None:
+        line = _RANK_TAG.sub("", line)
         record = decode(line)
         if record is None:
-            self._err(line)
+            self._take_error(line)
             return
-        if words := self._keep(line):
-            self._err(words)
-        self._show(record)
+        if message := self._keep(line):
+            self._take_error(message)
+        self._show_progress(record)
 
-    def _show(self, record: Record) -> None:
+    def _show_progress(self, record: Record) -> None:
         if not isinstance(record, StageDone):
             return
-        still = max(0.0, record.left_seconds)
-        part = record.done_seconds / max(record.done_seconds + still, 1e-9)
-        left = f"{still:.0f} s left"
-        if self._progress:
-            self._progress.update(self._task, completed=part, description=record.what, left=left)
-        elif not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            print(f"probe: {part:4.0%}, {left} (done: {record.what})", file=sys.stderr, flush=True)
+        fraction = record.done_seconds / max(record.done_seconds + record.remaining_seconds, 1e-9)
+        left = f"{record.remaining_seconds:.0f} s left"
+        if self._bar:
+            self._bar.update(self._task, completed=fraction, description=record.title, left=left)
+        elif self._show_lines and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_INTERVAL_SECONDS
+            print(f"probe: {fraction:4.0%}, {left} (done: {record.title})", file=sys.stderr, flush=True)
 
-    def _err(self, line: str) -> None:
-        if line.startswith(LAUNCHER):
-            line = f"distrib-topo: {line.removeprefix(LAUNCHER)}"
-        if line.strip():
-            if self._progress:
-                self._progress.console.print(line, markup=False, highlight=False)
-            else:
-                print(line, file=sys.stderr, flush=True)
+    def _take_error(self, line: str) -> None:
+        if line.startswith(LAUNCHER_PREFIX):
+            line = f"distrib-topo: {line.removeprefix(LAUNCHER_PREFIX)}"
+        if not line.strip():
+            return
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, file=sys.stderr, flush=True)
