@@ -160,13 +160,13 @@ def copies() -> None:
     pinned = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     one, other = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     gpu = next(
-        link.source for link in intra_node.measure("here", 0.05)[0] if link.source != "memory"
+        link.source for link in intra_node.measure_host("here", 0.05)[0] if link.source != "memory"
     )  # of several GPUs the first seen
     ways = {("memory", gpu): (one, pinned), (gpu, "memory"): (pinned, one), (gpu, gpu): (other, one)}
     own: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     probed: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
-        links, problems = intra_node.measure("here", 0.2)
+        links, problems = intra_node.measure_host("here", 0.2)
         if problems:
             sys.exit(f"the probe could not measure all: {', '.join(problems)}")
         for link in links:

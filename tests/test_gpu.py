@@ -77,7 +77,7 @@ def test_the_inventory_and_the_probe_know_the_gpu(device):
 
 def test_ways_inside_are_those_of_torch(device):
     """Within a tenth: benchmarks/gpu.py compares with care."""
-    links, problems = intra_node.measure("here", 0.2)
+    links, problems = intra_node.measure_host("here", 0.2)
     assert problems == ()
     rates = {(link.source, link.target): link.bandwidth_bytes_per_second for link in links}
     pinned = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)

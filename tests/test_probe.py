@@ -22,7 +22,6 @@ from distrib.cluster.shared_links import groups_of
 from distrib.cluster.topology import Topology
 from distrib.probe import schedule, stages
 from distrib.probe.bench import statistics as samples
-from distrib.probe.coordinator import ATTEMPTS
 from distrib.probe.diagnosis import remeasure
 from distrib.probe.diagnosis.check_inputs import collect_inputs
 from distrib.probe.diagnosis.checks import check_records
@@ -48,6 +47,7 @@ from distrib.probe.records import (
     encode,
     fastest_measurements,
 )
+from distrib.probe.second_pass import MAX_SIDES_ATTEMPTS
 from distrib.probe.secondary_networks import other_networks
 from distrib.probe.settings import DEFAULT, FULL, MODES, QUICK
 
@@ -59,7 +59,7 @@ MB = 1e6
 
 @pytest.mark.parametrize("hosts", range(2, 130))
 def test_every_pair_meets_exactly_once_in_rounds_of_disjoint_pairs(hosts):
-    rounds = schedule.rounds(hosts)
+    rounds = schedule.round_robin(hosts)
     assert len(rounds) == (hosts - 1 if hosts % 2 == 0 else hosts)
     pairs = [pair for round_ in rounds for pair in round_]
     assert len(pairs) == len(set(pairs)) == hosts * (hosts - 1) // 2
@@ -71,21 +71,21 @@ def test_every_pair_meets_exactly_once_in_rounds_of_disjoint_pairs(hosts):
 
 @pytest.mark.parametrize("hosts", range(4, 130))
 def test_the_bisection_pairs_one_half_with_the_other(hosts):
-    round_ = schedule.bisection(hosts)
+    round_ = schedule.bisection_round(hosts)
     assert len(round_) == hosts // 2
     assert {a for a, _ in round_} == set(range(hosts // 2))
     assert {b for _, b in round_} == set(range(hosts - hosts // 2, hosts))
 
 
 def test_counts_of_hosts_for_collectives():
-    assert schedule.counts(1) == ()
-    assert schedule.counts(2) == (2,)
-    assert schedule.counts(8) == (2, 4, 8)
-    assert schedule.counts(13) == (2, 4, 8, 13)
+    assert schedule.collective_host_counts(1) == ()
+    assert schedule.collective_host_counts(2) == (2,)
+    assert schedule.collective_host_counts(8) == (2, 4, 8)
+    assert schedule.collective_host_counts(13) == (2, 4, 8, 13)
 
 
 def test_a_full_probe_covers_the_sizes_asked_for():
-    streamed = {size for step in stages.steps(8, FULL, "tcp") for size in step.sizes}
+    streamed = {size for step in stages.plan_stages(8, FULL, "tcp") for size in step.sizes}
     assert streamed == {8 * 2**n for n in range(24)}  # 8 B to 64 MiB
     assert FULL.collective_sizes == tuple(1024 * 2**n for n in range(19))  # 1 KiB to 256 MiB
 
@@ -93,7 +93,7 @@ def test_a_full_probe_covers_the_sizes_asked_for():
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("hosts", [2, 3, 8, 33, 128])
 def test_every_pair_is_measured_and_the_time_alone_is_bounded(mode, hosts):
-    found = stages.steps(hosts, MODES[mode], "tcp")
+    found = stages.plan_stages(hosts, MODES[mode], "tcp")
     assert len({step.key for step in found}) == len(found)
     # Where a round has one pair, nobody is beside it.
     load = "together" if hosts > 3 else "alone"
@@ -112,7 +112,7 @@ def test_every_pair_is_measured_and_the_time_alone_is_bounded(mode, hosts):
 
 
 def test_outliers_are_counted_and_do_not_move_the_median():
-    summary = samples.summarise([1.0, 1.001, 0.999, 1.0005, 0.9995, 3.0])
+    summary = samples.summarize([1.0, 1.001, 0.999, 1.0005, 0.9995, 3.0])
     assert summary.median == pytest.approx(1.0, rel=1e-3)
     assert (summary.outliers, summary.repetitions) == (1, 6)
     assert summary.variation < 0.001
@@ -120,7 +120,7 @@ def test_outliers_are_counted_and_do_not_move_the_median():
 
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=40))
 def test_any_repetitions_can_be_summed_up(values):
-    summary = samples.summarise(values)
+    summary = samples.summarize(values)
     assert min(values) <= summary.median <= max(values)
     assert 0 <= summary.outliers < len(values)
     assert summary.variation >= 0 <= summary.median_variation
@@ -129,14 +129,14 @@ def test_any_repetitions_can_be_summed_up(values):
 @given(st.floats(1e5, 1e10), st.integers(0, 1 << 20), st.integers(1, 16), st.integers(20, 400))
 def test_the_rate_of_a_steady_stream_is_found_after_its_burst(rate, burst, windows, count):
     stamps = [(n * 0.001, burst + int(rate * n * 0.001)) for n in range(count)]
-    found = samples.rates(stamps, skip_bytes=0, skip_seconds=0.002, windows=windows)
+    found = samples.stream_rates(stamps, skip_bytes=0, skip_seconds=0.002, windows=windows)
     assert 1 <= len(found) <= windows
     assert statistics.median(found) == pytest.approx(rate, rel=0.02)
 
 
 def test_a_stream_that_is_too_short_has_no_rate():
-    assert samples.rates([(0.0, 100), (0.1, 200)], skip_bytes=0, skip_seconds=0, windows=4) == []
-    assert samples.rates([(0.0, 1), (0.1, 2), (0.2, 3)], skip_bytes=1000, skip_seconds=0, windows=4) == []
+    assert samples.stream_rates([(0.0, 100), (0.1, 200)], skip_bytes=0, skip_seconds=0, windows=4) == []
+    assert samples.stream_rates([(0.0, 1), (0.1, 2), (0.2, 3)], skip_bytes=1000, skip_seconds=0, windows=4) == []
 
 
 # -- a network made up ----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class Network:
                 when="2026-01-01T00:00:00+00:00", mode=mode.mode, hosts=tuple(self.names), primary="tcp", facts=facts
             )
         ]
-        for step in stages.steps(len(self.names), mode, "tcp"):
+        for step in stages.plan_stages(len(self.names), mode, "tcp"):
             if step.kind == "transfer" and step.transport == "tcp" and not step.both_ways:
                 for number, phase in enumerate(step.phases):
                     seen += self.measure(step.key, step.load, phase, number)
@@ -202,7 +202,7 @@ class Network:
                     for pair, r in zip(phase, made, strict=True)
                 }
 
-            for _ in range(ATTEMPTS):
+            for _ in range(MAX_SIDES_ATTEMPTS):
                 full = tuple(shared_links.slowed_pairs(run("repeat", load)))
                 used = {host for pair in full for host in pair}
                 others = tuple(host for host in range(len(self.names)) if host not in used)
@@ -309,7 +309,7 @@ def test_a_slow_way_between_two_good_hosts_is_a_slow_link():
 @pytest.mark.parametrize("part", [0.8, 0.1])
 @pytest.mark.parametrize("ways", [1, 2])
 def test_a_bad_link_is_found_in_whichever_round_its_pair_meets(hosts, mode, part, ways):
-    rounds = schedule.rounds(hosts)
+    rounds = schedule.round_robin(hosts)
     for round_ in (rounds[0], rounds[len(rounds) // 2], rounds[-1]):
         a, b = round_[-1]
         bad = {(a, b): part, (b, a): part} if ways == 2 else {(b, a): part}
@@ -744,8 +744,8 @@ def test_other_networks_are_found_by_their_subnets():
     ]
     (network,) = other_networks(hosts)
     assert network.name == "10.1.0.0/16"
-    assert network.cards == {"n1": ("ib0", "10.1.0.1"), "n2": ("ib0", "10.1.0.2"), "n3": ("ib9", "10.1.0.3")}
-    planned = stages.steps(3, DEFAULT, "tcp", (network.name,))
+    assert network.nics == {"n1": ("ib0", "10.1.0.1"), "n2": ("ib0", "10.1.0.2"), "n3": ("ib9", "10.1.0.3")}
+    planned = stages.plan_stages(3, DEFAULT, "tcp", (network.name,))
     pairs = sorted(pair for step in planned if step.network == network.name for phase in step.phases for pair in phase)
     assert pairs == [(a, b) for a in range(3) for b in range(3) if a != b]
 
@@ -1000,7 +1000,7 @@ def test_a_fast_link_by_one_stream_is_not_compared_with_four(gbits, worse):
 
 
 def test_links_that_were_measured_beside_others_are_compared_where_the_others_are_the_same():
-    a, b = schedule.rounds(32)[-1][3]
+    a, b = schedule.round_robin(32)[-1][3]
     before = build_measured(Network(32, noise=0.005).records(QUICK))
     now = build_measured(Network(32, noise=0.005, seed=1, one_way={(a, b): 0.5}).records(QUICK))
     assert [(f.source, f.target) for f in find_regressions(before, now)] == [(f"n{a + 1}", f"n{b + 1}")]
@@ -1105,7 +1105,7 @@ def test_a_host_all_of_whose_copies_became_worse_is_told_of_once():
 def test_records_survive_their_lines_and_other_lines_are_told_apart():
     for record in [
         *Network(3).records(),
-        StageDone(stage="a", what="b", done_seconds=1.0, left_seconds=2.0),
+        StageDone(stage="a", title="b", done_seconds=1.0, remaining_seconds=2.0),
         ProbeEnded(seconds=1.0),
     ]:
         assert decode(encode(record)) == record

@@ -24,18 +24,18 @@ from distrib.cluster.measurements_io import check_writable, write_measured
 from distrib.errors import ConfigError, TrainingError
 from distrib.probe import host_facts as facts_module
 from distrib.probe.bench import allreduce, intra_node, tcp
-from distrib.probe.bench.allreduce import repetitions_of
+from distrib.probe.bench.allreduce import plan_repetitions
 from distrib.probe.bench.polling import ProbeTimeout, wait
 from distrib.probe.host_facts import own_facts
 from distrib.probe.journal import Journal
-from distrib.probe.protocol import AllReduce, Inside
+from distrib.probe.protocol import AllReduceTask, HostTask
 from distrib.probe.records import Facts, ProbeEnded, ProbeStarted, StageDone, encode
 from distrib.probe.settings import MODES
 from distrib.probe.worker import Worker
 from distrib.utils.cpus import CpuLoad
 from distrib.utils.plotting import check_plot_path
 from distrib_launch.cli import topo
-from distrib_launch.cli.probe_progress import View
+from distrib_launch.cli.probe_progress import ProgressStreams
 from distrib_launch.console import Console
 from tests.inventories import interface, inventory
 
@@ -49,22 +49,22 @@ def stream(listener, *, token=TOKEN, task=7, streams=1, patience=5.0, **wanted):
     def send():
         with contextlib.suppress(OSError):
             deadline = time.monotonic() + patience
-            sockets = tcp.connect("127.0.0.1", ("127.0.0.1", listener.port), token, task, streams, deadline)
-            sent.append(tcp.send(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline))
+            sockets = tcp.connect_streams("127.0.0.1", ("127.0.0.1", listener.port), token, task, streams, deadline)
+            sent.append(tcp.send_stream(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline))
 
     thread = threading.Thread(target=send)
     thread.start()
     try:
         deadline = time.monotonic() + patience
         sockets = listener.accept(TOKEN, 7, streams, deadline)
-        return tcp.receive(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline, **wanted), sent
+        return tcp.receive_stream(sockets, memoryview(bytearray(tcp.CHUNK_BYTES)), deadline, **wanted), sent
     finally:
         thread.join()
 
 
 @pytest.fixture
 def listener():
-    listener = tcp.Listener("127.0.0.1")
+    listener = tcp.ProbeListener("127.0.0.1")
     yield listener
     listener.socket.close()
 
@@ -96,10 +96,10 @@ def test_a_machine_that_stands_still_has_measured_all_the_same(monkeypatch, list
 
 def test_a_stream_ends_early_once_it_is_sure_and_late_where_it_is_not(listener):
     begun = time.monotonic()
-    stream(listener, pings=0, seconds=0.1, variation=100.0, longest=30.0)
+    stream(listener, pings=0, seconds=0.1, variation=100.0, max_seconds=30.0)
     assert time.monotonic() - begun < 15
     begun = time.monotonic()
-    stream(listener, pings=0, seconds=0.1, variation=0.0, longest=0.5)
+    stream(listener, pings=0, seconds=0.1, variation=0.0, max_seconds=0.5)
     assert 0.4 < time.monotonic() - begun < 15
 
 
@@ -129,7 +129,7 @@ def test_a_sender_that_is_silent_costs_its_own_time_only(listener):
         deadline = time.monotonic() + 0.4
         sockets = listener.accept(TOKEN, 7, 1, deadline)
         with pytest.raises((ProbeTimeout, OSError)):
-            tcp.receive(sockets, memoryview(bytearray(1 << 20)), deadline, pings=2, seconds=0.1)
+            tcp.receive_stream(sockets, memoryview(bytearray(1 << 20)), deadline, pings=2, seconds=0.1)
     assert time.monotonic() < deadline + 4
 
 
@@ -163,7 +163,7 @@ def test_the_ends_of_containers_are_no_facts_of_a_host(monkeypatch):
 
 
 def test_memory_copies_have_a_rate():
-    (memory, *_), problems = intra_node.measure("here", 0.05)
+    (memory, *_), problems = intra_node.measure_host("here", 0.05)
     assert problems == ()
     assert (memory.host, memory.source, memory.target) == ("here", "memory", "memory")
     assert memory.bandwidth_bytes_per_second > 100e6
@@ -223,7 +223,7 @@ class FakeTorch:
 
 
 def test_copies_on_gpus_are_timed_with_events():
-    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1)
+    found, problems = intra_node.measure_gpu_copies("here", FakeTorch, 0.1)
     links = {(link.source, link.target): link for link in found}
     assert (len(links), problems) == (8, ())
     assert (links["gpu1", "gpu1"].path, links["gpu1", "memory"].path) == ("its own memory", "PCIe")
@@ -237,7 +237,9 @@ def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, 
     monkeypatch.setattr(FakeTorch, "gpus", 8)
     monkeypatch.setattr(FakeTorch, "rates", {"between": 3e9, "memory": 6e9})
     begun = FakeTorch.cuda.clock
-    found, _ = intra_node.gpu_links("here", FakeTorch, MODES[mode].gpu_copy_seconds, backwards=mode != "quick")
+    found, _ = intra_node.measure_gpu_copies(
+        "here", FakeTorch, MODES[mode].gpu_copy_seconds, both_directions=mode != "quick"
+    )
     assert FakeTorch.cuda.clock - begun < most
     pairs = {frozenset((link.source, link.target)) for link in found}
     assert len(pairs) == 8 + 8 + 28
@@ -250,16 +252,16 @@ def test_eight_gpus_on_slow_slots_do_not_make_the_probe_last(monkeypatch, mode, 
 def test_a_gpu_whose_memory_is_full_costs_its_own_ways(monkeypatch):
     monkeypatch.setattr(FakeTorch, "gpus", 3)
     monkeypatch.setattr(FakeTorch, "full", "cuda:1")
-    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1)
+    found, problems = intra_node.measure_gpu_copies("here", FakeTorch, 0.1)
     assert {end for link in found for end in (link.source, link.target)} == {"memory", "gpu0", "gpu2"}
     assert len(found) == 8
     assert problems == ("gpu1: CUDA out of memory",)
 
 
 def test_what_was_measured_in_time_is_kept():
-    found, problems = intra_node.gpu_links("here", FakeTorch, 0.1, deadline=time.monotonic() - 1)
+    found, problems = intra_node.measure_gpu_copies("here", FakeTorch, 0.1, deadline=time.monotonic() - 1)
     assert found == []
-    assert problems == ("GPUs: for time, 8 of 8 ways were left out",)
+    assert problems == ("GPUs: 8 of 8 copies were left out for lack of time",)
 
 
 # -- how much of an all-reduce there is time for ----------------------------------------------------------------------------
@@ -274,10 +276,10 @@ def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
     with monkeypatch.context() as there:
         there.setitem(sys.modules, "torch", broken)
         there.setattr(intra_node.os.path, "exists", lambda path: True)
-        (link,), problems = intra_node.measure("here", 0.05)
+        (link,), problems = intra_node.measure_host("here", 0.05)
     assert link.source == "memory" and problems == ("GPUs: CUDA call failed lazily",)
-    monkeypatch.setattr(intra_node, "measure", mock.Mock(side_effect=error))
-    task = Inside(number=3, seconds=0.1, backwards=True, memory=True, patience_seconds=1.0)
+    monkeypatch.setattr(intra_node, "measure_host", mock.Mock(side_effect=error))
+    task = HostTask(number=3, seconds=0.1, both_directions=True, memory=True, timeout_seconds=1.0)
     reply = Worker(SimpleNamespace(rank=1), "here", {}).perform(task)
     assert (reply.number, reply.rank, reply.failed) == (3, 1, "CUDA call failed lazily")
 
@@ -285,7 +287,7 @@ def test_errors_of_torchs_own_kind_cost_what_they_are_about_only(monkeypatch):
 @given(st.floats(1e-5, 10.0), st.floats(0.0, 100.0), st.integers(0, 18))
 def test_larger_sizes_are_measured_before_smaller_ones_are_repeated(expected, left, larger):
     sizes = [2.0**n for n in range(1, larger + 1)]
-    times = repetitions_of(expected, left, sizes)
+    times = plan_repetitions(expected, left, sizes)
     if not times:
         assert expected > left
         return
@@ -307,12 +309,12 @@ def test_a_rank_without_room_keeps_nobody_waiting(monkeypatch):
 
     monkeypatch.setattr(allreduce.dist, "all_gather_object", gather)
     for rank in (0, 1):
-        ranks = object.__new__(allreduce.Ranks)
+        ranks = object.__new__(allreduce.AllReduceBenchmark)
         ranks.hosts, ranks.device, ranks.world = ["n1", "n2"], "cpu", SimpleNamespace(rank=rank, size=2)
         with monkeypatch.context() as there, pytest.raises(RuntimeError, match="n2, rank 1: CUDA out of memory"):
             if rank == 1:
                 there.setattr(allreduce.torch, "zeros", full)
-            ranks._memory(1024)
+            ranks._allocate(1024)
 
 
 def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
@@ -325,21 +327,23 @@ def test_a_rank_that_cannot_use_its_gpu_keeps_nobody_waiting(monkeypatch):
             if rank == 1:
                 error = TrainingError("CUDA driver too old", hint="see to it")
                 there.setattr(allreduce, "find_device", mock.Mock(side_effect=error))
-            allreduce.Ranks(comm, f"n{rank + 1}", 1.0)
+            allreduce.AllReduceBenchmark(comm, f"n{rank + 1}", 1.0)
     gone = SimpleNamespace(rank=0, size=2, Ibarrier=lambda: SimpleNamespace(Test=lambda: False))
     with pytest.raises(ProbeTimeout, match="not every rank"):
-        allreduce.Ranks(gone, "n1", 0.1)
+        allreduce.AllReduceBenchmark(gone, "n1", 0.1)
 
 
 @pytest.mark.parametrize("ranks", [(), (1, 2)])
 def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ranks):
     """NCCL and Gloo do not meet; those that are left out are not asked, and must not be waited for."""
     made = mock.Mock(return_value=SimpleNamespace(measure=lambda task: ()))
-    monkeypatch.setattr(allreduce, "Ranks", made)
+    monkeypatch.setattr(allreduce, "AllReduceBenchmark", made)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # which it sets
     group = SimpleNamespace(Incl=lambda of: ("group", of))
     comm = SimpleNamespace(rank=1, size=3, Get_group=lambda: group, Create_group=lambda of: ("comm", of))
-    task = AllReduce(number=1, counts=(2,), gpudirect=None, ranks=ranks, sizes=(8,), seconds=0.1, patience_seconds=1.0)
+    task = AllReduceTask(
+        number=1, host_counts=(2,), gpudirect=None, ranks=ranks, sizes=(8,), seconds=0.1, timeout_seconds=1.0
+    )
     worker = Worker(comm, "n2", {})
     assert worker.perform(task).failed is worker.perform(task).failed is None
     made.assert_called_once_with(("comm", ("group", ranks)) if ranks else comm, "n2", 1.0)
@@ -348,8 +352,8 @@ def test_an_all_reduce_of_some_ranks_is_over_mpi_s_group_of_them(monkeypatch, ra
 # -- the launcher's side --------------------------------------------------------------------------------------------------
 
 START = ProbeStarted(when="2026-01-01T00:00:00+00:00", mode="quick", hosts=("a", "b"), primary="tcp", facts=())
-DONE = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
-UNFINISHED = StageDone(stage="together/tcp/1", what="", done_seconds=1.0, left_seconds=1.0, whole=False)
+DONE = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
+UNFINISHED = StageDone(stage="together/tcp/1", title="", done_seconds=1.0, remaining_seconds=1.0, complete=False)
 
 
 def test_an_interrupted_probe_is_gone_on_with(tmp_path):
@@ -357,10 +361,10 @@ def test_an_interrupted_probe_is_gone_on_with(tmp_path):
     lines = [encode(START), encode(DONE), encode(UNFINISHED), '{"type":"pair","sour']
     path.write_text("\n".join(lines))
     journal = Journal(path, ("a", "b"), "quick", None)
-    assert journal.done_steps == ("together/tcp/0",)
+    assert journal.done_stages == ("together/tcp/0",)
     journal.write(encode(ProbeEnded(seconds=1.0)))
     assert journal.read() == [START, DONE, UNFINISHED, ProbeEnded(seconds=1.0)]
-    journal.done()
+    journal.remove()
     assert not path.exists()
 
 
@@ -368,10 +372,10 @@ def test_steps_without_a_host_are_done_again_once_it_is_there(tmp_path):
     path = tmp_path / "t.yaml.partial.jsonl"
     path.write_text("\n".join(map(encode, (START, structs.replace(DONE, without=("b",)), UNFINISHED))) + "\n")
     journal = Journal(path, ("a", "b"), "quick", None)
-    assert journal.done_for(("a",)) == ("together/tcp/0",) and journal.done_for(("a", "b")) == ()
+    assert journal.done_with(("a",)) == ("together/tcp/0",) and journal.done_with(("a", "b")) == ()
     journal.write(encode(DONE))
-    assert journal.done_for(("a", "b")) == ("together/tcp/0",)
-    journal.done()
+    assert journal.done_with(("a", "b")) == ("together/tcp/0",)
+    journal.remove()
 
 
 def test_two_probes_do_not_write_the_same_file(tmp_path):
@@ -381,8 +385,8 @@ def test_two_probes_do_not_write_the_same_file(tmp_path):
     with pytest.raises(ConfigError, match="another probe is writing it"):
         Journal(path, ("a", "b"), "quick", None)
     assert first.read() == [START]
-    first.done()
-    Journal(path, ("a", "b"), "quick", None).done()
+    first.remove()
+    Journal(path, ("a", "b"), "quick", None).remove()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
@@ -411,9 +415,9 @@ def test_a_probe_that_does_not_fit_is_begun_anew(tmp_path, change):
     mode = "full" if change == "mode" else "quick"
     way = "mpi" if change == "way" else None
     journal = Journal(path, hosts, mode, False if change == "asked" else None, way)
-    assert journal.done_steps == ()
+    assert journal.done_stages == ()
     assert journal.read() == []
-    journal.done()
+    journal.remove()
     if change != "asked":
         path.write_text("\n".join(lines) + "\n")
         with pytest.raises(ConfigError, match="no probe of these hosts"):
@@ -428,20 +432,20 @@ def test_a_probe_of_another_network_is_begun_anew_and_says_so(tmp_path):
 
     path.write_text(f"{encode(at('10.0.0.1', 'eth0'))}\n{encode(DONE)}\n")
     journal = Journal(path, ("a", "b"), "quick", None)
-    assert "going on with the probe of 2026-01-01" in journal.write(encode(at("10.0.0.1", "eth0")))
-    assert journal.done_steps == ("together/tcp/0",)
+    assert "resuming the probe of 2026-01-01" in journal.write(encode(at("10.0.0.1", "eth0")))
+    assert journal.done_stages == ("together/tcp/0",)
     said = journal.write(encode(at("10.1.0.1", "ib0")))
-    assert "a was reached at 10.0.0.1 (eth0), and is at 10.1.0.1 (ib0) now; beginning anew" in said
+    assert "a had the address 10.0.0.1 (eth0), now 10.1.0.1 (ib0)" in said
     assert journal.read() == [at("10.1.0.1", "ib0")]
-    journal.take_over()
-    assert journal.done_steps == ()
+    journal.reload()
+    assert journal.done_stages == ()
     assert journal.write(encode(at("10.1.0.1", "ib0"))) is None
-    journal.done()
+    journal.remove()
 
 
 def test_the_view_keeps_records_and_shows_everything_else(capsys):
     kept = []
-    with View(kept.append) as view:
+    with ProgressStreams(kept.append) as view:
         view.streams[0].write(f"[0@n1] {encode(DONE)[:20]}")
         view.streams[0].write(f"{encode(DONE)[20:]}\n[0@n1] a word\n")
         view.streams[1].write("distrib-launch: note: so\n")
@@ -454,7 +458,7 @@ def test_the_view_keeps_records_and_shows_everything_else(capsys):
 def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
     facts = Facts(host="a", address="10.0.0.1", interface="eth0", cpus=1, software={"more": "x" * (2 << 20)})
     line, kept = encode(structs.replace(START, facts=(facts,))), []
-    console = Console(["n1", "n2"], show_rank=0, streams=View(kept.append).streams)
+    console = Console(["n1", "n2"], show_rank=0, streams=ProgressStreams(kept.append).streams)
     data = f"{line}\n".encode()
     for at in range(0, len(data), 1 << 18):
         console.rank_output(0, 1, data[at : at + (1 << 18)])
@@ -466,10 +470,10 @@ def test_the_facts_of_many_hosts_pass_as_one_line(capsys):
     ("words", "what"),
     [
         (["-H", "a,b", "--plot", "x.gif"], "unsupported file type"),
-        (["-H", "a,b", "--baseline", "BASE"], "nothing is measured in it"),
+        (["-H", "a,b", "--baseline", "BASE"], "it has no measurements"),
         (["-H", "a,b", "--plot", "/nowhere/x.png"], "no folder /nowhere"),
         (["-H", "a,b", "--plot", "folder.png"], "this is a directory"),
-        (["-H", "c,d", "--baseline", "MEASURED"], "measured on other hosts: a, b"),
+        (["-H", "c,d", "--baseline", "MEASURED"], "other hosts: a, b"),
         (["-H", "a,b", "-o", "/nowhere/t.yaml"], "no folder /nowhere"),
         (["-H", "a,b", "-o", "folder.png"], "this is a directory"),
         (["-H", "a,b", "--resume", "-o", "t.yaml"], "no probe of these hosts"),
@@ -497,4 +501,4 @@ def test_pictures_of_every_kind_that_is_named():
 
 def test_json_names_have_units():
     words = json.loads(encode(DONE))
-    assert {"done_seconds", "left_seconds"} <= set(words)
+    assert {"done_seconds", "remaining_seconds"} <= set(words)

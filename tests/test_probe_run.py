@@ -15,11 +15,21 @@ from distrib.cluster.measurements_io import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
 from distrib.probe import __main__ as rank_of_probe
-from distrib.probe import coordinator
 from distrib.probe.coordinator import Coordinator
 from distrib.probe.diagnosis.checks import check_records
-from distrib.probe.matrix_plot import draw
-from distrib.probe.protocol import AllReduce, Arrived, Hello, Inside, Leave, Reply, Setup, Spec, Task, Transfer
+from distrib.probe.matrix_plot import draw_probe
+from distrib.probe.protocol import (
+    AllReduceTask,
+    HostTask,
+    PairTask,
+    ProbeSpec,
+    RankHello,
+    RankSetup,
+    RankTask,
+    ReceivedRate,
+    ShutdownTask,
+    TaskReply,
+)
 from distrib.probe.records import (
     CollectiveMeasurement,
     Facts,
@@ -33,8 +43,8 @@ from distrib.probe.records import (
     StageDone,
     encode,
 )
-from distrib.probe.settings import DEFAULT
-from distrib.probe.stages import LINKS_DONE
+from distrib.probe.settings import DEFAULT, ProbeTimeouts
+from distrib.probe.stages import LINKS_DONE, SECOND_PASS
 from distrib_launch import launch_plan, results, runner
 from distrib_launch.cli import topo
 from distrib_launch.console import Console
@@ -45,7 +55,8 @@ from tests.test_probe import Network, facts
 
 RATE = 100e6
 OTHER_NETWORK = "10.1.0.0/16"
-SECOND_LOOK = "second look"
+IMPATIENT = ProbeTimeouts(reply_seconds=-3.0, transfer_seconds=-3.0, copies_seconds=-3.0)
+"""Replies come at once or never."""
 
 
 # -- rank 0 -----------------------------------------------------------------------------------------------------------
@@ -71,15 +82,15 @@ class Cluster:
             facts = Facts(
                 host=self.hosts[number], address=f"10.{net}.0.{number}", interface=f"eth{net}", cpus=1, interfaces=cards
             )
-            self.hellos += [Hello(facts=facts), *[Hello()] * (ranks - 1)]
+            self.hellos += [RankHello(facts=facts), *[RankHello()] * (ranks - 1)]
 
     def perform(self, task):
         return self.answer(0, task)
 
     def send(self, words, rank, tag):
-        task = msgspec.msgpack.decode(words, type=Task)
+        task = msgspec.msgpack.decode(words, type=RankTask)
         self.tasks.append(task)
-        if not isinstance(task, Leave) and (reply := self.answer(rank, task)):
+        if not isinstance(task, ShutdownTask) and (reply := self.answer(rank, task)):
             self.replies.append(reply)
 
     def iprobe(self, *, tag):
@@ -95,30 +106,26 @@ class Cluster:
     def probe(self, mode="default", done=(), before=()):
         """The records of a probe of these hosts."""
         found = []
-        spec = Spec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
-        Coordinator(self, self, spec, self.hellos, found.append, before).run()
+        spec = ProbeSpec(hosts=self.hosts, present=self.hosts, mode=mode, done=done)
+        Coordinator(self, self, spec, self.hellos, found.append, before, IMPATIENT).run()
         return found
 
 
 def usual(rank, task, rate=RATE):
-    if isinstance(task, Inside):
+    if isinstance(task, HostTask):
         link = IntraNodeLinkMeasurement(
             host=f"n{rank + 1}", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
         )
-        return Reply(number=task.number, rank=rank, inside=(link,))
-    if isinstance(task, AllReduce):
+        return TaskReply(number=task.number, rank=rank, copies=(link,))
+    if isinstance(task, AllReduceTask):
         curve = tuple(Point(size, 1e-3) for size in task.sizes)
         made = Collective(name="all_reduce", backend="gloo", hosts=("n1",), ranks=2, curve=curve)
-        return Reply(number=task.number, rank=rank, collectives=(made,) * (not rank))
-    arrived = Arrived(latency_seconds=1e-5, bandwidth_bytes_per_second=rate, variation=0.0, repetitions=9, outliers=0)
+        return TaskReply(number=task.number, rank=rank, collectives=(made,) * (not rank))
+    received = ReceivedRate(
+        latency_seconds=1e-5, bandwidth_bytes_per_second=rate, variation=0.0, repetitions=9, outliers=0
+    )
     takes = rank == task.target or task.both_ways
-    return Reply(number=task.number, rank=rank, arrived=arrived if takes else None)
-
-
-@pytest.fixture(autouse=True)
-def little_patience(monkeypatch):
-    for name in ("PATIENCE_SECONDS", "ANSWER_SECONDS", "INSIDE_PATIENCE_SECONDS"):
-        monkeypatch.setattr(coordinator, name, -3.0, raising=False)
+    return TaskReply(number=task.number, rank=rank, received=received if takes else None)
 
 
 def of(kind, records):
@@ -131,16 +138,16 @@ def notes(records):
 
 def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts():
     def answer(rank, task):
-        if isinstance(task, Inside) and not task.memory:
-            return Reply(number=task.number, rank=rank)
+        if isinstance(task, HostTask) and not task.memory:
+            return TaskReply(number=task.number, rank=rank)
         return usual(rank, task)
 
     cluster = Cluster(4, answer=answer)
     for number, machine in enumerate(("a", "b", "a", "")):
         facts = msgspec.structs.replace(cluster.hellos[number].facts, machine=machine)
-        cluster.hellos[number] = Hello(facts=facts)
+        cluster.hellos[number] = RankHello(facts=facts)
     records = cluster.probe("quick")
-    assert [task.memory for task in cluster.tasks if isinstance(task, Inside)] == [
+    assert [task.memory for task in cluster.tasks if isinstance(task, HostTask)] == [
         True,
         False,
         True,
@@ -150,37 +157,37 @@ def test_the_memory_of_a_machine_is_measured_once_and_is_that_of_all_its_hosts()
 
 def test_what_an_all_reduce_failed_of_and_where_is_told():
     def answer(rank, task):
-        if isinstance(task, AllReduce) and rank == 5:
-            return Reply(number=task.number, rank=rank, failed="CUDA out of memory")
+        if isinstance(task, AllReduceTask) and rank == 5:
+            return TaskReply(number=task.number, rank=rank, failed="CUDA out of memory")
         return usual(rank, task)
 
     records = Cluster(3, ranks=2, answer=answer).probe()
     assert notes(records) == ["all-reduce failed: CUDA out of memory (n3)"]
-    assert not next(record for record in of(StageDone, records) if record.stage == "all-reduce").whole
+    assert not next(record for record in of(StageDone, records) if record.stage == "all-reduce").complete
     assert of(CollectiveMeasurement, records)
 
 
 def test_all_reduce_is_left_out_aloud_where_a_host_does_not_answer():
     def answer(rank, task):
-        return None if rank == 2 and not isinstance(task, Inside) else usual(rank, task)
+        return None if rank == 2 and not isinstance(task, HostTask) else usual(rank, task)
 
     assert any(
-        "all-reduce was left out" in n and "no answer from n3" in n for n in notes(Cluster(3, answer=answer).probe())
+        "all-reduce was left out" in n and "no reply from n3" in n for n in notes(Cluster(3, answer=answer).probe())
     )
 
 
 def test_a_host_that_was_late_once_takes_part_in_all_reduce():
     def answer(rank, task):
-        return None if rank == 2 and isinstance(task, Inside) else usual(rank, task)
+        return None if rank == 2 and isinstance(task, HostTask) else usual(rank, task)
 
     records = Cluster(3, answer=answer).probe()
     assert of(CollectiveMeasurement, records)
-    assert notes(records) == ["inside the hosts not everything was measured: no answer came in time (n3)"]
+    assert notes(records) == ["inside hosts, not everything was measured: no reply came in time (n3)"]
 
 
 def test_an_answer_that_comes_late_is_waited_for_before_all_reduce():
     def answer(rank, task):
-        last = isinstance(task, Transfer) and task.stage == "together/mpi/2" and task.source == 1
+        last = isinstance(task, PairTask) and task.stage == "together/mpi/2" and task.source == 1
         if rank == 1 and last:
             cluster.late.append((usual(rank, task), False))
             return None
@@ -196,7 +203,7 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
     given = []
 
     def answer(rank, task):
-        if rank == 2 and isinstance(task, Transfer):
+        if rank == 2 and isinstance(task, PairTask):
             given.append(task)
         return None if rank == 2 and len(given) > answers else usual(rank, task)
 
@@ -207,10 +214,10 @@ def test_a_rank_that_freezes_is_not_asked_for_ever_and_its_host_is_blamed(answer
     assert {r.interface for r in mine if r.network} == {"eth1"}
     assert len({(r.source, r.target) for r in mine}) == 14
     failed = {r.stage for r in mine if r.failed}
-    assert failed == {r.stage for r in of(StageDone, records) if not r.whole} - {"inside", "all-reduce"}
+    assert failed == {r.stage for r in of(StageDone, records) if not r.complete} - {"inside", "all-reduce"}
     found = {(f.kind, f.severity, f.hosts) for f in check_records(records) if f.severity == "error"}
     assert found == {("host_lost", "error", ("n3",))}
-    assert of(ProbeEnded, records)[0].notes[-1] == "no answer came from n3 when last asked"
+    assert of(ProbeEnded, records)[0].notes[-1] == "no reply came from n3 to the last task"
 
 
 def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
@@ -236,15 +243,15 @@ def test_a_rank_that_was_slow_twice_is_asked_again_once_it_has_answered():
 def test_rank_0_knows_who_is_silent_at_the_end():
     def silent_after(answer):
         cluster = Cluster(3, answer=answer)
-        spec = Spec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
+        spec = ProbeSpec(hosts=cluster.hosts, present=cluster.hosts, mode="quick")
         found = []
-        (led := Coordinator(cluster, cluster, spec, cluster.hellos, found.append)).run()
-        return led.silent, of(ProbeEnded, found)[0].notes
+        (coordinator := Coordinator(cluster, cluster, spec, cluster.hellos, found.append, timeouts=IMPATIENT)).run()
+        return coordinator.silent_hosts, of(ProbeEnded, found)[0].notes
 
     assert silent_after(usual) == ("", ())
     silent = lambda rank, task: None if rank == 2 else usual(rank, task)  # noqa: E731
-    assert silent_after(silent) == ("n3", ("no answer came from n3 when last asked",))
-    once = lambda rank, task: None if rank == 2 and isinstance(task, Inside) else usual(rank, task)  # noqa: E731
+    assert silent_after(silent) == ("n3", ("no reply came from n3 to the last task",))
+    once = lambda rank, task: None if rank == 2 and isinstance(task, HostTask) else usual(rank, task)  # noqa: E731
     assert silent_after(once) == ("", ())
 
 
@@ -271,20 +278,22 @@ def test_one_stream_is_enough_for_cards_that_are_known_to_be_slow(mode, speeds, 
 def test_ways_inside_a_host_are_kept_when_others_fail():
     def answer(rank, task):
         reply = usual(rank, task)
-        return msgspec.structs.replace(reply, failed="gpu3: no memory") if isinstance(task, Inside) and rank else reply
+        return (
+            msgspec.structs.replace(reply, failed="gpu3: no memory") if isinstance(task, HostTask) and rank else reply
+        )
 
     records = Cluster(2, answer=answer).probe("quick")
     assert {record.link.host for record in of(IntraNodeMeasurement, records)} == {"n1", "n2"}
-    assert notes(records) == ["inside the hosts not everything was measured: gpu3: no memory (n2)"]
+    assert notes(records) == ["inside hosts, not everything was measured: gpu3: no memory (n2)"]
 
 
 def fails_on(network, where):
     """Answers of ranks between which nothing passes on that network, where `where` says so of the hosts' numbers."""
 
     def answer(rank, task):
-        on_it = isinstance(task, Transfer) and task.addresses[0].startswith(network)
+        on_it = isinstance(task, PairTask) and task.addresses[0].startswith(network)
         if on_it and where(task.source, task.target):
-            return Reply(number=task.number, rank=rank, failed="timed out")
+            return TaskReply(number=task.number, rank=rank, failed="timed out")
         return usual(rank, task)
 
     return answer
@@ -296,15 +305,15 @@ def test_a_further_network_on_which_nothing_passes_is_given_up():
     [note] = notes(records)
     assert note.startswith(f"{OTHER_NETWORK} was given up") and "timed out" in note
     assert not any(
-        record.whole for record in of(StageDone, records) if record.stage.startswith(f"alone/{OTHER_NETWORK}")
+        record.complete for record in of(StageDone, records) if record.stage.startswith(f"alone/{OTHER_NETWORK}")
     )
     assert len({(r.source, r.target) for r in of(PairMeasurement, records) if r.network is None}) == 30
 
 
 def test_a_way_that_does_not_judge_the_links_is_given_up_where_nothing_passes():
     def answer(rank, task):
-        if isinstance(task, Transfer) and task.transport == "mpi":
-            return Reply(number=task.number, rank=rank, failed="no answer to a ping")
+        if isinstance(task, PairTask) and task.transport == "mpi":
+            return TaskReply(number=task.number, rank=rank, failed="no answer to a ping")
         return usual(rank, task)
 
     records = Cluster(4, answer=answer).probe()
@@ -322,15 +331,15 @@ def test_a_network_is_not_given_up_for_one_host(hosts):
 
 def uplink(rank, task):
     """Half of the hosts behind an uplink for two: what crosses it beside others is slow."""
-    alone = isinstance(task, Transfer) and task.load == "alone"
-    crosses = isinstance(task, Transfer) and (task.source < 4) != (task.target < 4)
+    alone = isinstance(task, PairTask) and task.load == "alone"
+    crosses = isinstance(task, PairTask) and (task.source < 4) != (task.target < 4)
     return usual(rank, task, RATE / 2 if crosses and not alone else RATE)
 
 
 @pytest.mark.parametrize("mode", ["quick", "default"])
 def test_a_probe_that_was_interrupted_in_its_second_look_looks_again(mode):
     first = Cluster(8, answer=uplink).probe(mode)
-    finished = [record for record in of(StageDone, first) if not record.stage.startswith(("again", SECOND_LOOK, "all"))]
+    finished = [record for record in of(StageDone, first) if not record.stage.startswith(("again", SECOND_PASS, "all"))]
     before = [
         record
         for record in first
@@ -370,7 +379,7 @@ def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
 
     def answer(rank, task):
         reply = usual(rank, task)
-        if isinstance(task, AllReduce):
+        if isinstance(task, AllReduceTask):
             made = usual(0, task).collectives
             reply = msgspec.structs.replace(reply, collectives=made if rank == task.ranks[0] else ())
         return reply
@@ -381,14 +390,14 @@ def test_all_reduces_of_gpus_are_without_hosts_that_have_none(first):
     for rank in on_gpus:
         cluster.hellos[rank] = msgspec.structs.replace(cluster.hellos[rank], on_gpu=True)
     records = cluster.probe()
-    asked = [task for task in cluster.tasks if isinstance(task, AllReduce)]
-    assert {(task.ranks, task.counts) for task in asked} == {(on_gpus, (2,))}
+    asked = [task for task in cluster.tasks if isinstance(task, AllReduceTask)]
+    assert {(task.ranks, task.host_counts) for task in asked} == {(on_gpus, (2,))}
     assert len(asked) == (4 if first else 3)  # rank 0 asks itself
     assert of(CollectiveMeasurement, records)
-    assert notes(records) == [f"all-reduce is that of GPUs, without {'n1' if first else 'n3'}"]
-    assert all(record.whole for record in of(StageDone, records))
+    assert notes(records) == [f"all-reduce over GPUs only, without {'n1' if first else 'n3'}"]
+    assert all(record.complete for record in of(StageDone, records))
     # Those that have not loaded torch would wait at MPI's end for the others.
-    assert [task.at_once for task in cluster.tasks if isinstance(task, Leave)] == [True] * 5
+    assert [task.skip_finalize for task in cluster.tasks if isinstance(task, ShutdownTask)] == [True] * 5
 
 
 @pytest.mark.parametrize(("level", "on"), [(None, True), ("SYS", True), ("LOC", False), ("0", False)])
@@ -400,18 +409,18 @@ def test_an_all_reduce_without_gpudirect_is_not_called_one_with_it(monkeypatch, 
     gpu = Gpu(index=0, name="H100")
     for number, hello in enumerate(cluster.hellos):
         able = msgspec.structs.replace(hello.facts, gpus=(gpu,), rdma_bytes_per_second=25e9)
-        cluster.hellos[number] = Hello(facts=able)
+        cluster.hellos[number] = RankHello(facts=able)
     cluster.probe()
-    assert {task.gpudirect for task in cluster.tasks if isinstance(task, AllReduce)} == {on}
+    assert {task.gpudirect for task in cluster.tasks if isinstance(task, AllReduceTask)} == {on}
 
 
 def test_one_machine_has_an_all_reduce_over_its_ranks():
     cluster = Cluster(1, ranks=4)
     records = cluster.probe()
-    assert [record.stage for record in of(StageDone, records)] == ["inside", SECOND_LOOK, "links", "all-reduce"]
-    assert {task.counts for task in cluster.tasks if isinstance(task, AllReduce)} == {(1,)}
+    assert [record.stage for record in of(StageDone, records)] == ["inside", SECOND_PASS, "links", "all-reduce"]
+    assert {task.host_counts for task in cluster.tasks if isinstance(task, AllReduceTask)} == {(1,)}
     assert of(CollectiveMeasurement, records) and of(IntraNodeMeasurement, records) and not notes(records)
-    assert [r.stage for r in of(StageDone, Cluster(1).probe())] == ["inside", SECOND_LOOK]
+    assert [r.stage for r in of(StageDone, Cluster(1).probe())] == ["inside", SECOND_PASS]
 
 
 # -- a rank ------------------------------------------------------------------------------------------------------------
@@ -439,10 +448,10 @@ def run_rank(monkeypatch):
     """What `python -m distrib.probe` comes to where MPI is this one."""
 
     def run(comm):
-        spec = msgspec.json.encode(Spec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
+        spec = msgspec.json.encode(ProbeSpec(hosts=("n1", "n2"), present=("n1", "n2"))).decode()
         monkeypatch.setattr(rank_of_probe.sys, "argv", ["probe", spec])
-        monkeypatch.setattr(rank_of_probe, "_start_mpi", lambda: comm)
-        monkeypatch.setattr(rank_of_probe, "_leave", lambda at_once: None)  # it ends the process
+        monkeypatch.setattr(rank_of_probe, "_init_mpi", lambda: comm)
+        monkeypatch.setattr(rank_of_probe, "_exit", lambda skip_finalize: None)  # it ends the process
         for name, value in {"WORLD_SIZE": 3, "GROUP_RANK": 1, "LOCAL_RANK": 1}.items():
             monkeypatch.setenv(name, str(value))
         return rank_of_probe.main()
@@ -462,8 +471,8 @@ def test_ranks_that_mpi_started_each_alone_measure_nothing(run_rank, monkeypatch
 
 
 def test_a_rank_is_more_patient_than_rank_0_which_knows_who_is_missing(run_rank, monkeypatch):
-    monkeypatch.setattr(rank_of_probe, "START_SECONDS", -1.0)
-    assert run_rank(Comm(3, Setup(token=b"", ports={}), Leave())) == 0
+    monkeypatch.setattr(rank_of_probe, "TIMEOUTS", ProbeTimeouts(hello_seconds=-1.0))
+    assert run_rank(Comm(3, RankSetup(token=b"", ports={}), ShutdownTask())) == 0
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -481,7 +490,7 @@ def jobs(monkeypatch, tmp_path):
     )
 
     def launch(plan, options, *, streams, script_input=b"", input_ranks=None):
-        spec = msgspec.json.decode(plan.script[-1], type=Spec)
+        spec = msgspec.json.decode(plan.script[-1], type=ProbeSpec)
         made.specs.append(spec)
         made.plans.append(plan)
         made.inputs.append((script_input, input_ranks))
@@ -551,8 +560,8 @@ def test_a_probe_without_its_end_does_not_replace_a_whole_one(jobs, capsys):
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 1
     out, err = capsys.readouterr()
     assert "bandwidth over tcp" in out
-    assert "t.yaml stays as it was: the probe did not come to its end" in err
-    assert "error: the probe did not come to its end: rank 1 died" in err
+    assert "t.yaml was not changed: the probe was not completed" in err
+    assert "error: the probe was not completed: rank 1 died" in err
     assert read_topology("t.yaml").measured.when == "2025-05-05"
 
 
@@ -575,7 +584,7 @@ def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs
     assert probe("-H", "n[1-4]", "-o", "t.yaml") == 1
     out, err = capsys.readouterr()
     assert "could not be measured" in out
-    assert "t.yaml stays as it was: of 12 links that it has, 2 could be measured now" in err
+    assert "t.yaml was not changed: only 2 of its 12 links" in err
     assert (tmp_path / "t.yaml.partial.jsonl").exists()
     assert read_topology("t.yaml").measured.when == "2025-05-05"
 
@@ -583,7 +592,7 @@ def test_a_probe_that_measured_next_to_nothing_does_not_replace_a_whole_one(jobs
 def test_a_probe_of_a_few_hosts_does_not_replace_one_of_many(jobs, capsys):
     earlier("t.yaml", 4)
     assert probe("-H", "n[1-2]", "-o", "t.yaml") == 2
-    assert "-o t.yaml: it has 12 links, measured 2025-05-05, and these hosts have 2 of them" in capsys.readouterr().err
+    assert "-o t.yaml: it has 12 links of 2025-05-05, and these hosts have 2 of them" in capsys.readouterr().err
     assert jobs.specs == []
     assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0  # half of them
     assert read_topology("t.yaml").measured.hosts == ("n1", "n2", "n3")
@@ -598,12 +607,12 @@ OF_GPU = IntraNodeLinkMeasurement(
 @pytest.mark.parametrize(
     ("words", "has", "told"),
     [
-        (["--quick"], {"collectives": (ALL_REDUCE,), "curve": True}, "all-reduce and curves of 2025; --quick measures neither"),
-        (["--quick"], {"curve": True}, "curves of 2025; --quick measures none"),
-        (["--quick"], {"collectives": (ALL_REDUCE,)}, "all-reduce of 2025; --quick measures none"),
+        (["--quick"], {"collectives": (ALL_REDUCE,), "curve": True}, "all-reduce and curves of 2025"),
+        (["--quick"], {"curve": True}, "curves of 2025"),
+        (["--quick"], {"collectives": (ALL_REDUCE,)}, "all-reduce of 2025"),
         (["--quick"], {}, ""),
         (["-x", "CUDA_VISIBLE_DEVICES="], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,)},
-         "copies of GPUs and all-reduce over NCCL of 2025; this probe leaves GPUs alone"),
+         "GPU copies and all-reduce over NCCL of 2025"),
         (["-x", "CUDA_VISIBLE_DEVICES="], {"collectives": (msgspec.structs.replace(ALL_REDUCE, backend="gloo"),)}, ""),
         (["-x", "CUDA_VISIBLE_DEVICES=0"], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,)}, ""),
         ([], {"collectives": (ALL_REDUCE,), "inside": (OF_GPU,), "curve": True}, ""),
@@ -650,7 +659,7 @@ def test_the_axes_of_a_picture_are_no_formulas(tmp_path):
         LinkMeasurement(source=a, target=b, transport="mpi", load="alone", bandwidth_bytes_per_second=999.7e6 / 8, variation=0.0, curve=curve)
         for a, b in (("n1", "n2"), ("n2", "n1"))
     )  # fmt: skip
-    draw(tmp_path / "a.svg", Measurements(when="2026", software={}, hosts=("n1", "n2"), pairs=pairs), "mpi")
+    draw_probe(tmp_path / "a.svg", Measurements(when="2026", software={}, hosts=("n1", "n2"), pairs=pairs), "mpi")
     words = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "a.svg").read_text())
     assert {"10 us", "20 us", "50 us", "999.7"} <= set(words) and not any("$" in word for word in words)
 
@@ -687,7 +696,7 @@ def test_the_results_outlive_a_failure_of_the_look_without_gpudirect(jobs, capsy
 
     jobs.records = records
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
-    assert "without GPUDirect RDMA was not measured to its end: mpirun did not start" in capsys.readouterr().out
+    assert "without GPUDirect RDMA was not completed: mpirun did not start" in capsys.readouterr().out
     assert read_topology("t.yaml").measured.collectives == (made,)
 
 
@@ -708,27 +717,27 @@ def fails_in_all_reduce(monkeypatch, host):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_an_all_reduce_that_ends_its_ranks_costs_no_link_and_no_host(jobs, monkeypatch, capsys, tmp_path, resumed):
     fails_in_all_reduce(monkeypatch, "n2")
-    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    begins = StageDone(stage=LINKS_DONE, title="", done_seconds=1.0, remaining_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
     jobs.records = lambda spec: [start, *seen, begins]
     if resumed:  # and all but the all-reduces was done before
-        kept = (start, *seen, msgspec.structs.replace(begins, stage=SECOND_LOOK), begins)
+        kept = (start, *seen, msgspec.structs.replace(begins, stage=SECOND_PASS), begins)
         (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in kept))
         jobs.records = lambda spec: [start, begins]
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
     assert len(jobs.specs) == 1
     out, err = capsys.readouterr()
     assert "note: all-reduce failed: killed by SIGABRT (n2)" in out and "lost" not in out
-    assert "did not come to its end: all-reduce failed: killed by SIGABRT (n2)" in err and "t.yaml.partial.jsonl" in err
+    assert "was not completed: all-reduce failed: killed by SIGABRT (n2)" in err and "t.yaml.partial.jsonl" in err
     measured = read_topology("t.yaml").measured
     assert len(measured.pairs) == 6 and measured.hosts == ("n1", "n2", "n3")
 
 
 def test_a_rank_that_ends_while_links_are_measured_gets_a_second_try(jobs, monkeypatch, tmp_path):
     fails_in_all_reduce(monkeypatch, "n2")
-    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    begins = StageDone(stage=LINKS_DONE, title="", done_seconds=1.0, remaining_seconds=1.0)
     start, *seen = Network(3).records(DEFAULT)
-    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(record) + "\n" for record in (start, *seen, begins)))
     jobs.records = lambda spec: [start, done]  # what had failed before is measured again
     assert topo.main(["probe", "-H", "n[1-3]", "-o", "t.yaml"]) == 1
@@ -741,7 +750,7 @@ def test_an_all_reduce_that_fails_inside_one_machine_leaves_what_is_measured_the
     link = IntraNodeLinkMeasurement(
         host="localhost", source="memory", target="memory", bandwidth_bytes_per_second=1e9, variation=0.0
     )
-    begins = StageDone(stage=LINKS_DONE, what="", done_seconds=1.0, left_seconds=1.0)
+    begins = StageDone(stage=LINKS_DONE, title="", done_seconds=1.0, remaining_seconds=1.0)
     jobs.records = lambda spec: [start, IntraNodeMeasurement(link=link), begins]
     assert topo.main(["probe", "-H", "localhost:4", "-o", "t.yaml"]) == 1
     assert "all-reduce failed: killed by SIGABRT (localhost)" in capsys.readouterr().out
@@ -775,7 +784,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
 
     monkeypatch.setattr(runner, "launch", interrupted)
     assert probe("-H", "n1,n2", "-o", "t.yaml") == (130 if how == "here" else 143)
-    assert "without GPUDirect RDMA was not measured to its end: interrupted" in capsys.readouterr().out
+    assert "without GPUDirect RDMA was not completed: interrupted" in capsys.readouterr().out
     assert read_topology("t.yaml").measured.collectives == (made,)
 
 
@@ -783,7 +792,7 @@ def test_an_interruption_of_the_look_without_gpudirect_keeps_the_results_and_is_
 def test_a_probe_that_cannot_be_gone_on_with_leaves_nothing(jobs, capsys, tmp_path, words):
     (tmp_path / "there").mkdir()
     assert probe("-H", "n1,n2", "--resume", *words) == 2
-    assert "no probe of these hosts in this mode to go on with" in capsys.readouterr().err
+    assert "no probe of these hosts in this mode" in capsys.readouterr().err
     assert jobs.specs == [] and [path.name for path in tmp_path.iterdir()] == ["there"]
 
 
@@ -815,7 +824,7 @@ def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
 
     jobs.records = records
     assert probe("-H", "n[1-4]") == 3
-    assert "--drop-bad-hosts probes the 3 other hosts" in capsys.readouterr().err
+    assert "probes the 3 other hosts" in capsys.readouterr().err
     assert probe("-H", "n[1-4]", "--drop-bad-hosts", "--json") == 0
     out, err = capsys.readouterr()
     output = json.loads(out)
@@ -829,7 +838,7 @@ def test_a_host_that_is_not_fit_can_be_left_out(jobs, capsys):
 def test_what_was_measured_of_a_host_that_became_unfit_is_kept(jobs, capsys, tmp_path):
     start, *seen = Network(3).records()
     start = msgspec.structs.replace(start, facts=tuple(facts(f"n{n + 1}") for n in range(3)))
-    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
 
     def records(spec):
@@ -839,7 +848,7 @@ def test_what_was_measured_of_a_host_that_became_unfit_is_kept(jobs, capsys, tmp
 
     jobs.records = records
     assert probe("-H", "n[1-3]", "-o", "t.yaml", "--drop-bad-hosts") == 0
-    assert "n3 was left out when the probe was gone on with: no route to host" in capsys.readouterr().out
+    assert "n3 was left out when the probe was resumed: no route to host" in capsys.readouterr().out
     kept = read_topology("t.yaml").measured
     assert kept.hosts == ("n1", "n2", "n3") and len(kept.pairs) == 6
 
@@ -849,7 +858,7 @@ def test_hosts_that_only_the_file_knows_are_told_of(jobs, capsys, tmp_path):
     assert probe("-H", "n[1-3]", "-o", "t.yaml") == 0
     err = capsys.readouterr().err
     assert "$.nodes[0].hosts: n4 is not in -H" in err
-    assert "t.yaml has links of n4, measured 2025-05-05" in err
+    assert "t.yaml has links of n4 of 2025-05-05" in err
 
 
 @pytest.mark.parametrize("words", [(), ("-H", "localhost")])
@@ -872,12 +881,12 @@ def test_this_machine_alone_can_be_probed(jobs, capsys, words):
 
 def test_an_interrupted_probe_is_gone_on_with_aloud_and_its_records_go_to_rank_0_alone(jobs, capsys, tmp_path):
     start, *seen = Network(2).records()
-    done = StageDone(stage="together/tcp/0", what="", done_seconds=1.0, left_seconds=1.0)
+    done = StageDone(stage="together/tcp/0", title="", done_seconds=1.0, remaining_seconds=1.0)
     (tmp_path / "t.yaml.partial.jsonl").write_text("".join(encode(r) + "\n" for r in (start, *seen, done)))
     assert probe("-H", "n1,n2", "-o", "t.yaml") == 0
     err = capsys.readouterr().err
-    assert "going on with the probe of 2026-01-01T00:00:00+00:00 from t.yaml.partial.jsonl" in err
-    assert "--no-resume begins anew" in err
+    assert "resuming the probe of 2026-01-01T00:00:00+00:00 from t.yaml.partial.jsonl" in err
+    assert "--no-resume" in err
     assert jobs.specs[0].done == ("together/tcp/0",)
     [(known, ranks)] = jobs.inputs
     assert ranks == (0,)

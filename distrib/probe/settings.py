@@ -128,7 +128,7 @@ class DiagnosisLimits(msgspec.Struct, frozen=True, kw_only=True):
     faster_network_factor: float = 1.25
     """Median rate of another network, over the used one's, at which it is recommended."""
     gpudirect_gain: float = 1.05
-    """All-reduce time without GPUDirect RDMA over the time with it. Measurements elsewhere: 1.2 (NCCL issue 1579), 2 (465)."""
+    """All-reduce time without GPUDirect RDMA over the time with it. Measured elsewhere: 1.2 (NCCL issue 1579), 2 (465)."""
     regression_fraction: float = 0.9
     """A bandwidth below it of an earlier probe's is a regression."""
     latency_factor: float = 2.0

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import distrib
-from distrib.probe.bench.allreduce import Ranks
-from distrib.probe.protocol import AllReduce
+from distrib.probe.bench.allreduce import AllReduceBenchmark
+from distrib.probe.protocol import AllReduceTask
 from distrib.training.world import find_world
 
 
@@ -44,9 +44,9 @@ def measure() -> None:
     comm = find_world().comm
     from mpi4py import MPI  # only now, as this would begin with it
 
-    ranks = Ranks(comm, f"n{comm.rank + 1}", 60.0)
+    ranks = AllReduceBenchmark(comm, f"n{comm.rank + 1}", 60.0)
     sizes = (1 << 10, 1 << 18, 1 << 24)
-    task = AllReduce(number=0, counts=(2,), gpudirect=None, sizes=sizes, seconds=10.0, patience_seconds=60.0)
+    task = AllReduceTask(number=0, host_counts=(2,), gpudirect=None, sizes=sizes, seconds=10.0, timeout_seconds=60.0)
     found = ranks.measure(task)
     if found:
         print(msgspec.json.encode(found).decode(), flush=True)

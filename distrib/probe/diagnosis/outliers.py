@@ -20,7 +20,7 @@ def severity_of(ratio: float) -> Severity:
     """Return "error" for a severely slow link, else "warning".
 
     Args:
-        ratio: Measurements over expected rate.
+        ratio: Measured over expected rate.
     """
     return "error" if ratio < LIMITS.severe_fraction else "warning"
 
