@@ -204,7 +204,10 @@ def launch(tmp_path: Path) -> Callable[..., Run]:
         nonlocal count
         count += 1
         run_dir = tmp_path / f"run{count}"
-        command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *map(str, arguments)]
+        exported = (
+            ["-x", fork_server.ADDRESS, "-x", "PYTHONPATH"] if cluster and fork_server.ADDRESS in os.environ else []
+        )
+        command: Sequence[str] = [*wrapper, str(LAUNCH), "--run-dir", str(run_dir), *exported, *map(str, arguments)]
         environ = {"OMP_NUM_THREADS": "1", **(env or {})}
         started = time.monotonic()
         if cluster:

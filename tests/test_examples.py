@@ -11,6 +11,8 @@ import pytest
 
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.forked
+
 EXAMPLES = ROOT / "examples"
 SHORT = ["--epochs", "3"]
 

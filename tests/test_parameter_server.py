@@ -44,6 +44,8 @@ from distrib.training.parameter_server.worker_table import HeldTable
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from distrib.training.world import World
 
+pytestmark = pytest.mark.forked
+
 LAUNCH = Path(sys.executable).parent / "distrib-launch"
 SCRIPT = Path(__file__).parent / "scripts" / "asynchronous.py"
 OWN_HANDS = SCRIPT.with_name("own_hands.py")

@@ -11,6 +11,8 @@ from distrib.bandwidth_model.workload_catalog import read_workload
 from distrib.training import profiler
 from tests.conftest import SCRIPTS
 
+pytestmark = pytest.mark.forked
+
 STEPS = SCRIPTS / "steps.py"
 
 

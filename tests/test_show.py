@@ -264,7 +264,7 @@ def test_a_picture_of_what_fits_no_page(tmp_path):
     (tmp_path / "big.yaml").write_text(f"nodes:\n{groups}switches:\n{racks}{spine}")
     text = shown("--topology", "big.yaml", "--plot", "big.png", cwd=tmp_path)
     assert "360 hosts, 25920 GPUs" in text
-    assert "72 x Unheard Of  not in the catalogue; distrib/cluster/catalog.yaml lists the known ones" in text
+    assert "72 x Unheard Of  not in the catalogue; distrib/cluster/hardware_catalog.yaml lists the known ones" in text
     assert (tmp_path / "big.png").stat().st_size > 10_000
 
 

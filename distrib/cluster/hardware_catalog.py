@@ -184,7 +184,9 @@ def near_gpus(kind: str) -> list[str]:
 def gpu_hint(kind: str) -> str:
     """What to tell somebody who wrote `kind`, which is not in the catalogue."""
     near = near_gpus(kind)
-    return f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/catalog.yaml lists the known ones"
+    return (
+        f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/hardware_catalog.yaml lists the known ones"
+    )
 
 
 @functools.cache

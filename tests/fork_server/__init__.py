@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-ADDRESS = "DISTRIB_TEST_FORK_SERVER"
+ADDRESS = "TEST_FORK_SERVER"
 
 
 @functools.cache

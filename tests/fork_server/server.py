@@ -47,7 +47,7 @@ def become(request, descriptors):
     os.closerange(900, 900 + len(high))
     os.environ.clear()
     os.environ.update(request["environ"])
-    del os.environ["DISTRIB_TEST_FORK_SERVER"]
+    del os.environ["TEST_FORK_SERVER"]
     os.chdir(request["directory"])
     os.sched_setaffinity(0, request["cpus"])
     for limit, value in request["limits"]:
@@ -157,6 +157,7 @@ def run(words):
     sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     module.__file__, module.__builtins__ = words[0], builtins
+    module.__loader__ = type(__loader__)("__main__", words[0])
     try:
         with open(words[0], "rb") as file:
             code = compile(file.read(), words[0], "exec")

@@ -78,11 +78,11 @@ def stand_in(path, words):
 
 
 def main():
-    interpreter, _, path = os.environ["DISTRIB_TEST_FORK_SERVER"].rpartition(":")
+    interpreter, _, path = os.environ["TEST_FORK_SERVER"].rpartition(":")
     is_rank = "OMPI_COMM_WORLD_RANK" in os.environ and "DISTRIB_CONTROL" not in os.environ
     if is_rank and interpreter == sys.executable and (words := script_words(sys.orig_argv)):
         stand_in(path, words)
 
 
-if "DISTRIB_TEST_FORK_SERVER" in os.environ:
+if "TEST_FORK_SERVER" in os.environ:
     main()
