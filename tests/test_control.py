@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from distrib.utils.framing import NONCE_BYTES, PROOF_BYTES, ProtocolError, new_token
 from distrib_launch.rank_agent.control_channel import GREETING, HEADER, Channel, Kind
-from distrib_launch.supervisor import listener as door
+from distrib_launch.supervisor.listener import MAX_UNAUTHENTICATED, ControlListener
 from tests.conftest import LAUNCH, MARK, SCRIPTS
 
 TOKEN = new_token()
@@ -63,7 +63,7 @@ def captured(frames: int) -> tuple[Channel, list[bytes]]:
     listener, caller = pair()
     wire = []
     for number in range(frames):
-        caller.send(Kind.BEAT, f"frame {number}".encode())
+        caller.send(Kind.HEARTBEAT, f"frame {number}".encode())
         wire.append(bytes(caller._out))
         caller._out.clear()
     caller.sock.setblocking(True)
@@ -286,9 +286,9 @@ def test_a_door_before_which_many_stand_hangs_up_on_none():
     welcomed: list[Channel] = []
     said: set[int] = set()
     with selectors.DefaultSelector() as selector:
-        entrance = door.Door(selector, TOKEN, ["127.0.0.1"], welcome)
+        entrance = ControlListener(selector, TOKEN, ["127.0.0.1"], welcome)
         host, _, port = entrance.addresses.rpartition(":")
-        socks = [socket.create_connection((host, int(port))) for _ in range(door.STRANGERS_LIMIT + 44)]
+        socks = [socket.create_connection((host, int(port))) for _ in range(MAX_UNAUTHENTICATED + 44)]
 
         def turn_until(done):
             deadline = time.monotonic() + 20
@@ -304,7 +304,7 @@ def test_a_door_before_which_many_stand_hangs_up_on_none():
             assert done()
 
         callers: list[Channel] = []
-        turn_until(lambda: len(entrance._strangers) == door.STRANGERS_LIMIT)
+        turn_until(lambda: len(entrance._unauthenticated) == MAX_UNAUTHENTICATED)
         callers += [Channel(sock, TOKEN, listener=False) for sock in socks]
         turn_until(lambda: len(met) == len(socks))
         assert sorted(met) == list(range(len(socks)))

@@ -115,7 +115,7 @@ def test_a_job_in_which_ranks_ask_one_at_its_end_for_a_minute_is_hopeless(monkey
     worker = {"role": "worker", "host": "n1"}
     ranks = [
         types.SimpleNamespace(
-            plan=types.SimpleNamespace(rank=rank, **worker), ending=None, step=5, closing=bool(rank), error_log="log"
+            plan=types.SimpleNamespace(rank=rank, **worker), exit=None, step=5, closing=bool(rank), error_log="log"
         )
         for rank in range(2)
     ]

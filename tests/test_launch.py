@@ -441,7 +441,7 @@ def test_a_full_disk_does_not_end_the_job(tmp_path):
         subprocess.run(["umount", str(small)], check=True)
     assert done.returncode == 0, done.stderr
     assert "done" in done.stdout
-    assert "logs are not complete, the job goes on" in done.stderr
+    assert "logs are not complete, the job continues" in done.stderr
     assert "Traceback" not in done.stderr
 
 

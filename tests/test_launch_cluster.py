@@ -114,7 +114,7 @@ def test_a_lost_host_is_named_and_nothing_is_left(make_cluster, launch, tmp_path
     assert process.returncode == 1, err
     failure = json.loads((tmp_path / "run/result.json").read_text())["first_failure"]
     assert failure["host"] == "n3"
-    assert "host n3 vanished: nothing was heard from it" in failure["message"]
+    assert "host n3 vanished: nothing was received from it" in failure["message"]
     assert failure["time"] - lost < 6  # 2.5 where nothing else runs; the kernel alone would take 30
     assert cluster.left_over(within_seconds=10) == {}
 
@@ -230,9 +230,7 @@ def test_a_daemon_of_the_engine_that_fails_without_a_word_is_started_once_more(m
     ), run
     assert run.code == (0 if times == 1 else 1), run
     if times == 2:
-        assert (
-            "the job did not start: it ended before every rank had called back (2 of 2 missing, on n1, n2)" in run.err
-        )
+        assert "the job did not start: ended before every rank had connected (2 of 2 missing, on n1, n2)" in run.err
     assert cluster.left_over(within_seconds=10) == {}
 
 

@@ -1570,7 +1570,7 @@ def test_a_worker_that_died_is_started_again_and_trains_with_the_others(tmp_path
     result, out = ended(tmp_path, job)
     assert result["status"] == "succeeded" and result["exit_code"] == 0 and result["first_failure"] is None, out
     name = result["ranks"][1]["host"]
-    assert result["warnings"] == [f"worker rank 1 on {name} died (SIGKILL) and was started again"]
+    assert result["warnings"] == [f"worker rank 1 on {name} died (SIGKILL) and was restarted"]
     assert (result["ranks"][1]["signal"], result["ranks"][1]["stopped_by"]) == (signal.SIGTERM, "launcher")
     first, second = json.loads((tmp_path / "noted.0").read_text())
     low, high = counts(tmp_path)[1]
@@ -1602,7 +1602,7 @@ def test_the_job_fails_when_every_worker_has_failed_though_one_was_started_again
     assert (result["status"], result["exit_code"]) == ("failed", 128 + signal.SIGKILL), out
     first = result["first_failure"]
     assert (first["rank"], first["message"]) == (1, "killed by SIGKILL")
-    assert len(result["warnings"]) == 1 and "was started again" in result["warnings"][0]
+    assert len(result["warnings"]) == 1 and "was restarted" in result["warnings"][0]
     assert [rank["signal"] for rank in result["ranks"][:2]] == [signal.SIGKILL, signal.SIGTERM]
 
 
@@ -1616,7 +1616,7 @@ def test_another_worker_prints_and_saves_when_rank_0_dies(tmp_path):
     (tmp_path / "enough").touch()
     result, out = ended(tmp_path, job)
     assert result["status"] == "succeeded", out
-    assert result["warnings"][0].endswith("died (SIGKILL) and was started again; the next worker prints and saves now")
+    assert result["warnings"][0].endswith("died (SIGKILL) and was restarted; the next worker prints and saves now")
     assert torch.load(tmp_path / "saved.pt", weights_only=True)["values"]["who"] == "1"
     assert "told by 0" in out and "told by 1" in out and "by 0 again" not in out
     assert out.count("the end by 1") == 1 and "the end by 0" not in out
@@ -1669,7 +1669,7 @@ def test_a_server_without_replica_is_started_again(tmp_path):
     killed(tmp_path, 3)
     result, out = ended(tmp_path, job)
     assert result["status"] == "succeeded", out
-    assert "was started again" in result["warnings"][-1] and "its shard comes from" in out
+    assert "was restarted" in result["warnings"][-1] and "its shard comes from" in out
     for low, high in counts(tmp_path):
         assert 30 < low <= high == 40
 

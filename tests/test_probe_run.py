@@ -901,9 +901,9 @@ def test_input_goes_to_the_ranks_that_want_it(tmp_path):
     for wanted, ranks in (((0,), [0]), (None, [0, 1, 2, 3])):
         supervisor = Supervisor(plan, Console([]), script_input=b"words", input_ranks=wanted)
         sent = []
-        supervisor._send = lambda state, kind, payload, sent=sent: sent.append((state.plan.rank, kind))
-        for state in supervisor.ranks:
+        supervisor._connections.send = lambda state, kind, payload, sent=sent: sent.append((state.plan.rank, kind))
+        for state in supervisor.job.ranks:
             state.hello = {"port": 1}
-        supervisor._assign()
+        supervisor.assign()
         assert [rank for rank, kind in sent if kind is Kind.INPUT] == ranks
         supervisor.selector.close()

@@ -31,9 +31,9 @@ def comes_true(what: Callable[[], bool]) -> None:
 
 def order(*command: str, may_return: bool = False) -> dict[str, Any]:
     return {
-        "command": command, "is_python": False, "directory": "/", "environment": {}, "device": "cpu", "mark": "test.0",
-        "host_timeout_seconds": 5.0, "may_return": may_return, "chosen": None, "bind": "none", "sharers": 1,
-        "keep_value": False, "grace_seconds": 1.0,
+        "command": command, "is_python": False, "directory": "/", "environment": {}, "device": "cpu", "tag": "test.0",
+        "host_timeout_seconds": 5.0, "may_return": may_return, "gpus": None, "bind": "none", "cpu_sharers": 1,
+        "keep_result": False, "grace_seconds": 1.0,
     }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from distrib_launch import runner
 from distrib_launch.cli import launch_arguments
 from distrib_launch.preflight.gate import Admission
 from distrib_launch.results import Failure
-from distrib_launch.supervisor import attempts
+from distrib_launch.supervisor import restarts
 from tests.conftest import LAUNCH, SCRIPTS
 from tests.test_launch_cluster import wait_for_line
 
@@ -152,15 +152,15 @@ def test_an_idle_host_takes_the_place_of_all_that_are_not_fit(launch, tmp_path):
     assert "left out: nosuchhost.invalid" in run.err
 
 
-def _ended(message: str, **changes: object) -> attempts.Ended:
+def _ended(message: str, **changes: object) -> restarts.CompletedStart:
     values = {"rank": 0, "host": "n1", "time": 0.0, "exit_code": 1, "signal": None, "traceback": "", "log": ""}
     failure = Failure(**{**values, "message": message, **changes.pop("failure", {})})
     told = Part(first_failure=failure, seconds=changes.pop("seconds", 2.0))
-    return attempts.Ended(plan=None, result=told, endings=(), started=0.0, stepped=changes.pop("stepped", False))
+    return restarts.CompletedStart(plan=None, result=told, exits=(), started=0.0, stepped=changes.pop("stepped", False))
 
 
 def test_which_failures_are_the_same_mistake_again():
-    alike = attempts._fails_alike
+    alike = restarts._same_failure
     mistake = _ended("error: no such dataset")
     assert alike(mistake, _ended("error: no such dataset"))
     assert not alike(mistake, _ended("error: another"))
@@ -191,7 +191,7 @@ def test_a_start_that_comes_to_nothing_leaves_the_one_before_as_it_was(tmp_path)
     with (tmp_path / "err").open("w+") as file:
         process = subprocess.Popen([*command, STARTS, "boom"], stderr=file, cwd=tmp_path)
         deadline = time.monotonic() + 120
-        while "asking again for 10 minutes" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
+        while "checking again for 10 minutes" not in (tmp_path / "err").read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 143, (tmp_path / "err").read_text()
@@ -297,7 +297,7 @@ def test_which_file_systems_hosts_have_in_common(monkeypatch, tmp_path):
 
 def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
     code = (
-        "import resource, sys, torch\nfrom distrib.training.checkpoint.checkpoint_format import checkpoint_format as checkpoint\n"
+        "import resource, sys, torch\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))\n"
         "try:\n    checkpoint.write(sys.argv[1], {'x': torch.zeros(1 << 20)})\n"
         "except OSError as error:\n    print(error.strerror)\n"
@@ -309,7 +309,7 @@ def test_a_full_disk_is_an_oserror_and_leaves_nothing(tmp_path):
 
 def test_what_a_killed_process_has_left_half_written_goes_with_the_next_checkpoint(tmp_path):
     code = (
-        "import os, signal, sys\nfrom distrib.training.checkpoint.checkpoint_format import checkpoint_format as checkpoint\n"
+        "import os, signal, sys\nfrom distrib.training.checkpoint import checkpoint_format as checkpoint\n"
         "checkpoint.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "checkpoint.write(sys.argv[1], {'x': 1})\n"
     )
@@ -406,7 +406,7 @@ def test_a_host_that_the_job_needs_is_waited_for(make_cluster, tmp_path):
     cluster.restore("n2")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "asking again for 10 minutes" in err
+    assert "checking again for 10 minutes" in err
     assert "start 1 of 2 ranks from epoch 2" in out
 
 

@@ -11,7 +11,7 @@ from distrib_launch import runner
 from distrib_launch.cli import launch_arguments
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.supervisor import tolerance_rules
+from distrib_launch.supervisor.fault_tolerance import MAX_RESTARTS, ToleranceRules
 from distrib_launch.supervisor.rank_exit import RankExit
 
 
@@ -103,87 +103,91 @@ def ending(rank: int, code: int = 1, lost: bool = False, stopped_by: str = "") -
 
 def test_a_job_goes_on_without_some_and_not_without_all(tmp_path):
     plan, kept = planned(tmp_path), planned(tmp_path, "--replicas", "1")
-    assert tolerance_rules.goes_on_without(plan, ending(0), [ending(0)])
-    assert not tolerance_rules.goes_on_without(plan, ending(3), [ending(rank) for rank in range(4)])
-    assert not tolerance_rules.goes_on_without(plan, ending(4, lost=True), [ending(4, lost=True)])
-    assert tolerance_rules.goes_on_without(kept, ending(4, lost=True), [ending(4, lost=True)])
-    assert "--replicas 1 survives" in tolerance_rules.why_over(plan, ending(4, lost=True))
-    assert not tolerance_rules.why_over(plan, ending(3)) and not tolerance_rules.why_over(kept, ending(4))
-    assert tolerance_rules.succeeded(plan, [ending(0), ending(1, code=0)]) and not tolerance_rules.succeeded(
-        plan, [ending(0)]
+    assert ToleranceRules(plan, [ending(0)]).continues_without(ending(0))
+    assert not ToleranceRules(plan, [ending(rank) for rank in range(4)]).continues_without(ending(3))
+    assert not ToleranceRules(plan, [ending(4, lost=True)]).continues_without(ending(4, lost=True))
+    assert ToleranceRules(kept, [ending(4, lost=True)]).continues_without(ending(4, lost=True))
+    assert "--replicas 1 survives" in ToleranceRules(plan, []).missing_replica(ending(4, lost=True))
+    assert not ToleranceRules(plan, []).missing_replica(ending(3)) and not ToleranceRules(kept, []).missing_replica(
+        ending(4)
     )
-    assert not tolerance_rules.succeeded(plan, [ending(0), ending(1, code=0, stopped_by="launcher")])
-    assert not tolerance_rules.succeeded(plan, [ending(4, code=0)])
+    assert (
+        ToleranceRules(plan, [ending(0), ending(1, code=0)]).succeeded
+        and not ToleranceRules(plan, [ending(0)]).succeeded
+    )
+    assert not ToleranceRules(plan, [ending(0), ending(1, code=0, stopped_by="launcher")]).succeeded
+    assert not ToleranceRules(plan, [ending(4, code=0)]).succeeded
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_who_may_be_started_again(tmp_path, rank):
     plan = planned(tmp_path)
-    assert tolerance_rules.may_start_again(plan, ending(rank), 0) and tolerance_rules.may_start_again(
-        plan, ending(rank), 2
+    assert ToleranceRules(plan, []).may_restart(ending(rank), 0) and ToleranceRules(plan, []).may_restart(
+        ending(rank), 2
     )
-    assert not tolerance_rules.may_start_again(plan, ending(rank), 3)
-    assert not tolerance_rules.may_start_again(plan, ending(rank, lost=True), 0)
-    assert not tolerance_rules.may_start_again(plan, ending(rank, stopped_by="engine"), 0)
+    assert not ToleranceRules(plan, []).may_restart(ending(rank), 3)
+    assert not ToleranceRules(plan, []).may_restart(ending(rank, lost=True), 0)
+    assert not ToleranceRules(plan, []).may_restart(ending(rank, stopped_by="engine"), 0)
     sync = msgspec.structs.replace(plan, mode="sync", strategy=Strategy())
-    assert not tolerance_rules.may_start_again(sync, ending(rank), 0) and not tolerance_rules.is_over(
-        sync, [ending(0)], set()
+    assert (
+        not ToleranceRules(sync, []).may_restart(ending(rank), 0)
+        and not ToleranceRules(sync, [ending(0)], set()).is_over
     )
 
 
 def test_the_job_is_over_when_those_that_were_there_from_the_start_have_ended(tmp_path):
     plan = planned(tmp_path)  # workers 0 to 3, servers 4 and 5
     ended = [ending(0, code=0), ending(1), ending(2, code=0)]
-    assert tolerance_rules.is_training(plan, ended, set()) and not tolerance_rules.is_over(plan, ended, set())
-    assert tolerance_rules.is_over(plan, ended, {3})  # though 3 is running again
-    assert not tolerance_rules.is_over(plan, ended[1:], {3})
-    assert tolerance_rules.is_over(plan, [ending(rank) for rank in range(4)], set())
-    assert not tolerance_rules.is_over(plan, [ending(4)], {1, 2})
+    assert ToleranceRules(plan, ended, set()).is_training and not ToleranceRules(plan, ended, set()).is_over
+    assert ToleranceRules(plan, ended, {3}).is_over  # though 3 is running again
+    assert not ToleranceRules(plan, ended[1:], {3}).is_over
+    assert ToleranceRules(plan, [ending(rank) for rank in range(4)], set()).is_over
+    assert not ToleranceRules(plan, [ending(4)], {1, 2}).is_over
 
 
 def test_workers_that_were_started_again_do_not_carry_on_alone(tmp_path):
     plan = planned(tmp_path)
     failed = [ending(rank) for rank in (1, 2, 3)]
-    assert not tolerance_rules.goes_on_without(plan, ending(3), failed, {0})
-    assert tolerance_rules.goes_on_without(plan, ending(3), [*failed, ending(0, code=0)], {0})  # it reached its end
-    assert not tolerance_rules.goes_on_without(
-        plan, ending(3), [*failed, ending(0, code=0, stopped_by="launcher")], {0}
+    assert not ToleranceRules(plan, failed, {0}).continues_without(ending(3))
+    assert ToleranceRules(plan, [*failed, ending(0, code=0)], {0}).continues_without(ending(3))  # it reached its end
+    assert not ToleranceRules(plan, [*failed, ending(0, code=0, stopped_by="launcher")], {0}).continues_without(
+        ending(3)
     )
-    assert tolerance_rules.goes_on_without(plan, ending(3), failed[1:], {0})
+    assert ToleranceRules(plan, failed[1:], {0}).continues_without(ending(3))
 
 
 def test_main_is_the_first_worker_that_has_never_failed(tmp_path):
     plan = planned(tmp_path)
-    assert tolerance_rules.main(plan, [], set()) == 0
-    assert tolerance_rules.main(plan, [ending(0, code=0)], set()) == 0
-    assert tolerance_rules.main(plan, [ending(1)], {0}) == 2
-    assert tolerance_rules.main(plan, [ending(rank) for rank in (0, 1, 2)], {3}) is None
+    assert ToleranceRules(plan, [], set()).main == 0
+    assert ToleranceRules(plan, [ending(0, code=0)], set()).main == 0
+    assert ToleranceRules(plan, [ending(1)], {0}).main == 2
+    assert ToleranceRules(plan, [ending(rank) for rank in (0, 1, 2)], {3}).main is None
 
 
 def test_who_was_cut_off_may_return_while_somebody_trains(tmp_path):
     plan = planned(tmp_path)
     lost = ending(3, lost=True)
-    assert tolerance_rules.may_return(plan, lost, [lost], set(), 0)
-    assert tolerance_rules.may_return(plan, lost, [lost], set(), tolerance_rules.MOST_RESTARTS)
-    assert tolerance_rules.may_return(plan, ending(5, lost=True), [ending(5, lost=True)], {0, 1, 2}, 0)
-    assert not tolerance_rules.may_return(plan, lost, [lost], {0, 1, 2}, 0)
-    assert not tolerance_rules.may_return(plan, ending(3, code=0), [ending(3, code=0)], set(), 0)
-    assert not tolerance_rules.may_return(plan, ending(3, stopped_by="launcher"), [ending(3)], set(), 0)
-    assert not tolerance_rules.may_return(planned(tmp_path, "--mode", "sync"), lost, [lost], set(), 0)
+    assert ToleranceRules(plan, [lost], set()).may_rejoin(lost, 0)
+    assert ToleranceRules(plan, [lost], set()).may_rejoin(lost, MAX_RESTARTS)
+    assert ToleranceRules(plan, [ending(5, lost=True)], {0, 1, 2}).may_rejoin(ending(5, lost=True), 0)
+    assert not ToleranceRules(plan, [lost], {0, 1, 2}).may_rejoin(lost, 0)
+    assert not ToleranceRules(plan, [ending(3, code=0)], set()).may_rejoin(ending(3, code=0), 0)
+    assert not ToleranceRules(plan, [ending(3)], set()).may_rejoin(ending(3, stopped_by="launcher"), 0)
+    assert not ToleranceRules(planned(tmp_path, "--mode", "sync"), [lost], set()).may_rejoin(lost, 0)
     died = ending(3)  # and then its host was cut off
-    assert tolerance_rules.may_return(plan, died, [died], set(), tolerance_rules.MOST_RESTARTS - 1)
-    assert not tolerance_rules.may_return(plan, died, [died], set(), tolerance_rules.MOST_RESTARTS)
+    assert ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS - 1)
+    assert not ToleranceRules(plan, [died], set()).may_rejoin(died, MAX_RESTARTS)
 
 
 def test_what_is_said_of_a_rank_that_died(tmp_path):
     plan = planned(tmp_path)
 
     def said(rank: int, *, again: bool, was_main: bool = False) -> str:
-        return tolerance_rules.lines(plan, ending(rank), "SIGKILL", again=again, was_main=was_main)
+        return ToleranceRules(plan, []).warning(ending(rank), "SIGKILL", restarted=again, was_main=was_main)
 
-    assert said(1, again=True) == "worker rank 1 on n1 died (SIGKILL) and was started again"
-    assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job goes on without it"
-    assert said(0, again=True, was_main=True).endswith("was started again; the next worker prints and saves now")
+    assert said(1, again=True) == "worker rank 1 on n1 died (SIGKILL) and was restarted"
+    assert said(1, again=False) == "worker rank 1 on n1 is gone (SIGKILL); the job continues without it"
+    assert said(0, again=True, was_main=True).endswith("was restarted; the next worker prints and saves now")
     assert said(4, again=True).startswith("parameter server rank 4")
-    back = tolerance_rules.lines(plan, ending(2, lost=True), "silence", again=True, was_main=False)
-    assert back == "worker rank 2 on n1 can be reached again and was started again"
+    back = ToleranceRules(plan, []).warning(ending(2, lost=True), "silence", restarted=True, was_main=False)
+    assert back == "worker rank 2 on n1 is reachable again and was restarted"

@@ -360,7 +360,7 @@ def _launch(
     input_ranks: Collection[int] | None,
 ) -> Result:
     from distrib_launch import html_report, results
-    from distrib_launch.supervisor.attempts import Attempts
+    from distrib_launch.supervisor.restarts import RestartLoop
 
     replaced = results.make_run_dir(run_dir)
     if replaced:
@@ -369,7 +369,7 @@ def _launch(
         console.say("note: running as root; on a shared cluster a user of your own is safer")
     began = time.time()
     try:
-        ended = Attempts(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
+        ended = RestartLoop(options, console, script_input=script_input, input_ranks=input_ranks).run(plan)
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
@@ -388,7 +388,7 @@ def _launch(
         html_report.write(plan, result, run_dir, time.time() - result.seconds)
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
-    ended.tell_failure(console)
+    ended.report_failure(console)
     if result.predicted and result.measured:
         seconds, predicted = result.measured.step_seconds, result.predicted.step_seconds
         console.say(

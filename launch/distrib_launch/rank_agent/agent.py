@@ -135,7 +135,7 @@ class Rank:
                     self.channel.send(Kind.HELLO, self._hello())
                     self.introduced = True
                 elif now >= next_beat:
-                    self.channel.send(Kind.BEAT, {"time": time.time()})
+                    self.channel.send(Kind.HEARTBEAT, {"time": time.time()})
                     next_beat = now + BEAT_SECONDS
             self._flush()
             if self.child and not self.finished:
@@ -201,13 +201,13 @@ class Rank:
                 self._signal_child(signal.SIGKILL)
                 self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
         elif kind is Kind.PING:
-            self.channel.send(Kind.BEAT, {"time": time.time(), "ping": order["time"]})
+            self.channel.send(Kind.HEARTBEAT, {"time": time.time(), "ping": order["time"]})
         elif kind is Kind.SIGNAL:
             self._signal_child(order["signal"])
         elif kind is Kind.TAKE_STACKS:
             if self.child and not self.finished:
                 self.spies.take(self.child.pid)
-        elif kind is Kind.NEWS and self.news:
+        elif kind is Kind.EVENT and self.news:
             with contextlib.suppress(OSError):
                 self.news.send(json.dumps(order).encode())
         elif kind is Kind.STOP:
@@ -289,10 +289,10 @@ class Rank:
         environ = {**self.environ, **assignment.environment}
         if DISTRIB_SERVERS in environ:
             environ[DISTRIB_KEY] = self.key
-        self.mark = environ[DISTRIB_PROCESS_TAG] = assignment.mark
+        self.mark = environ[DISTRIB_PROCESS_TAG] = assignment.tag
         gpus = self._choose_device(assignment, environ)
         share = affinity.share_of(
-            affinity.read_machine(), self.local_rank, assignment.sharers, environ, assignment.bind, on_gpus=gpus > 0
+            affinity.read_machine(), self.local_rank, assignment.cpu_sharers, environ, assignment.bind, on_gpus=gpus > 0
         )
         environ.setdefault("OMP_NUM_THREADS", str(share.threads))
         with self._channels(assignment, environ) as (status, passed):
@@ -321,12 +321,12 @@ class Rank:
     def _choose_device(self, assignment: Assignment, environ: dict[str, str]) -> int:
         """Set this rank's device, and what `environ` says of devices; returns how many GPUs its host shows the job."""
         gpus = affinity.count_gpus(environ)
-        if gpus and assignment.chosen is not None:
+        if gpus and assignment.gpus is not None:
             try:
-                environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, assignment.chosen, gpus)
+                environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, assignment.gpus, gpus)
             except IndexError as missing:
                 raise Refused(f"{socket.gethostname()} has no GPU {missing}: it shows {gpus}, counted from 0") from None
-            gpus = len(assignment.chosen)
+            gpus = len(assignment.gpus)
         self.device = assignment.device
         if self.device == "auto":
             self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
@@ -361,7 +361,7 @@ class Rank:
         passed = [theirs]
         if self.input is not None:
             os.lseek(self.input, 0, os.SEEK_SET)
-        if assignment.keep_value:
+        if assignment.keep_result:
             self.value = os.memfd_create("distrib-value")
             environ[DISTRIB_RESULT_FD] = str(self.value)
             passed.append(self.value)
@@ -480,7 +480,7 @@ class Rank:
         if self.value is not None:
             os.lseek(self.value, 0, os.SEEK_SET)
             while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
-                self.channel.send(Kind.VALUE, piece)
+                self.channel.send(Kind.RESULT, piece)
         message = self.memory.why_killed() if self.memory and code == -signal.SIGKILL and not self.stopping else ""
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,

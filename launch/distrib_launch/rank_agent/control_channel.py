@@ -28,16 +28,16 @@ PAYLOAD_LIMIT_BYTES = 4 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to NEWS."""
+    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to EVENT."""
 
     HELLO = 1
     OUT = 2
     ERR = 3
     STATUS = 4
-    BEAT = 5
+    HEARTBEAT = 5
     EXIT = 6
     STACKS = 7
-    VALUE = 8
+    RESULT = 8
     ASSIGN = 16
     SIGNAL = 17
     STOP = 18
@@ -45,7 +45,7 @@ class Kind(enum.IntEnum):
     PING = 20
     END = 21
     INPUT = 22
-    NEWS = 23
+    EVENT = 23
 
 
 class Assignment(NamedTuple):
@@ -58,19 +58,19 @@ class Assignment(NamedTuple):
     environment: dict[str, str]
     device: str
     """`cpu`, `cuda:N`, or `auto` for the GPU of its local rank where it sees one."""
-    mark: str
-    """By which the processes of the rank are found again."""
-    chosen: list[int] | None
-    """The GPUs of the host that are the job's."""
+    tag: str
+    """Value of DISTRIB_PROCESS_TAG, by which the processes of the rank are found."""
+    gpus: list[int] | None
+    """Indices of the GPUs of the host that belong to the job, None for all."""
     bind: str
-    sharers: int
-    """The ranks that share the host's processors."""
+    cpu_sharers: int
+    """Number of ranks that share the host's CPUs."""
     grace_seconds: float
     """Between SIGTERM and SIGKILL when the engine ends the job."""
     host_timeout_seconds: float
     may_return: bool
     """Whether the job goes on without it where the launcher is lost."""
-    keep_value: bool
+    keep_result: bool
     """Whether the launcher gets what the script writes to DISTRIB_RESULT_FD."""
 
 

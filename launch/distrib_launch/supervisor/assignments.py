@@ -16,7 +16,7 @@ def assignments(
     *,
     host_timeout_seconds: float,
     grace_seconds: float,
-    keep_value: bool,
+    keep_result: bool,
 ) -> Iterator[tuple[RankState, Assignment]]:
     """Every rank with its own. Each must have said hello."""
     hosts = {host.name: host for host in plan.hosts}
@@ -47,13 +47,13 @@ def assignments(
                 directory=plan.directory,
                 environment=environment,
                 device=state.plan.device,
-                mark=f"{plan.job}.{state.plan.rank}",
-                chosen=None if host.chosen is None else list(host.chosen),
+                tag=f"{plan.job}.{state.plan.rank}",
+                gpus=None if host.chosen is None else list(host.chosen),
                 bind=plan.bind if works else "none",
-                sharers=host.workers if works else host.ranks,
+                cpu_sharers=host.workers if works else host.ranks,
                 grace_seconds=grace_seconds,
                 host_timeout_seconds=host_timeout_seconds,
                 may_return=plan.mode == "async",
-                keep_value=keep_value,
+                keep_result=keep_result,
             ),
         )

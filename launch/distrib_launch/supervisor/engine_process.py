@@ -19,7 +19,7 @@ from distrib_launch.engines import mpirun
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
 
-GRACE_SECONDS = 1.0
+ENGINE_GRACE_SECONDS = 1.0
 """How long the engine may take to end once its ranks have, and then after SIGTERM; it was seen to hang for ever."""
 STARTING_SECONDS = 15.0
 """How long mpirun may go on with a start that nobody wants any more: a daemon whose mpirun is killed before it has called back
@@ -51,7 +51,7 @@ class EngineProcess:
         self._guard = reaper.Guard(self._end_after_launcher)
 
     @property
-    def words(self) -> str:
+    def output(self) -> str:
         """What it has printed so far, as far as that can be read."""
         with contextlib.suppress(OSError):  # somebody has removed the run directory
             return self.log.read_text(errors="replace")
@@ -80,7 +80,7 @@ class EngineProcess:
         deadline = time.monotonic() + STARTING_SECONDS
         while self.is_starting and time.monotonic() < deadline:
             wait()
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + ENGINE_GRACE_SECONDS
         while self._process.poll() is None and time.monotonic() < deadline:
             wait()
         if self._process.poll() is None:
@@ -116,7 +116,7 @@ def _end_session(leader: int, patience_seconds: float = 0.0) -> None:
     while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
+    deadline = time.monotonic() + ENGINE_GRACE_SECONDS
     while (members := reaper.in_session(leader)) and time.monotonic() < deadline:
         time.sleep(0.02)
     reaper.send(members, signal.SIGKILL)

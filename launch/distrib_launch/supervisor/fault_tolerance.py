@@ -1,135 +1,254 @@
-"""How a job recovers from ranks that die: others take their place, or it goes on without. What it bears is `tolerance`'s to say."""
+"""Fault tolerance of mode async: the job continues without a worker, and without a server that has a replica.
+
+A server that died is restarted at once; a worker a little later, if another worker runs that never failed. The job is over when the
+workers that never failed have ended.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
 
-from distrib_launch import rank_environment
+from distrib.environment import DISTRIB_RESTARTED
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.control_channel import Kind
-from distrib_launch.supervisor import tolerance_rules
 from distrib_launch.supervisor.rank_exit import RankExit
-from distrib_launch.supervisor.rank_state import RankState
+from distrib_launch.supervisor.rank_state import JobState, RankState
 
-Send = Callable[[RankState, Kind, dict[str, Any]], None]
+MAX_RESTARTS = 3
+"""Restarts of one rank where it died; a rank that dies again and again has a defect."""
+
+RESTART_DELAY_SECONDS = 2.0
+"""Delay of a worker's restart: a cause that ends all workers at once shows within it."""
+
+ASYNC_HOST_SILENCE_SECONDS = 30.0
+"""Silence after which a host is lost in mode async; its workers may rejoin when it is back."""
 
 
-class Recovery:
-    """Starts `ranks` again by what `send` tells them; `warn` says what became of each that died."""
+class ToleranceRules(NamedTuple):
+    """Decisions from the state of a job; pure."""
 
-    def __init__(self, plan: LaunchPlan, ranks: Sequence[RankState], send: Send, warn: Callable[[str], None]) -> None:
-        self._plan, self._ranks, self._send, self._warn = plan, ranks, send, warn
+    plan: LaunchPlan
+    exits: Sequence[RankExit]
+    """Of all ranks that have ended."""
+    restarted: Set[int] = frozenset()
+    """Workers that were restarted."""
 
     @property
-    def endings(self) -> list[RankExit]:
-        """How the ranks ended, of those that have."""
-        return [state.ending for state in self._ranks if state.ending]
-
-    @property
-    def first_endings(self) -> list[RankExit]:
-        """The same, but of workers that were started again how they died first: what came then was not their failure."""
-        found = [state.first_ending or state.ending for state in self._ranks]
-        return [ending for ending in found if ending]
-
-    @property
-    def main(self) -> int | None:
-        """The worker that prints and saves."""
-        return tolerance_rules.main(self._plan, self.endings, self._again)
+    def is_training(self) -> bool:
+        """Whether a worker runs that never failed."""
+        gone = {one.rank for one in self.exits} | self.restarted
+        return any(rank.role == "worker" and rank.rank not in gone for rank in self.plan.ranks)
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody needs those any more that are still there."""
-        return tolerance_rules.is_over(self._plan, self.endings, self._again)
+        """Whether only servers and restarted workers run."""
+        return self.plan.mode == "async" and not self.is_training
 
     @property
     def succeeded(self) -> bool:
-        """Whether the job reached its end in spite of failed ranks."""
-        return tolerance_rules.succeeded(self._plan, self.endings)
+        """Whether a worker reached its end, whatever failed."""
+        workers = {rank.rank for rank in self.plan.ranks if rank.role == "worker"}
+        return self.plan.mode == "async" and not workers.isdisjoint(self._finished)
 
-    def may_return(self, state: RankState) -> bool:
-        """Whether a rank that was cut off, and calls again, is started anew."""
-        ending = state.ending
-        return ending is not None and tolerance_rules.may_return(
-            self._plan, ending, self.endings, self._again, state.deaths
+    @property
+    def main(self) -> int | None:
+        """Worker that prints and saves: the first that never failed. The parameter servers choose it likewise."""
+        failed = {one.rank for one in self.exits if one.failed} | self.restarted
+        return next((rank.rank for rank in self.plan.ranks if rank.role == "worker" and rank.rank not in failed), None)
+
+    @property
+    def _finished(self) -> set[int]:
+        return {one.rank for one in self.exits if not one.failed and not one.stopped_by}
+
+    def continues_without(self, failed: RankExit) -> bool:
+        """Return True if the job continues without a rank that failed.
+
+        Args:
+            failed: Exit of the rank.
+        """
+        if self.plan.mode != "async":
+            return False
+        role = self.plan.ranks[failed.rank].role
+        lost = {one.rank for one in self.exits if one.failed} | (self.restarted - self._finished)
+        left = [rank for rank in self.plan.ranks if rank.role == role and rank.rank not in lost]
+        return bool(left) and (role == "worker" or self.plan.strategy.replicas > 0)
+
+    def may_restart(self, failed: RankExit, deaths: int) -> bool:
+        """Return True if a rank that failed may be restarted on its host.
+
+        Args:
+            failed: Exit of the rank.
+            deaths: Number of its restarts so far.
+        """
+        by_itself = not failed.lost and not failed.stopped_by
+        return self.plan.mode == "async" and by_itself and deaths < MAX_RESTARTS
+
+    def may_rejoin(self, failed: RankExit, deaths: int) -> bool:
+        """Return True if a rank whose host was cut off and is reachable again may be restarted.
+
+        Args:
+            failed: Exit of the rank.
+            deaths: Number of its restarts on a reachable host so far.
+        """
+        by_itself = self.plan.mode == "async" and failed.failed and not failed.stopped_by
+        return by_itself and (bool(failed.lost) or deaths < MAX_RESTARTS) and self.is_training
+
+    def warning(self, failed: RankExit, how: str, *, restarted: bool, was_main: bool) -> str:
+        """Return the warning that a rank died.
+
+        Args:
+            failed: Exit of the rank.
+            how: Its message, signal or exit code.
+            restarted: Whether it was restarted; else the job continues without it.
+            was_main: Whether it was the worker that prints and saves.
+        """
+        role = "worker" if self.plan.ranks[failed.rank].role == "worker" else "parameter server"
+        what = f"is gone ({how}); the job continues without it"
+        if restarted:
+            what = f"{'is reachable again' if failed.lost else f'died ({how})'} and was restarted"
+        next_main = "; the next worker prints and saves now" if was_main else ""
+        return f"{role} rank {failed.rank} on {failed.host} {what}{next_main}"
+
+    def missing_replica(self, failed: RankExit) -> str:
+        """Return a warning if the job ends because a server had no replica, else an empty string.
+
+        Args:
+            failed: Exit of the rank.
+        """
+        if self.plan.ranks[failed.rank].role != "server" or self.plan.strategy.replicas:
+            return ""
+        return (
+            f"parameter server rank {failed.rank} on {failed.host} is gone, and its shard of the model with it: the job ends; "
+            "--replicas 1 survives the loss of a server"
         )
 
-    def left(self, state: RankState) -> None:
-        """A rank ended well. A worker that did so before it came to be one is not waited for, either."""
-        if state.plan.role == "worker" and not state.prepared:
-            self._tell_servers(state)
 
-    def died(self, state: RankState) -> bool:
-        """A rank failed. Whether the job is to go on."""
-        ending = state.ending
-        assert ending
-        self._tell_servers(state)
-        may = tolerance_rules.may_start_again(self._plan, ending, state.deaths)
-        if may and state.plan.role == "server":
-            self.start_again(state)
-        elif may and self._is_training:
-            state.again_at = time.monotonic() + tolerance_rules.AGAIN_SECONDS
-        elif tolerance_rules.goes_on_without(self._plan, ending, self.endings, self._again):
-            self._say(state, again=False)
+class FaultTolerance:
+    """Restarts ranks that died, or continues without them.
+
+    Args:
+        job: State of the job.
+        send: Sends a frame to a rank.
+    """
+
+    def __init__(self, job: JobState, send: Callable[[RankState, Kind, dict[str, Any]], None]) -> None:
+        self._job, self._send = job, send
+
+    @property
+    def rules(self) -> ToleranceRules:
+        """The rules for the present state of the job."""
+        return ToleranceRules(
+            self._job.plan, self.exits, {state.plan.rank for state in self._job.ranks if state.first_exit}
+        )
+
+    @property
+    def exits(self) -> list[RankExit]:
+        """Exits of the ranks that have ended."""
+        return [state.exit for state in self._job.ranks if state.exit]
+
+    @property
+    def first_exits(self) -> list[RankExit]:
+        """The same, with the first exit of restarted workers: later ones are no failure of theirs."""
+        found = [state.first_exit or state.exit for state in self._job.ranks]
+        return [one for one in found if one]
+
+    @property
+    def main(self) -> int | None:
+        """Worker that prints and saves."""
+        return self.rules.main
+
+    def may_rejoin(self, state: RankState) -> bool:
+        """Return True if a rank that was cut off and connects again is restarted.
+
+        Args:
+            state: The rank.
+        """
+        return state.exit is not None and self.rules.may_rejoin(state.exit, state.deaths)
+
+    def on_success(self, state: RankState) -> None:
+        """Note that a rank ended with exit code 0; servers must not wait for a worker that never trained.
+
+        Args:
+            state: The rank.
+        """
+        if state.is_worker and not state.prepared:
+            self._notify_servers(state)
+
+    def on_death(self, state: RankState) -> bool:
+        """Handle the failure of a rank.
+
+        Args:
+            state: The rank.
+
+        Returns:
+            True if the job continues.
+        """
+        failed, rules = state.exit, self.rules
+        assert failed
+        self._notify_servers(state)
+        may_restart = rules.may_restart(failed, state.deaths)
+        if may_restart and not state.is_worker:
+            self.restart(state)
+        elif may_restart and rules.is_training:
+            state.restart_at = time.monotonic() + RESTART_DELAY_SECONDS
+        elif rules.continues_without(failed):
+            self._warn(state, restarted=False)
         else:
-            if self._is_training and (why := tolerance_rules.why_over(self._plan, ending)):
-                self._warn(why)
+            if rules.is_training and (why := rules.missing_replica(failed)):
+                self._job.warn(why)
             return False
         return True
 
-    def start_waiting(self, now: float) -> None:
-        """Workers that died a moment ago are started again, or given up: nobody is left to be helped, or no way to them."""
-        for state in self._ranks:
-            if not state.again_at:
+    def restart_due(self, now: float) -> None:
+        """Restart a worker whose delay is over, or give it up if it is not reachable or the training has ended.
+
+        Args:
+            now: Monotonic time.
+        """
+        for state in self._job.ranks:
+            if not state.restart_at:
                 continue
-            reached = state.channel is not None and not state.channel.closed
-            if not reached or not self._is_training:
-                state.again_at = 0.0
-                self._say(state, again=False)
-            elif now >= state.again_at:
-                self.start_again(state)
-                return  # what comes of it may be the end of the job
+            is_connected = state.channel is not None and not state.channel.closed
+            if not is_connected or not self.rules.is_training:
+                state.restart_at = 0.0
+                self._warn(state, restarted=False)
+            elif now >= state.restart_at:
+                self.restart(state)
+                return  # it may end the job
 
-    def start_again(self, state: RankState) -> None:
-        """A rank died and its host is there, or is there again: another takes its place."""
-        self._say(state, again=True)
-        assert state.ending and state.assignment
-        if state.plan.role == "worker":
-            state.first_ending = state.first_ending or state.ending
+    def restart(self, state: RankState) -> None:
+        """Start the script of a rank again in its agent.
+
+        Args:
+            state: A rank that has ended.
+        """
+        self._warn(state, restarted=True)
+        assert state.exit and state.assignment
+        if state.is_worker:
+            state.first_exit = state.first_exit or state.exit
         state.restarts += 1
-        state.deaths += not state.ending.lost
-        state.ending, state.again_at, state.step, state.closing = None, 0.0, -1, False
-        environment = rank_environment.restarted(state.assignment.environment)
+        state.deaths += not state.exit.lost
+        state.exit, state.restart_at, state.step, state.closing = None, 0.0, -1, False
+        environment = {**state.assignment.environment, DISTRIB_RESTARTED: "1"}
         self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment)._asdict())
-        self._tell_servers(state)
-        if state.plan.role == "server":
-            for other in self._ranks:
-                if other.ending and other.ending.failed:
-                    self._send(state, Kind.NEWS, {"rank": other.plan.rank, "dead": True})
+        self._notify_servers(state)
+        if not state.is_worker:
+            for other in self._job.ranks:
+                if other.exit and other.exit.failed:
+                    self._send(state, Kind.EVENT, {"rank": other.plan.rank, "dead": True})
 
-    @property
-    def _again(self) -> set[int]:
-        """The workers that were started again."""
-        return {state.plan.rank for state in self._ranks if state.first_ending}
+    def _notify_servers(self, state: RankState) -> None:
+        """Report to the servers whether a rank is dead, so that none waits for it."""
+        for server in self._job.ranks:
+            if not server.is_worker and not server.exit:
+                self._send(server, Kind.EVENT, {"rank": state.plan.rank, "dead": state.exit is not None})
 
-    @property
-    def _is_training(self) -> bool:
-        return tolerance_rules.is_training(self._plan, self.endings, self._again)
-
-    def _tell_servers(self, state: RankState) -> None:
-        """Whether a rank is dead: no server is to wait for its voice, or for what it may know."""
-        for server in self._ranks:
-            if server.plan.role == "server" and not server.ending:
-                self._send(server, Kind.NEWS, {"rank": state.plan.rank, "dead": state.ending is not None})
-
-    def _say(self, state: RankState, *, again: bool) -> None:
-        ending = state.ending
-        assert ending
-        others = [other for other in self.endings if other is not ending]
-        was_main = ending.rank == tolerance_rules.main(self._plan, others, self._again)
-        told = again and ending.lost  # when it was lost
-        was_main = was_main and not told and self._is_training
-        self._warn(
-            tolerance_rules.lines(self._plan, ending, ending.message or ending.how, again=again, was_main=was_main)
-        )
+    def _warn(self, state: RankState, *, restarted: bool) -> None:
+        failed, rules = state.exit, self.rules
+        assert failed
+        before = rules._replace(exits=[one for one in rules.exits if one is not failed])
+        was_reported = restarted and failed.lost
+        was_main = failed.rank == before.main and not was_reported and rules.is_training
+        self._job.warn(rules.warning(failed, failed.message or failed.how, restarted=restarted, was_main=was_main))

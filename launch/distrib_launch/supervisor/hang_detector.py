@@ -121,7 +121,7 @@ class HangDetector:
             self._report_recheck(found)
             if self._failure:
                 return self._failure
-        workers = [state for state in ranks if not state.ending and state.plan.role == "worker"]
+        workers = [state for state in ranks if not state.exit and state.plan.role == "worker"]
         silent_seconds = now - self._last_progress
         if self._stacks is None:
             if self._is_due(silent_seconds, workers):

@@ -1,4 +1,4 @@
-"""Where ranks call back: listens for them, and lets in who knows the job's token."""
+"""Authenticated listener of the control channel."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from typing import Any
 from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
 from distrib_launch.rank_agent.control_channel import Channel, Kind
 
-STRANGERS_LIMIT = 256
-"""How many callers may stay at once who have not shown that they know the token."""
+MAX_UNAUTHENTICATED = 256
+"""Connections at once that have not shown the token; further ones wait in the kernel's queue."""
 
-Hear = Callable[[Kind, bytes], None]
+OnFrame = Callable[[Kind, bytes], None]
 
 
-class Door:
-    """Listens on `addresses`, on a port of the system's choice each, for callers that know `token`.
+class ControlListener:
+    """Listens for ranks on a free port of each address.
 
-    `welcome` is given the channel of a caller and its hello, once that is proven to be signed with the token; it
-    takes the channel over, or raises ProtocolError to turn it away, and returns what is to hear the frames that came
-    along with the hello.
+    Args:
+        selector: Selector of the supervisor's loop.
+        token: Secret of the job.
+        addresses: IP addresses of this machine.
+        accept: Called with an authenticated channel and its hello. Takes the channel over and returns the handler of the frames
+            that came with the hello, or raises ProtocolError to refuse it.
     """
 
     def __init__(
@@ -32,15 +35,15 @@ class Door:
         selector: selectors.BaseSelector,
         token: str,
         addresses: Iterable[str],
-        welcome: Callable[[Channel, dict[str, Any]], Hear],
+        accept: Callable[[Channel, dict[str, Any]], OnFrame],
     ) -> None:
-        self._selector, self._token, self._welcome = selector, token, welcome
-        self._strangers: dict[Channel, float] = {}
-        self._listeners: list[socket.socket] = []
-        self._is_shut = False
+        self._selector, self._token, self._accept_rank = selector, token, accept
+        self._unauthenticated: dict[Channel, float] = {}
+        self._sockets: list[socket.socket] = []
+        self._is_paused = False
         for address in sorted(addresses):
             listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            self._listeners.append(listener)
+            self._sockets.append(listener)
             listener.bind((address, 0))
             listener.listen(512)
             listener.setblocking(False)
@@ -48,68 +51,72 @@ class Door:
 
     @property
     def addresses(self) -> str:
-        """Where it listens: `host:port`, IPv6 in brackets, joined by commas."""
-        names = (listener.getsockname()[:2] for listener in self._listeners)
+        """`host:port` of each socket, IPv6 in brackets, separated by commas."""
+        names = (listener.getsockname()[:2] for listener in self._sockets)
         return ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in names)
 
-    def turn_out(self, now: float) -> None:
-        """Drop callers that have not shown in time that they know the token."""
-        for stranger, since in list(self._strangers.items()):
+    def drop_unauthenticated(self, now: float) -> None:
+        """Close connections that have not shown the token in time.
+
+        Args:
+            now: Monotonic time.
+        """
+        for channel, since in list(self._unauthenticated.items()):
             if now - since > HANDSHAKE_TIMEOUT_SECONDS:
-                self._drop(stranger)
+                self._drop(channel)
 
     def close(self) -> None:
-        for listener in self._listeners:
+        """Close the sockets and all connections that were not handed over."""
+        for listener in self._sockets:
             listener.close()
-        for stranger in self._strangers:
-            stranger.close()
+        for channel in self._unauthenticated:
+            channel.close()
 
     def _accept(self, listener: socket.socket, _: int) -> None:
         with contextlib.suppress(OSError):
-            if len(self._strangers) >= STRANGERS_LIMIT:
-                self._shut()  # who calls now waits in the kernel's queue until one of them leaves
+            if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+                self._pause()
                 return
             sock, _peer = listener.accept()
             channel = Channel(sock, self._token, listener=True)
-            self._strangers[channel] = time.monotonic()
-            self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._meet(channel))
+            self._unauthenticated[channel] = time.monotonic()
+            self._selector.register(sock, selectors.EVENT_READ, lambda _s, _e: self._receive_hello(channel))
             try:
                 channel.flush()
             except OSError:
                 self._drop(channel)
 
-    def _meet(self, channel: Channel) -> None:
-        hear: Hear | None = None
+    def _receive_hello(self, channel: Channel) -> None:
+        on_frame: OnFrame | None = None
         try:
             for kind, payload in channel.receive():
-                if hear is not None:
-                    hear(kind, payload)
+                if on_frame is not None:
+                    on_frame(kind, payload)
                     continue
                 if kind is not Kind.HELLO:
-                    raise ProtocolError("the first frame is no hello")
-                hear = self._welcome(channel, json.loads(payload))
-                del self._strangers[channel]
-                self._open()
+                    raise ProtocolError(f"the first frame is {kind.name}, expected HELLO")
+                on_frame = self._accept_rank(channel, json.loads(payload))
+                del self._unauthenticated[channel]
+                self._resume()
         except (OSError, ProtocolError, ValueError, KeyError):
             channel.closed = True
-        if channel.closed and channel in self._strangers:
+        if channel.closed and channel in self._unauthenticated:
             self._drop(channel)
 
-    def _shut(self) -> None:
-        if self._is_shut:  # another of its listeners was called at the same time
-            return
-        self._is_shut = True
-        for listener in self._listeners:
-            self._selector.unregister(listener)
+    def _pause(self) -> None:
+        if not self._is_paused:  # another socket may have paused all in the same turn
+            self._is_paused = True
+            for listener in self._sockets:
+                self._selector.unregister(listener)
 
-    def _open(self) -> None:
-        if self._is_shut:
-            self._is_shut = False
-            for listener in self._listeners:
+    def _resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            for listener in self._sockets:
                 self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _drop(self, channel: Channel) -> None:
-        del self._strangers[channel]
-        self._open()
+        del self._unauthenticated[channel]
+        self._resume()
         self._selector.unregister(channel.sock)
         channel.close()

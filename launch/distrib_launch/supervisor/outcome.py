@@ -1,102 +1,174 @@
-"""How a job ends: what was decided from outside its ranks goes before what they have said."""
+"""Outcome of a job: decisions of the launcher take precedence over the exits of the ranks."""
 
 from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
+import socket
+import time
 
+from distrib import strategy
 from distrib.utils import local_addresses
-from distrib_launch import engines
+from distrib_launch import engines, results
 from distrib_launch.engines import mpirun
-from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.forecast_record import MeasuredPerformance
 from distrib_launch.results import Failure, Status
 from distrib_launch.supervisor import root_cause
-from distrib_launch.supervisor.fault_tolerance import Recovery
+from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.rank_exit import RankExit
+from distrib_launch.supervisor.rank_state import JobState
 
 ORPHANED_SECONDS = 30.0
-"""For how long the daemons of an engine that has left may still be ending its ranks."""
+"""Time in which the daemons of an engine that ended may still end its ranks."""
 
 
-class Verdict:
-    """On one start of a job."""
+class JobOutcome:
+    """Outcome of one start of a job.
 
-    def __init__(self, plan: LaunchPlan, recovery: Recovery) -> None:
-        self._plan, self._recovery = plan, recovery
+    Args:
+        job: State of the job.
+        tolerance: Its fault tolerance.
+    """
+
+    def __init__(self, job: JobState, tolerance: FaultTolerance) -> None:
+        self._job, self._tolerance = job, tolerance
         self._decided: tuple[Status, int] | None = None
         self._failure: Failure | None = None
-        self._had_failed = False
-        self.engine_left: Failure | None = None
-        """Before its ranks; without it a job of mode async may go on."""
+        self._failed_before_stop = False
+        self.engine_failure: Failure | None = None
+        """End of the engine before its ranks; a job of mode async may continue without it."""
 
     @property
     def is_decided(self) -> bool:
-        """Whether it does not depend any more on what the ranks will say."""
+        """Whether the exits of the ranks do not matter any more."""
         return self._decided is not None
 
-    def stop(self, exit_code: int, *, had_failed: bool = False) -> None:
-        """Somebody wants the job to end, who may want it more than once: the first time counts.
+    def stop(self, exit_code: int) -> None:
+        """Decide that the job was stopped; later calls change nothing.
 
-        `had_failed`: it had failed before, which is to be told.
+        Args:
+            exit_code: Exit code of the launcher.
         """
         if not self._decided:
-            self._decided, self._had_failed = ("stopped", exit_code), had_failed
+            self._decided, self._failed_before_stop = ("stopped", exit_code), bool(self._job.failed_at)
 
     def fail(self, failure: Failure) -> None:
-        """The job cannot go on, whatever its ranks say."""
+        """Decide that the job failed.
+
+        Args:
+            failure: Its first failure.
+        """
         self._decided, self._failure = ("failed", 1), failure
 
-    def hear_engine(self, words: str) -> str:
-        """All that the engine has said: whether somebody has stopped the job through it. Why, where that is so."""
+    def failure_here(self, message: str, *, log: str, host: str = "") -> Failure:
+        """Return a failure of no rank.
+
+        Args:
+            message: What failed.
+            log: Path of a file with more about it.
+            host: Host on which it failed, empty for this one.
+        """
+        return Failure(
+            rank=None, host=host or socket.gethostname(), time=time.time(), exit_code=None, signal=None, message=message,
+            traceback="", log=log,
+        )  # fmt: skip
+
+    def check_cancelled(self, engine_output: str) -> str:
+        """Decide that the job was stopped if its engine reports that a user or the batch system cancelled it.
+
+        Args:
+            engine_output: Everything that the engine printed.
+
+        Returns:
+            The reason, empty if it was not cancelled.
+        """
         if self.is_decided:
             return ""
         first = self._first
-        told = [first] if first else self._recovery.endings  # a script that is stopped may save, and end well
-        if any(ending.stopped_by == "engine" or ending.signal == signal.SIGTERM for ending in told):
-            why = engines.runtime(self._plan.engine).cancelled(words)
-        elif first and first.lost == "closed":  # as where its rank was ended before it had saved
-            why = engines.runtime(self._plan.engine).cancelled(words, for_a_reason=True)
+        runtime = engines.runtime(self._job.plan.engine)
+        exits = [first] if first else self._tolerance.exits  # a script that is stopped may save and end well
+        if any(one.stopped_by == "engine" or one.signal == signal.SIGTERM for one in exits):
+            why = runtime.cancelled(engine_output)
+        elif first and first.lost == "closed":  # as if its rank ended before it had saved
+            why = runtime.cancelled(engine_output, for_a_reason=True)
         else:
             return ""
         if why:
             self.stop(128 + signal.SIGTERM)
         return why
 
-    def final(self, logs: dict[int, Path]) -> tuple[Status, int, Failure | None]:
-        """What became of the job, its exit code, and its first failure. `logs` are the error outputs by rank."""
-        if not self.is_decided and self._ended_with_the_engine and self.engine_left:
-            self.fail(self.engine_left)
+    def result(self, measured: MeasuredPerformance | None) -> results.Result:
+        """Return the content of `result.json`, and warn of options and copies of the script that had no effect.
+
+        Args:
+            measured: Measured steps, None for none.
+        """
+        job, plan = self._job, self._job.plan
+        status, exit_code, failure = self._final()
+        if status == "succeeded":
+            for warning in filter(None, (self._independent_copies(), self._unused_options())):
+                job.warn(warning)
+        return results.Result(
+            status=status,
+            exit_code=exit_code,
+            world_size=plan.world_size,
+            hosts=tuple(host.name for host in plan.hosts),
+            seconds=time.time() - job.started,
+            restarts=sum(state.restarts for state in job.ranks),
+            ranks=tuple(state.result() for state in job.ranks),
+            first_failure=failure,
+            warnings=tuple(job.warnings),
+            predicted=plan.forecast.predicted if plan.forecast else None,
+            measured=measured,
+        )
+
+    def _final(self) -> tuple[Status, int, Failure | None]:
+        if not self.is_decided and self.engine_failure and self._ended_with_engine(self.engine_failure):
+            self.fail(self.engine_failure)
         first = self._first
         status, code = self._decided or (("failed", first.code) if first else ("succeeded", 0))
-        if not self._failure and first and (status == "failed" or (self._had_failed and not first.stopped_by)):
-            host = next(host for host in self._plan.hosts if host.name == first.host)
-            interpreter = self._plan.script_on(host)[0]
-            lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", self._plan, os.environ) and not local_addresses.is_here(
-                first.host
-            )
-            return (
-                status,
-                code,
-                root_cause.describe(
-                    first,
-                    self._recovery.first_endings,
-                    logs[first.rank],
-                    interpreter,
-                    lacks_pythonpath=lacks_pythonpath,
-                ),
-            )
-        return status, code, self._failure
+        failed_first = status == "failed" or (self._failed_before_stop and first and not first.stopped_by)
+        if self._failure or not first or not failed_first:
+            return status, code, self._failure
+        plan = self._job.plan
+        interpreter = plan.script_on(self._job.hosts[first.host])[0]
+        lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", plan, os.environ) and not local_addresses.is_here(first.host)
+        log = self._job.ranks[first.rank].error_log
+        exits = self._tolerance.first_exits
+        return (
+            status,
+            code,
+            root_cause.describe(first, exits, log, interpreter, lacks_pythonpath=lacks_pythonpath),
+        )
 
     @property
     def _first(self) -> RankExit | None:
-        return None if self._recovery.succeeded else root_cause.first_failure(self._recovery.first_endings)
+        return None if self._tolerance.rules.succeeded else root_cause.first_failure(self._tolerance.first_exits)
 
-    @property
-    def _ended_with_the_engine(self) -> bool:
-        """Whether a job that may go on without the engine did not, as ranks were ended when it left."""
-        left = self.engine_left
-        if left is None or self._recovery.succeeded:
+    def _ended_with_engine(self, failure: Failure) -> bool:
+        """Return True if ranks of a job that may continue without the engine were ended when it ended."""
+        if self._tolerance.rules.succeeded:
             return False
-        ended = [ending for ending in self._recovery.endings if ending.stopped_by == "engine"]
-        return any(abs(ending.time - left.time) < ORPHANED_SECONDS for ending in ended)
+        ended = [one for one in self._tolerance.exits if one.stopped_by == "engine"]
+        return any(abs(one.time - failure.time) < ORPHANED_SECONDS for one in ended)
+
+    def _independent_copies(self) -> str:
+        workers = self._job.workers
+        if len(workers) < 2 or not all(state.independent for state in workers):
+            return ""
+        return (
+            f"no rank called distrib.init() or init_process_group(): {len(workers)} independent copies of the script ran; "
+            "job = distrib.init() and job.prepare(...) make them train one model"
+        )
+
+    def _unused_options(self) -> str:
+        plan = self._job.plan
+        options = strategy.asked(plan.strategy)
+        if (
+            not options or plan.mode == "async" or any(state.prepared for state in self._job.ranks)
+        ):  # its servers report it
+            return ""
+        return (
+            f"{', '.join(options)} changed nothing: the script has given no model that learns to job.prepare "
+            "(README.md, In a script)"
+        )

@@ -1,55 +1,78 @@
-"""What the supervisor knows of one rank."""
+"""State of one start of a job, and of each of its ranks, as the supervisor knows it."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import IO, Any
 
-from distrib_launch.launch_plan import RankPlan
+from distrib_launch.console import Console
+from distrib_launch.launch_plan import LaunchPlan, RankPlan
 from distrib_launch.rank_agent.control_channel import Assignment, Channel
 from distrib_launch.results import RankResult
 from distrib_launch.supervisor.rank_exit import RankExit
 
 
 class RankState:
-    """What the supervisor knows of one rank."""
+    """State of one rank.
+
+    Args:
+        plan: Plan of the rank.
+        logs: Folder of its logs.
+    """
 
     def __init__(self, plan: RankPlan, logs: Path) -> None:
         self.plan = plan
         self.channel: Channel | None = None
         self.hello: dict[str, Any] = {}
         self.address = ""
-        self.ending: RankExit | None = None
+        """From which its agent called."""
+        self.exit: RankExit | None = None
         self.assignment: Assignment | None = None
-        """What it was told to run."""
         self.restarts = 0
         self.deaths = 0
-        """How many of these were not because its host had been cut off."""
-        self.again_at = 0.0
-        """When it is started again, monotonic, if it has died and waits for that."""
-        self.first_ending: RankExit | None = None
-        """How it died before it was started again for the first time."""
+        """Restarts after which its host had been reachable all the time."""
+        self.restart_at = 0.0
+        """Monotonic time of a restart that is due, 0 for none."""
+        self.first_exit: RankExit | None = None
+        """Exit before its first restart."""
         self.device = plan.device
         self.placed: dict[str, Any] = {}
         self.step = -1
+        """Last reported step, -1 for none."""
         self.closing = False
-        """Whether its script has come to its end."""
+        """Whether it reported the end of its script."""
         self.independent = False
-        """True if its script used torch and ended without joining a process group."""
+        """Whether its script used torch and ended without joining a process group."""
         self.prepared = False
-        """Whether it has given a model that learns to `job.prepare`."""
+        """Whether its script gave a model that learns to `job.prepare`."""
         self.clock_offset = 0.0
-        self.best_round_trip = float("inf")
+        """Seconds by which the clock of its host is ahead."""
+        self._best_round_trip = float("inf")
         self._logs = {1: logs / f"{plan.rank}.out", 2: logs / f"{plan.rank}.err"}
         self._files: dict[int, IO[bytes]] = {}
 
     @property
+    def is_worker(self) -> bool:
+        """False for a parameter server."""
+        return self.plan.role == "worker"
+
+    @property
     def error_log(self) -> Path:
+        """Log of its stderr."""
         return self._logs[2]
 
     def write(self, descriptor: int, data: bytes) -> str:
-        """Add to a log; returns why not all of it could be written, if it could not."""
+        """Append to a log.
+
+        Args:
+            descriptor: 1 for stdout, 2 for stderr.
+            data: Output of the script.
+
+        Returns:
+            Why the log is not complete, or an empty string.
+        """
         try:
             if descriptor not in self._files:
                 self._files[descriptor] = self._logs[descriptor].open("ab", buffering=0)
@@ -61,6 +84,7 @@ class RankState:
         return ""
 
     def close_files(self) -> None:
+        """Close the logs; create those that are empty."""
         for descriptor, path in self._logs.items():
             if descriptor in self._files:
                 self._files.pop(descriptor).close()
@@ -68,23 +92,95 @@ class RankState:
                 with contextlib.suppress(OSError):  # a full disk
                     path.touch()
 
-    def learn_clock(self, sent: float, theirs: float, now: float) -> None:
-        """Estimate how far the host's clock is ahead, from the exchange with the shortest round trip (as NTP does)."""
-        if now - sent < self.best_round_trip:
-            self.best_round_trip = now - sent
-            self.clock_offset = theirs - (sent + now) / 2
+    def measure_clock(self, sent: float, remote: float, now: float) -> None:
+        """Estimate the clock offset of the host from the exchange with the shortest round trip, as NTP does.
+
+        Args:
+            sent: Unix time of the ping.
+            remote: Unix time of the host when it replied.
+            now: Unix time of the reply's arrival.
+        """
+        if now - sent < self._best_round_trip:
+            self._best_round_trip = now - sent
+            self.clock_offset = remote - (sent + now) / 2
 
     def result(self) -> RankResult:
-        """What `result.json` says of it."""
+        """Return the rank's entry in `result.json`."""
         return RankResult(
             rank=self.plan.rank,
             host=self.plan.host,
             local_rank=self.plan.local_rank,
             role=self.plan.role,
             device=self.device,
-            exit_code=self.ending.exit_code if self.ending else None,
-            signal=self.ending.signal if self.ending else None,
+            exit_code=self.exit.exit_code if self.exit else None,
+            signal=self.exit.signal if self.exit else None,
             cpus=self.placed.get("cpus"),
             threads=self.placed.get("threads"),
-            stopped_by=self.ending.stopped_by if self.ending else "",
+            stopped_by=self.exit.stopped_by if self.exit else "",
         )
+
+
+class JobState:
+    """State of one start of a job, shared by the parts of the supervisor.
+
+    Args:
+        plan: Plan of the job.
+        console: Terminal of the launcher.
+        grace_seconds: Time between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, plan: LaunchPlan, console: Console, grace_seconds: float) -> None:
+        self.plan, self.console, self.grace_seconds = plan, console, grace_seconds
+        self.run_dir = Path(plan.run_dir)
+        self.hosts = {host.name: host for host in plan.hosts}
+        self.ranks = [RankState(rank, self.run_dir / "ranks") for rank in plan.ranks]
+        self.is_local = all(host.name == "localhost" for host in plan.hosts)
+        self.missing = len(self.ranks)
+        """Number of ranks that have not connected."""
+        self.assigned = False
+        """Whether all ranks have connected and were told what to run."""
+        self.stopping = False
+        self.failed_at = 0.0
+        """Monotonic time of the first failure that ends the job, 0 for none."""
+        self.started = time.time()
+        self.warnings: list[str] = []
+        self._log_is_incomplete = False
+
+    @property
+    def workers(self) -> list[RankState]:
+        """Ranks that run the script."""
+        return [state for state in self.ranks if state.is_worker]
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether every rank has ended."""
+        return all(state.exit for state in self.ranks)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, and keep it for `result.json`.
+
+        Args:
+            text: The warning.
+        """
+        self.warnings.append(text)
+        self.console.say(f"warning: {text}")
+
+    def warn_log(self, problem: str) -> None:
+        """Warn once that logs are not complete; the job continues.
+
+        Args:
+            problem: Path of a log and what failed.
+        """
+        if not self._log_is_incomplete:
+            self._log_is_incomplete = True
+            self.warn(f"logs are not complete, the job continues: {problem}")
+
+    def host_of(self, address: str) -> str | None:
+        """Return the host with an address, None if it is unknown.
+
+        Args:
+            address: IP address of a peer of a rank.
+        """
+        address = address.removeprefix("::ffff:")
+        known = (host.name for host in self.plan.hosts if host.address == address)
+        return next(known, None) or next((state.plan.host for state in self.ranks if state.address == address), None)

@@ -1,0 +1,269 @@
+"""Restarts of a failed job: start it again on the healthy hosts, up to `--max-restarts` times."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from distrib.errors import DistribError
+from distrib.utils import rlimits, signals
+from distrib_launch import engines, results, runner
+from distrib_launch.console import Console
+from distrib_launch.engines import mpirun
+from distrib_launch.launch_options import LaunchOptions
+from distrib_launch.launch_plan import LaunchPlan, without_secrets
+from distrib_launch.preflight.gate import Admission
+from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.rank_placement import HostPlan
+from distrib_launch.results import Attempt, Result
+from distrib_launch.supervisor import root_cause
+from distrib_launch.supervisor.fault_tolerance import ASYNC_HOST_SILENCE_SECONDS
+from distrib_launch.supervisor.rank_exit import RankExit
+from distrib_launch.supervisor.supervisor import HOST_SILENCE_SECONDS, Supervisor
+
+HOST_WAIT_SECONDS = 600.0
+"""Longest wait for hosts without which the job may not be restarted."""
+
+RETRY_SECONDS = 5.0
+"""Time between two checks of these hosts."""
+
+EARLY_FAILURE_SECONDS = 60.0
+"""A start that fails sooner, without a step and twice with the same error, has a defect that restarts do not mend."""
+
+
+class CompletedStart(NamedTuple):
+    """A start of the job that has ended."""
+
+    plan: LaunchPlan
+    result: Result
+    exits: Sequence[RankExit]
+    started: float
+    """Unix time."""
+    stepped: bool
+    """Whether its script has reported a step."""
+    reported: bool = False
+    """Whether its failure was printed."""
+
+    def report_failure(self, console: Console) -> None:
+        """Print the failure, if there is one that was not printed.
+
+        Args:
+            console: Terminal of the launcher.
+        """
+        if self.result.first_failure and not self.reported:
+            console.say(f"error: {root_cause.report(self.result.first_failure, self.exits, started=self.started)}")
+
+    def with_result(self, **changes: object) -> CompletedStart:
+        """Return a copy with other fields of the result.
+
+        Args:
+            **changes: Fields of `Result`.
+        """
+        return self._replace(result=msgspec.structs.replace(self.result, **changes))
+
+
+class _TimeLimitReached(Exception):
+    """The job's time limit is over."""
+
+
+class RestartLoop:
+    """Starts a job, and restarts it when it fails.
+
+    Args:
+        options: Options of the launch.
+        console: Terminal of the launcher.
+        script_input: Standard input of the scripts.
+        input_ranks: Ranks that get it, None for all.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        console: Console,
+        *,
+        script_input: bytes = b"",
+        input_ranks: Collection[int] | None = None,
+    ) -> None:
+        self._options, self._console = options, console
+        self._script_input, self._input_ranks = script_input, input_ranks
+        self._begun = time.monotonic()
+        self._printed_notes: set[str] = set()
+        self._warnings: list[str] = []
+        self._restarts = 0  # of the job, and of single ranks in its starts
+        self._earlier: list[Attempt] = []
+
+    def run(self, plan: LaunchPlan) -> CompletedStart:
+        """Run the job to its end.
+
+        Args:
+            plan: Plan of the first start.
+
+        Returns:
+            The last start; its result covers all starts.
+
+        Raises:
+            DistribError: The job could not be started at all.
+        """
+        self._options = msgspec.structs.replace(self._options, run_dir=plan.run_dir)
+        # SIGUSR1 asks scripts to save; between two starts there are none.
+        with signals.passed_over(signal.SIGUSR1):
+            ended = self._keep(self._start(plan))
+            before: CompletedStart | None = None
+            while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:
+                if before and _same_failure(before, ended):
+                    self._warn("it failed twice at once with the same error: it was not restarted once more")
+                    break
+                ended.report_failure(self._console)
+                before = ended = ended._replace(reported=True)
+                try:
+                    ended = self._keep(self._restart(ended))
+                except KeyboardInterrupt as interrupt:
+                    ended = ended.with_result(status="stopped", exit_code=signals.exit_code(interrupt))
+                except _TimeLimitReached:
+                    ended = ended.with_result(status="stopped", exit_code=124)
+                except (DistribError, OSError) as error:
+                    self._warn(f"it was not restarted: {error}")
+                    break
+        return ended.with_result(
+            restarts=self._restarts,
+            seconds=time.monotonic() - self._begun,
+            warnings=tuple(dict.fromkeys(self._warnings)),
+            attempts=tuple(self._earlier),
+        )
+
+    def _keep(self, ended: CompletedStart) -> CompletedStart:
+        """Add the warnings and restarts of a start to those of the job."""
+        if self._earlier:
+            failure = self._earlier[-1].first_failure
+            self._warnings.append(
+                f"restarted after {failure.host}: {failure.message.splitlines()[0]}" if failure else "restarted"
+            )
+        self._warnings += ended.result.warnings
+        self._restarts += bool(self._earlier) + ended.result.restarts
+        return ended
+
+    def _warn(self, text: str) -> None:
+        self._warnings.append(text)
+        self._console.say(f"warning: {text}")
+
+    def _restart(self, last: CompletedStart) -> CompletedStart:
+        """Restart the job on the healthy hosts, waiting for those that it needs; if none comes of it, restore the files of `last`."""
+        number = len(self._earlier) + 1
+        self._console.say(f"restarting the job ({number} of {self._options.max_restarts})")
+        deadline, reported = 0.0, ""
+        try:
+            while True:
+                try:
+                    return self._start(runner.plan_launch(self._options, before=last.plan, restart=True), last)
+                except DistribError as error:
+                    deadline = deadline or time.monotonic() + HOST_WAIT_SECONDS
+                    if time.monotonic() > deadline:
+                        raise
+                    if str(error) != reported:
+                        reported = str(error)
+                        minutes = max(1, round((deadline - time.monotonic()) / 60))
+                        self._console.say(
+                            f"error: {reported}\nchecking again for {minutes} minute{'s' * (minutes > 1)}"
+                        )
+                self._pause(RETRY_SECONDS)
+        except BaseException:
+            if len(self._earlier) == number:
+                results.bring_back(Path(last.plan.run_dir), self._earlier.pop())
+            raise
+
+    def _pause(self, seconds: float) -> None:
+        limit = self._options.timeout_seconds
+        left = limit - (time.monotonic() - self._begun) if limit else seconds
+        time.sleep(max(0.0, min(seconds, left)))
+        if left <= seconds and limit:
+            self._console.say(f"the time limit of {limit:g} s is over")
+            raise _TimeLimitReached
+
+    def _start(self, plan: LaunchPlan, last: CompletedStart | None = None) -> CompletedStart:
+        """Run one start of the job; move the files of `last` aside when the hosts are healthy."""
+        options, run_dir = self._options, Path(plan.run_dir)
+        self._print_notes(plan)
+        rlimits.allow(len(plan.hosts), len(plan.ranks))
+        with Connections(mpirun.sockets(plan)) as connections:
+
+            def replan(without: Collection[str]) -> LaunchPlan:
+                return runner.plan_launch(options, without, plan)
+
+            plan, warnings = Admission(options, self._console, replan, self._prepare, connections).run(plan)
+            self._set_aside(run_dir, last)
+            self._print_notes(plan)
+            if options.verbose:
+                if plan.network:
+                    self._console.say(
+                        f"network: {', '.join(f'{h.address} on {h.name}' for h in plan.hosts)} ({plan.network})"
+                    )
+                self._console.say(f"starting {shlex.join(plan.command)}")
+            self._console.place([rank.host for rank in plan.ranks])
+            results.write_json(run_dir / "plan.json", without_secrets(plan))
+            if last is None:
+                self._begun = time.monotonic()
+            supervisor = Supervisor(
+                plan,
+                self._console,
+                timeout_seconds=options.timeout_seconds,
+                spent_seconds=time.monotonic() - self._begun,
+                hang_timeout_seconds=options.hang_timeout_seconds,
+                host_timeout_seconds=options.host_timeout_seconds
+                or (ASYNC_HOST_SILENCE_SECONDS if plan.mode == "async" else HOST_SILENCE_SECONDS),
+                grace_seconds=options.grace_seconds,
+                script_input=self._script_input,
+                input_ranks=self._input_ranks,
+                keep_result=bool(self._script_input or options.profile),
+                was_checked=engines.remote_shell(plan, preflight=options.preflight) is not None,
+            )
+            supervisor.job.warnings += warnings
+            if plan.forecast and plan.forecast.warning:
+                supervisor.job.warnings.append(plan.forecast.warning)
+                self._console.say(f"warning: {plan.forecast.warning}")
+            result = supervisor.run()
+        stepped = any(state.step > 0 for state in supervisor.job.ranks)
+        return CompletedStart(plan, result, supervisor.tolerance.first_exits, supervisor.job.started, stepped)
+
+    def _print_notes(self, plan: LaunchPlan) -> None:
+        for note in plan.notes:
+            if note not in self._printed_notes:
+                self._printed_notes.add(note)
+                self._console.say(f"note: {note}")
+
+    def _prepare(self, plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
+        """Prepare what the checks of `hosts` need: ssh's configuration and the folder of --sync."""
+        run_dir = Path(plan.run_dir)
+        mpirun.write_ssh_config(run_dir, plan)
+        if plan.sync:
+            from distrib_launch.rsync import sync
+
+            # Checkpoints on the hosts may be newer than those here.
+            keep_newer = self._options.max_restarts > 0
+            names = [host.name for host in hosts]
+            report = sync(Path(plan.sync), names, plan.ssh, leave_out=[run_dir], keep_newer=keep_newer)
+            self._console.say(str(report))
+
+    def _set_aside(self, run_dir: Path, last: CompletedStart | None) -> None:
+        if last is None:
+            return
+        if len(self._earlier) == last.plan.restarts:
+            self._earlier.append(results.set_aside(run_dir, last.plan.restarts, last.result))
+            self._console.say(f"the logs of the start before are in {run_dir / self._earlier[-1].folder}")
+        else:  # a start that failed before its ranks ran has moved them and left files of its own
+            results.clear(run_dir)
+
+
+def _same_failure(before: CompletedStart, now: CompletedStart) -> bool:
+    """Return True if the scripts of both starts ended early with the same error: a defect, which a restart does not mend."""
+    first, second = before.result.first_failure, now.result.first_failure
+    if first is None or second is None or second.exit_code is None or second.signal is not None:
+        return False
+    if any(ended.stepped or ended.result.seconds > EARLY_FAILURE_SECONDS for ended in (before, now)):
+        return False
+    return (first.exit_code, first.message, first.traceback) == (second.exit_code, second.message, second.traceback)
