@@ -193,7 +193,9 @@ def test_a_failed_rank_takes_all_its_descendants_along(launch):
 
 def a_script() -> int:
     """The process of `job.py` on some rank."""
-    return next(pid for pid, command in our_processes().items() if re.match(r"\S*python\S* (\S+ )?\S+/job.py ", command))
+    return next(
+        pid for pid, command in our_processes().items() if re.match(r"\S*python\S* (\S+ )?\S+/job.py ", command)
+    )
 
 
 def orphans() -> list[str]:
