@@ -888,7 +888,7 @@ def test_a_hostfile_without_its_option_is_no_script(tmp_path):
     topo = [TOPO, "check", "cluster.txt"]
     run = subprocess.run(topo, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert run.returncode == 2
-    assert "cluster.txt is no script; hosts are named with -H cluster.txt" in run.stderr
+    assert "cluster.txt is not a script; hosts are named with -H cluster.txt" in run.stderr
     run = subprocess.run([TOPO, "check", JOB], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert "1 host(s) fit" in run.stdout, run
 
