@@ -24,7 +24,7 @@ from distrib.training.checkpoint.replicas import Stamp
 from distrib.utils import signals
 from distrib_launch import runner
 from distrib_launch.cli import launch_arguments
-from distrib_launch.preflight.gate import Admission
+from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.results import Failure
 from distrib_launch.supervisor import restarts
 from tests.conftest import LAUNCH, SCRIPTS
@@ -140,8 +140,8 @@ def test_a_hostfile_that_was_changed_meanwhile_is_what_counts(tmp_path):
     assert runner.plan_launch(options, before=first, restart=True).world_size == 4
     file.write_text("c slots=2\n")
     alone = runner.plan_launch(options, before=first, restart=True)
-    with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*--min-hosts 2 asks for more"):
-        Admission(options, None, None, None, None).run(alone)
+    with pytest.raises(PreflightError, match=r"there are 1 host\(s\).*expected 2 or more"):
+        PreflightGate(options, None, None, None, None).run(alone)
 
 
 def test_an_idle_host_takes_the_place_of_all_that_are_not_fit(launch, tmp_path):

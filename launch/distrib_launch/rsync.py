@@ -18,7 +18,7 @@ import msgspec
 from distrib.errors import ConfigError, PreflightError
 from distrib.utils import files as paths
 from distrib.utils.local_addresses import is_here
-from distrib_launch.preflight.check_result import folded
+from distrib_launch.preflight.check_result import fold_by_host
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")
 AT_ONCE = 16
@@ -101,7 +101,7 @@ def sync(
     if problems := {
         host: str(answer) for host, answer in zip(others, told, strict=True) if isinstance(answer, _Refused)
     }:
-        raise PreflightError("\n".join(folded(problems.items())), hosts=problems)
+        raise PreflightError("\n".join(fold_by_host(problems.items())), hosts=problems)
     counts = [answer for answer in told if isinstance(answer, tuple)]
     return Synced(
         directory=str(folder),

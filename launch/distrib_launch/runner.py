@@ -258,7 +258,7 @@ def _check_min_hosts(min_hosts: int, plan: LaunchPlan, *, preflight: bool) -> No
         raise ConfigError(
             f"--min-hosts {min_hosts}: the job has {len(plan.hosts)} host(s)", hint="lower it, or give more hosts"
         )
-    if engines.remote_shell(plan, preflight=preflight) is None:
+    if engines.shell_to_hosts(plan, preflight=preflight) is None:
         why = engines.NOT_ASKED if preflight else "--no-preflight does not check any host"
         raise ConfigError(f"--min-hosts {min_hosts}: {why}", hint="leave out --min-hosts")
 

@@ -32,9 +32,6 @@ EXTRA_LISTENERS = 8
 
 FULL_PACKET_TIMEOUT_SECONDS = 2.0
 """Lost packets are sent again after 0.2, 0.6 and 1.4 s (RFC 6298; Linux waits 0.2 s at least)."""
-SMALLER_PACKET_TIMEOUT_SECONDS = 1.0
-COMMON_MTUS = (8900, 4092, 2044, 1500, 1450, 1400, 1280, 576)
-"""Jumbo frames in a tunnel, InfiniBand datagrams, Ethernet, tunnels and VPNs."""
 POLL_SECONDS = 0.005
 
 
@@ -135,71 +132,53 @@ def port_number(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def test_targets(targets: list[tuple[str, int]], seconds: float) -> list[tuple[str, int, int]]:
-    """Connect to all targets at once and send full packets.
+def test_targets(targets: list[tuple[str, int]], seconds: float) -> list[str]:
+    """Connect to all targets at once and send full packets; try those that lose packets again, as a busy host may be late.
 
     Args:
         targets: Addresses and ports.
         seconds: The time for connecting.
 
     Returns:
-        For each target the error, empty for none, and if packets are lost for their size, the lost and the passing size in bytes, else
-        0 and 0.
+        For each target the error, empty for none.
     """
-    outcomes = open_connections(
-        [(address, port, None) for address, port in targets], seconds, FULL_PACKET_TIMEOUT_SECONDS
-    )
-    told = [(reason, 0, 0) for reason, _ in outcomes]
-    lost = {number: mtu for number, (_, mtu) in enumerate(outcomes) if mtu}
-    # The size is the cause if large packets are lost again while smaller ones arrive.
-    sizes = [
-        (number, size) for number, mtu in lost.items() for size in (None, *COMMON_MTUS) if size is None or size < mtu
-    ]
-    again = [(*targets[number], size) for number, size in sizes]
-    outcomes = open_connections(again, seconds, SMALLER_PACKET_TIMEOUT_SECONDS)
-    arrived = {size: outcome == ("", 0) for size, outcome in zip(sizes, outcomes)}  # noqa: B905 - hosts may have a Python that has no `strict`
-    for number, mtu in lost.items():
-        passed = [size for size in COMMON_MTUS if arrived.get((number, size))]
-        if passed and not arrived[number, None]:
-            told[number] = f"packets of {mtu} bytes are lost, packets of {passed[0]} bytes arrive", mtu, passed[0]
-    return told
+    reasons = open_connections(targets, seconds)
+    if lost := [number for number, reason in enumerate(reasons) if reason.startswith("packets of")]:
+        again = open_connections([targets[number] for number in lost], seconds)
+        for number, reason in zip(lost, again):  # noqa: B905 - hosts may have a Python that has no `strict`
+            reasons[number] = reason
+    return reasons
 
 
-def open_connections(
-    targets: list[tuple[str, int, int | None]], seconds: float, ack_seconds: float
-) -> list[tuple[str, int]]:
+def open_connections(targets: list[tuple[str, int]], seconds: float) -> list[str]:
     """Connect to targets and send full packets.
 
     Kernels acknowledge data even if no program reads it.
 
     Args:
-        targets: Addresses, ports and the largest packet in bytes; None for the path's MTU.
+        targets: Addresses and ports.
         seconds: The time for connecting.
-        ack_seconds: The time for acknowledgements.
 
     Returns:
-        For each target the error, empty for none, and the size of packets that were not acknowledged, else 0.
+        For each target the error, empty for none.
     """
-    told = [("timed out", 0)] * len(targets)
+    reasons = ["timed out"] * len(targets)
     poll = select.poll()
     connecting: dict[int, tuple[int, socket.socket]] = {}
     awaiting_ack: dict[int, tuple[int, socket.socket, int, int]] = {}
-    for number, (address, port, packet) in enumerate(targets):
+    for number, (address, port) in enumerate(targets):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         connection = socket.socket(family)
         connection.setblocking(False)
         connection.setsockopt(
             socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
         )  # nothing is sent after the end
-        if packet:
-            headers = 60 if family == socket.AF_INET6 else 40
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packet - headers)
         code = connection.connect_ex((address, port))
         if code in (0, errno.EINPROGRESS):
             connecting[connection.fileno()] = number, connection
             poll.register(connection, select.POLLOUT)
         else:
-            told[number] = os.strerror(code), 0
+            reasons[number] = os.strerror(code)
             connection.close()
     deadline = ack_deadline = time.monotonic() + seconds
     while connecting or awaiting_ack:
@@ -214,12 +193,12 @@ def open_connections(
                 continue
             number, connection = connecting.pop(descriptor)
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            told[number] = os.strerror(code) if code else "", 0
+            reasons[number] = os.strerror(code) if code else ""
             sent = 0 if code else send_full_packets(connection)
             if sent:
                 awaiting_ack[descriptor] = number, connection, sent, path_mtu(connection)
                 poll.modify(connection, 0)
-                ack_deadline = time.monotonic() + ack_seconds
+                ack_deadline = time.monotonic() + FULL_PACKET_TIMEOUT_SECONDS
             else:
                 poll.unregister(descriptor)
                 connection.close()
@@ -229,11 +208,11 @@ def open_connections(
                 poll.unregister(descriptor)
                 connection.close()
     for number, connection, _, mtu in awaiting_ack.values():
-        told[number] = "", mtu
+        reasons[number] = f"packets of {mtu} bytes are lost on the path"
         connection.close()
     for _, connection in connecting.values():
         connection.close()
-    return told
+    return reasons
 
 
 def send_full_packets(connection: socket.socket) -> int:

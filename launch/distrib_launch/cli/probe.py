@@ -335,10 +335,10 @@ def _read_baseline(path: str, hosts: set[str]) -> Measurements:
 
 def _read_inventories(run_dir: Path) -> dict[str, Inventory]:
     """Return the hosts' inventories from the preflight report; empty if there is none."""
-    from distrib_launch.preflight.preflight import Report  # loads the preflight checks, only with -o
+    from distrib_launch.preflight.preflight import PreflightReport  # loads the preflight checks, only with -o
 
     try:
-        return msgspec.json.decode((run_dir / results.PREFLIGHT).read_bytes(), type=Report).inventories
+        return msgspec.json.decode((run_dir / results.PREFLIGHT).read_bytes(), type=PreflightReport).inventories
     except (OSError, msgspec.DecodeError):
         return {}
 

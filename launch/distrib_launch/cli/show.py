@@ -1,64 +1,111 @@
-"""`distrib-topo show`: what the files say of the cluster, as a tree, a picture or JSON."""
+"""`distrib-topo show`: the cluster as files or the hosts themselves describe it, as a tree, a diagram or JSON."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distrib.errors import ConfigError
-from distrib.utils import plotting
+import msgspec
+
+from distrib.cluster.node import name_hosts
+from distrib.errors import ConfigError, PreflightError, TopologyError
+from distrib.units import format_size
+from distrib.utils import files, plotting
+from distrib.utils.ranges import ranges
+from distrib_launch.cli import check
 from distrib_launch.cli.options import add_hosts, add_ssh
 
 if TYPE_CHECKING:
-    from distrib_launch.cli.topology_query import Said
+    from rich.table import Table
+
+    from distrib.cluster.hosts import HostList
+    from distrib.cluster.inventory import Gpu, Inventory
+    from distrib.cluster.topology import Topology
+    from distrib_launch.preflight.check_result import CheckResult
     from distrib_launch.topology_view.model import View
+
+SOURCE = "as the hosts report"
+"""Source of a topology that is made of the hosts' replies."""
+
+
+class QueriedTopology(NamedTuple):
+    """Inventories of hosts, and the topology that they make."""
+
+    inventories: dict[str, Inventory]
+    text: str
+    """YAML of the topology."""
+    topology: Topology
+    problems: tuple[CheckResult, ...]
+    """Hosts that did not reply."""
+
+    def replied(self, hosts: HostList | None) -> HostList | None:
+        """Return the hosts of a list that have replied.
+
+        Args:
+            hosts: Hosts of the user.
+        """
+        if hosts is None:
+            return None
+        return msgspec.structs.replace(hosts, hosts=tuple(h for h in hosts.hosts if h.name in self.inventories))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of `distrib-topo show`."""
-    add_hosts(parser, "a Slurm allocation's, else all of the topology, else this machine, which is asked")
-    parser.add_argument("--ask", action="store_true", help="ask the hosts what they are (this machine where none is named) and show "
-                        "that; a topology file is not needed")  # fmt: skip
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="with --ask: write what they say into this new topology file"
-    )
+    """Add the options of the command.
+
+    Args:
+        parser: Its parser.
+    """
+    add_hosts(parser, "a Slurm allocation's, else all of the topology, else this machine, which is queried")
+    parser.add_argument("--ask", action="store_true", help="query the hosts (default: this machine) and show their replies; no "
+                        "topology file is needed")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="FILE", help="with --ask: write the replies to this new topology file, such as "
+                        "cluster.yaml")  # fmt: skip
     add_ssh(parser)
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, bytes per second, seconds")
-    parser.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw the cluster into FILE (.svg, .png, "
-                        ".pdf); may be repeated")  # fmt: skip
+    parser.add_argument("--plot", metavar="FILE", action="append", default=[], help="draw the cluster into FILE (.svg, .png, .pdf), "
+                        "such as cluster.svg; may be repeated")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show it; returns the exit code, 3 where a host that was asked has not answered. Raises `DistribError` for files that cannot be
-    what they should."""
-    import msgspec
+    """Show the cluster.
 
+    Args:
+        options: Parsed options.
+
+    Returns:
+        0, or 3 if a queried host did not reply.
+
+    Raises:
+        DistribError: Options or files are not valid.
+    """
     from distrib_launch.console import tolerate_closed_pipe
     from distrib_launch.runner import read_hosts, read_topology_for
     from distrib_launch.topology_view.model import view_of
 
-    for path in options.plot:  # what is written before would stand in the way of the corrected command
+    for (
+        path
+    ) in options.plot:  # a file that was written before the error would stand in the way of the corrected command
         plotting.check_plot_path(path)
     hosts = read_hosts(options.hosts)
-    # What is beside the hostfile may be of other days; hosts that are asked tell all that is needed.
-    unread = options.ask and options.topology is None
-    topology = None if unread else read_topology_for(options.topology, options.hosts)
-    said = None
+    # The topology beside the hostfile may be out of date, and the replies replace it.
+    replaced = options.ask and options.topology is None
+    topology = None if replaced else read_topology_for(options.topology, options.hosts)
+    queried = None
     if options.ask or (hosts is None and topology is None):
-        from distrib_launch.cli import check, topology_query
-
         if options.output is not None:
-            topology_query.check_new(options.output)
-        said = topology_query.ask(hosts, topology, options.ssh_command, check.engine_for(options))
-        view = view_of(topology_query.answered(hosts, said), said.topology)
+            _check_new_file(options.output)
+        queried = query_topology(hosts, topology, options.ssh_command, check.engine_for(options))
+        view = view_of(queried.replied(hosts), queried.topology)
         if options.output:
-            topology_query.write_new(options.output, said.text)
+            _write_new_file(options.output, queried.text)
     elif options.output is not None:
-        raise ConfigError(f"-o {options.output}: nothing is written of what files say", hint="--ask asks the hosts")
+        raise ConfigError(f"-o {options.output}: only the replies of hosts are written", hint="add --ask")
     else:
         view = view_of(hosts, topology)
     for path in options.plot:
@@ -67,43 +114,150 @@ def run(options: argparse.Namespace) -> int:
         plot(view, path)
     with tolerate_closed_pipe():
         if options.json:
-            told = _as_json(view)
-            if said:
-                told["inventories"] = msgspec.to_builtins(said.inventories)
-            print(msgspec.json.encode(told).decode())
+            document = _as_json(view)
+            if queried:
+                document["inventories"] = msgspec.to_builtins(queried.inventories)
+            print(msgspec.json.encode(document).decode())
         else:
-            _tell(view, options.plot, said, options.output)
-    for problem in said.silent if said else ():
+            _print_view(view, options.plot, queried, options.output)
+    for problem in queried.problems if queried else ():
         print(f"distrib-topo: error: {problem}", file=sys.stderr)
-    return 3 if said and said.silent else 0
+    return 3 if queried and queried.problems else 0
 
 
-def _tell(view: View, drawn: Sequence[str], said: Said | None, written: str | None) -> None:
+def query_topology(
+    hosts: HostList | None, topology: Topology | None, ssh_command: str | None, engine: str
+) -> QueriedTopology:
+    """Query hosts for their inventories.
+
+    Args:
+        hosts: Hosts of the user; None: this machine.
+        topology: Description of the hosts.
+        ssh_command: Value of `--ssh-command`.
+        engine: Engine that decides how hosts are reached.
+
+    Raises:
+        PreflightError: No host replied.
+    """
+    # Not at the top: `show` of a file needs none of these.
+    from distrib.cluster.topology import parse_topology
+    from distrib.cluster.topology_draft import as_yaml, describe
+
+    with check.queried_hosts(hosts, topology, ssh_command=ssh_command, engine=engine) as queried:
+        replies = queried.replies.by_host
+    inventories = {host: reply.inventory for host, reply in replies.items() if reply.inventory}
+    problems = tuple(reply.problem for reply in replies.values() if reply.problem)
+    if not inventories:
+        raise PreflightError("no host replies: " + "; ".join(map(str, problems)))
+    text = as_yaml(describe(inventories))
+    return QueriedTopology(inventories, text, parse_topology(text, SOURCE), problems)
+
+
+def _check_new_file(path: str) -> None:
+    from distrib.cluster.measurements_io import check_writable
+
+    check_writable(path)
+    if files.exists(path):
+        raise TopologyError(
+            "the file exists already", source=path, hint="name a new file, and copy from it what you need"
+        )
+
+
+def _write_new_file(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()  # no part of it must remain
+        raise TopologyError(
+            f"cannot write it: {error.strerror}", source=path, hint="name another file with -o"
+        ) from None
+
+
+def _print_view(view: View, drawn: Sequence[str], queried: QueriedTopology | None, written: str | None) -> None:
     from distrib_launch.topology_view.tree import tree_text
 
     terminal = sys.stdout.isatty()
     colour = terminal and "NO_COLOR" not in os.environ
     _print(tree_text(view, colour=colour, width=shutil.get_terminal_size().columns if terminal else None))
-    if said:
+    if queried:
         from rich.console import Console
 
-        from distrib_launch.cli import topology_query
-
-        if table := topology_query.gpu_table(said.inventories):
+        if table := gpu_table(queried.inventories):
             Console(width=None if terminal else 160, highlight=False, no_color=not colour).print(table)
-        for line in topology_query.ailments(said.inventories):
+        for line in gpu_warnings(queried.inventories):
             _print(f"warning: {line}")
     for note in view.notes:
         _print(f"note: {note}")
     for path in drawn:
         _print(f"the picture is in {path}")
     if written:
-        _print(f"written in {written}: what is not known there, such as racks and their uplinks, is for you to add")
+        _print(f"written in {written}; add what hosts do not know, such as racks and their uplinks")
+
+
+def gpu_warnings(inventories: Mapping[str, Inventory]) -> list[str]:
+    """Return a line for GPUs that are slower or less healthy than others of their kind.
+
+    Args:
+        inventories: Inventories by host.
+    """
+    from distrib_launch.preflight.host_checks import unhealthy_gpus
+
+    found = unhealthy_gpus({host: facts.gpus for host, facts in inventories.items()})
+    return [f"{result.host}: {result.reason}; {result.fix}" for result in found]
+
+
+def gpu_table(inventories: Mapping[str, Inventory]) -> Table | None:
+    """Return a table of the present state of all GPUs, equal ones in one row; None if there are no GPUs.
+
+    Args:
+        inventories: Inventories by host.
+    """
+    from rich.table import Table
+
+    rows: dict[tuple[str, ...], dict[str, list[Gpu]]] = {}
+    for host, facts in inventories.items():
+        for gpu in facts.gpus:
+            rows.setdefault(_gpu_state(gpu), {}).setdefault(host, []).append(gpu)
+    if not rows:
+        return None
+    table = Table(title="GPUs as they are", title_justify="left", box=None, pad_edge=False)
+    for head in (
+        "hosts", "GPUs", "kind", "used memory", "NVLinks", "power limit", "PCIe", "temperature", "memory errors",
+    ):  # fmt: skip
+        table.add_column(head)
+    for state, members in rows.items():
+        by_indices: dict[str, list[str]] = {}
+        for host, gpus in members.items():
+            by_indices.setdefault(ranges(gpu.index for gpu in gpus), []).append(host)
+        for indices, hosts in by_indices.items():
+            heat = _temperature([gpu for host in hosts for gpu in members[host]])
+            table.add_row(name_hosts(hosts), indices, *state[:-1], heat, state[-1])
+    return table
+
+
+def _gpu_state(gpu: Gpu) -> tuple[str, ...]:
+    health = gpu.health
+    used = format_size(gpu.used_memory_bytes, digits=2, binary=True) if gpu.used_memory_bytes is not None else "?"
+    watts = f"{health.power_limit_watts:g} W" if health.power_limit_watts is not None else "?"
+    links = f"{health.nvlinks_up} of {health.nvlinks}" if health.nvlinks is not None else "-"
+    errors = "?" if health.uncorrected_errors is None else str(health.uncorrected_errors)
+    pcie = gpu.pcie or "?"
+    if gpu.has_narrow_link:
+        pcie += f" (now x{gpu.pcie_width_now})"
+    return (gpu.kind or gpu.problem or "?", used, links, watts, pcie, errors)
+
+
+def _temperature(gpus: Sequence[Gpu]) -> str:
+    now = [gpu.health.temperature_celsius for gpu in gpus if gpu.health.temperature_celsius is not None]
+    limits = [gpu.health.slowdown_celsius for gpu in gpus if gpu.health.slowdown_celsius is not None]
+    if not now:
+        return "?"
+    text = f"{min(now)} C" if min(now) == max(now) else f"{min(now)} to {max(now)} C"
+    return text + (f" (slower from {min(limits)} C)" if limits else "")
 
 
 def _as_json(view: View) -> dict[str, Any]:
-    import msgspec
-
     built: dict[str, Any] = msgspec.to_builtins(view)
     rows = [
         {"host": name, "slots": group.slots, "role": group.role, "gpus": group.gpus, "gpu_kind": group.gpu_kind}
@@ -114,7 +268,7 @@ def _as_json(view: View) -> dict[str, Any]:
 
 
 def _print(text: str) -> None:
-    """Print for any terminal: where it has no lines to draw with, plain characters."""
+    """Print with plain characters if the terminal's encoding has no box-drawing characters."""
     try:
         text.encode(sys.stdout.encoding or "ascii")
     except UnicodeEncodeError:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:
+    from distrib_launch.engines.remote_shell import RemoteShell
     from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.launch_plan import LaunchPlan
-    from distrib_launch.preflight.remote import Remote
 
 NAMES = ("mpirun", "srun", "kubernetes")
 NOT_ASKED = "no host is asked that Slurm has yet to give; inside an allocation all are"
@@ -36,7 +36,7 @@ class Runtime(Planner, Protocol):
     PATIENCE_SECONDS: float
     """How long the engine is left to end by itself once the launcher was killed, before it is made to."""
 
-    def remote(self, plan: LaunchPlan) -> Remote | None:
+    def remote(self, plan: LaunchPlan) -> RemoteShell | None:
         """How the plan's hosts are asked before it starts; None where they cannot be, as they are not ours yet."""
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -74,7 +74,7 @@ def runtime(name: str) -> Runtime:
     return cast(Runtime, planner(name))
 
 
-def remote_shell(plan: LaunchPlan, *, preflight: bool = True) -> Remote | None:
+def shell_to_hosts(plan: LaunchPlan, *, preflight: bool = True) -> RemoteShell | None:
     """How the plan's hosts are asked before it starts; None where they are not, as the user wants it so, or they are not ours yet."""
     return runtime(plan.engine).remote(plan) if preflight else None
 

@@ -23,7 +23,7 @@ import msgspec
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.errors import ConfigError
 from distrib.utils.local_addresses import is_here
-from distrib_launch.preflight.remote import Remote
+from distrib_launch.engines.remote_shell import RemoteShell
 from distrib_launch.rank_agent import daemonize
 
 if TYPE_CHECKING:
@@ -228,8 +228,8 @@ def sockets(plan: LaunchPlan) -> Path | None:
     return Path(paths[0]).parent if paths else None
 
 
-def remote(plan: LaunchPlan) -> Remote:
-    return Remote(by="ssh", words=tuple(plan.ssh))
+def remote(plan: LaunchPlan) -> RemoteShell:
+    return RemoteShell(transport="ssh", words=tuple(plan.ssh))
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -266,7 +266,7 @@ def may_succeed(words: str) -> bool:
 
 
 def lost_host(words: str) -> str:
-    found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", words, re.MULTILINE)
+    found = re.search(r"^\s*RemoteShell (?:host:|daemon\s*:.* on node)\s*(\S+)", words, re.MULTILINE)
     return found[1] if found else ""
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from distrib.cluster import slurm
 from distrib.errors import ConfigError
-from distrib_launch.preflight.remote import Remote
+from distrib_launch.engines.remote_shell import RemoteShell
 
 if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions
@@ -152,7 +152,7 @@ def _step() -> list[str]:
     return words + _all_gpus_for_each(environment(os.environ))
 
 
-def remote(plan: LaunchPlan) -> Remote | None:
+def remote(plan: LaunchPlan) -> RemoteShell | None:
     """Steps of one task; outside of an allocation Slurm has yet to give the hosts."""
     if not in_allocation():
         return None
@@ -167,7 +167,7 @@ def remote(plan: LaunchPlan) -> Remote | None:
         "--unbuffered",
     ]
     environ = {name: value for name, value in environment(os.environ).items() if name not in NOT_OF_A_STEP}
-    return Remote(by="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ)
+    return RemoteShell(transport="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ)
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,87 +1,149 @@
-"""What was asked of a host, and how it came out: the cells of the preflight's table."""
+"""Results of the preflight checks: one cell for each host and check, and the table of all cells."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-from distrib.cluster.node import name_hosts
+from distrib.cluster.node import fold_hosts, name_hosts
+from distrib_launch.engines.remote_shell import Transport
 
 Status = Literal["ok", "warning", "error", "unknown"]
+BY_SEVERITY: tuple[Status, ...] = ("error", "warning", "unknown", "ok")
+CELL_TEXT = {"ok": "ok", "warning": "[yellow]warn[/]", "error": "[bold red]ERROR[/]", "unknown": "[dim]-[/]"}
 
 CHECKS = (
-    "ssh", "python", "distrib", "mpi", "torch", "cuda", "script", "gpus", "gpu memory",
+    "python", "distrib", "mpi", "torch", "cuda", "script", "gpus", "gpu memory",
     "cores", "memory", "shm", "disk", "limits", "clock", "network",
 )  # fmt: skip
-"""Columns of the table, in the order in which they matter. Of hosts that Slurm reached the first is another."""
-
-Way = Literal["ssh", "srun"]
-"""How hosts are reached, and the name of the cell that says how that went."""
+"""Columns of the table after the first one, which is the transport."""
 
 
-def columns(by: Way) -> tuple[str, ...]:
-    """The columns where hosts were reached in that way."""
-    return by, *CHECKS[1:]
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """One cell. `reason` says what is wrong and `fix` what to do about it; both are empty where nothing is."""
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one check on one host."""
 
     host: str
     check: str
     status: Status
     reason: str = ""
+    """What was observed; empty if nothing is wrong."""
     fix: str = ""
+    """What to do about it."""
 
     def __str__(self) -> str:
         return f"{self.host}: {self.check}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
 
 
-class Want(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job wants of one host. `devices` are its ranks' as planned; `gpu_indices` the GPUs they will use, None
-    where that is the first ones."""
+class HostRequirements(msgspec.Struct, frozen=True, kw_only=True):
+    """Requirements of the job on one host."""
 
     ranks: int
     devices: tuple[str, ...] = ()
+    """Devices of its ranks as planned: `cpu`, `cuda:N` or `auto`."""
     gpu_indices: tuple[int, ...] | None = None
+    """GPUs that its ranks will use; None: the first ones."""
     visible_gpus: str | None = None
-    """What CUDA_VISIBLE_DEVICES is for its ranks."""
+    """Value of CUDA_VISIBLE_DEVICES for its ranks."""
 
 
-def error(host: str, check: str, reason: str, fix: str = "") -> Check:
-    """A cell that stops the launch."""
-    return Check(host=host, check=check, status="error", reason=reason, fix=fix)
+def error(host: str, check: str, reason: str, fix: str = "") -> CheckResult:
+    """Return a result that stops the launch.
+
+    Args:
+        host: Name of the host.
+        check: Name of the check.
+        reason: What was observed.
+        fix: What to do about it.
+    """
+    return CheckResult(host=host, check=check, status="error", reason=reason, fix=fix)
 
 
-def warning(host: str, check: str, reason: str, fix: str = "") -> Check:
-    """A cell that does not."""
-    return Check(host=host, check=check, status="warning", reason=reason, fix=fix)
+def warning(host: str, check: str, reason: str, fix: str = "") -> CheckResult:
+    """Return a result that is shown and does not stop the launch.
+
+    Args:
+        host: Name of the host.
+        check: Name of the check.
+        reason: What was observed.
+        fix: What to do about it.
+    """
+    return CheckResult(host=host, check=check, status="warning", reason=reason, fix=fix)
 
 
-def folded(told: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines, each with the host that it begins with; of hosts of which the same is said the first one's stands for all."""
+def fold_by_host(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """Join lines that differ in the host only, naming all hosts.
+
+    Args:
+        lines: Host and line; the line begins with the host.
+    """
     groups: dict[str, list[tuple[str, str]]] = {}
-    for host, line in told:
+    for host, line in lines:
         groups.setdefault(re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "", line), []).append((host, line))
-    lines = []
-    for alike in groups.values():
-        first, line = alike[0]
-        lines.append(name_hosts(host for host, _ in alike) + line.removeprefix(first))
-    return lines
+    folded = []
+    for members in groups.values():
+        first, line = members[0]
+        folded.append(name_hosts(host for host, _ in members) + line.removeprefix(first))
+    return folded
 
 
-def full_table(hosts: Sequence[str], found: Sequence[Check], silent: Sequence[str], by: Way) -> tuple[Check, ...]:
-    """Every cell of every host: what was found, ok where nothing was, unknown for hosts that gave no answer."""
-    cells: dict[tuple[str, str], list[Check]] = {}
+def complete_results(
+    hosts: Sequence[str], found: Sequence[CheckResult], silent: Sequence[str], transport: Transport
+) -> tuple[CheckResult, ...]:
+    """Add results for the checks that found nothing.
+
+    Args:
+        hosts: All hosts.
+        found: Results with errors and warnings.
+        silent: Hosts that did not reply; their other results are unknown.
+        transport: Program that reached the hosts.
+    """
+    cells: dict[tuple[str, str], list[CheckResult]] = {}
     for check in found:
         cells.setdefault((check.host, check.check), []).append(check)
-    table: list[Check] = []
+    table: list[CheckResult] = []
     for host in hosts:
         rest: Status = "unknown" if host in silent else "ok"
-        for name in columns(by):
-            status: Status = "ok" if name == by and any(c.host == host and c.check == "python" for c in found) else rest
-            table += cells.get((host, name)) or [Check(host=host, check=name, status=status)]
+        logged_in = any(check.host == host and check.check == "python" for check in found)
+        for name in (transport, *CHECKS):
+            status: Status = "ok" if name == transport and logged_in else rest
+            table += cells.get((host, name)) or [CheckResult(host=host, check=name, status=status)]
     return tuple(table)
+
+
+def table_text(
+    hosts: Sequence[str], results: Sequence[CheckResult], transport: Transport, *, colour: bool = False
+) -> str:
+    """Format the table: a row for each host; hosts with equal rows share one.
+
+    Args:
+        hosts: All hosts.
+        results: Result of `complete_results`.
+        transport: Program that reached the hosts.
+        colour: Use colours of terminals.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    names = (transport, *CHECKS)
+    status: dict[str, dict[str, Status]] = {host: {} for host in hosts}
+    for check in results:
+        seen = status[check.host].get(check.check, "ok")
+        status[check.host][check.check] = min(seen, check.status, key=BY_SEVERITY.index)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for host in hosts:
+        rows.setdefault(tuple(status[host][name] for name in names), []).append(host)
+    table = Table(box=None, pad_edge=False, header_style="bold" if colour else "")
+    table.add_column("host", no_wrap=True)
+    for name in names:
+        table.add_column(name.replace(" ", "\n"), justify="center", no_wrap=True)
+    for cells, members in rows.items():
+        folded = ",".join(members) if len(members) < 3 else fold_hosts(members)
+        table.add_row(folded, *(CELL_TEXT[cell] for cell in cells))
+    out = io.StringIO()
+    console = Console(file=out, width=400, force_terminal=colour, color_system="standard" if colour else None)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

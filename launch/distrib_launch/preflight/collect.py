@@ -1,4 +1,4 @@
-"""Asks every host what it is, all at once, over ssh or Slurm; and tells one failure of these from another by their own words."""
+"""Collection of the hosts' inventories, all at once, over ssh or Slurm, with an explanation for each host without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import errno
 import os
 import re
 import shlex
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,114 +22,173 @@ from distrib.cluster.inventory import (
     parse_reply,
 )
 from distrib.cluster.node import name_hosts
-from distrib.cluster.remote import connectivity_agent
 from distrib.errors import LaunchError
 from distrib_launch.engines import srun
-from distrib_launch.preflight.check_result import Check, Way, error
-from distrib_launch.preflight.connectivity import CALL_SECONDS, same_mtu
-from distrib_launch.preflight.host_sessions import LOADER, SIGN, Connections, Patience
-from distrib_launch.preflight.remote import Remote
+from distrib_launch.engines.remote_shell import RemoteShell, Transport
+from distrib_launch.preflight.check_result import CheckResult, error
+from distrib_launch.preflight.host_sessions import LOADER, SHELL_MARK, HostSessions, ReplyTimeout
 
-SSH_SECONDS = 20.0
-ANSWER_SECONDS = 90.0
-"""From the call to the answer, where ssh has got in: Python on a cold network file system takes its time."""
+LOGIN_TIMEOUT_SECONDS = 20.0
+"""Twice sshd's usual delay for a DNS lookup that fails."""
+REPLY_TIMEOUT_SECONDS = 90.0
+"""From the start to the reply: Python on a cold network file system takes a minute."""
+NOTICE_SECONDS = 8.0
+"""Time after which the user is told which hosts have not replied."""
 LOGINS_PER_CPU = 16
-"""So many logins at a time take this machine's processors no longer than others take to answer."""
-SRUN_SAYS = "srun: "
-BY_PROXY = "UNKNOWN port 65535"
-"""What ssh calls its other end where ProxyJump or ProxyCommand leads there."""
-PROXY_FAILS = "connect to host|could not resolve|permission denied|host key|timed out|prohibited|not found|no such file"
-"""By which a line of ssh's, or of such a command, tells why it does not."""
-TELL_SECONDS = 8.0
-"""After which it is told who is still waited for."""
+"""Simultaneous logins for each CPU of this machine: more of them slow each other down."""
+
+SSH_EXPLANATIONS = (
+    (
+        "could not resolve hostname",
+        "its name does not resolve",
+        "correct the hostfile, or add the host to DNS or /etc/hosts here (if {host} is a file: give its path)",
+    ),
+    (
+        "remote host identification has changed",
+        "its host key has changed: it was reinstalled, or another machine replies",
+        "if that is expected: ssh-keygen -R {known_host}, then {ssh} to accept the new key",
+    ),
+    (
+        "host key verification failed|no .* host key is known",
+        "its host key is not known here",
+        "{ssh} once and accept it, or ssh-keyscan {port}{host} >> ~/.ssh/known_hosts",
+    ),
+    (
+        "are too open|bad owner or permissions",
+        "ssh ignores a key or refuses a configuration that other users may access: {words}",
+        "chmod 600 the file that it names",
+    ),
+    (
+        "permission denied|too many authentication failures",
+        "it refuses our key: {words}",
+        "ssh-copy-id {port}{login}, or name the key in ~/.ssh/config; see journalctl -u ssh on {host}",
+    ),
+    (
+        "connection refused",
+        "it is up, but no sshd listens on port {number}",
+        "start sshd there (systemctl start ssh), or name its port in the hostfile: port=N",
+    ),
+    (
+        "timed out|no route to host|network is unreachable|host is down",
+        "{words}",
+        "check that {host} is up and that no firewall blocks ssh; try: {ssh} true",
+    ),
+    (
+        "connection (closed|reset)|kex_exchange_identification",
+        "its sshd closes the connection: {words}",
+        "on {host} see journalctl -u ssh; MaxStartups and hosts.deny are usual causes",
+    ),
+)
+"""Pattern of ssh's output, what is wrong, and what to do; ssh's exit code is 255 for all of them."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A host to ask: with which interpreter, and how it is reached or, being this machine, need not be."""
+class HostQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """Query to one host."""
 
     name: str
     python: str
-    is_here: bool
+    """Interpreter that runs the inventory program."""
+    is_local: bool
+    """The host is this machine and needs no remote shell."""
     question: InventoryQuery
-    by: Way = "ssh"
+    transport: Transport = "ssh"
     user: str | None = None
     port: int | None = None
 
+    @property
+    def ssh(self) -> str:
+        """The command by which a user logs in."""
+        port = f"-p {self.port} " if self.port else ""
+        return f"ssh {port}{self.user}@{self.name}" if self.user else f"ssh {port}{self.name}"
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host said: its facts, or why there are none. `asked` and `answered` are Unix times on this machine.
+    def try_python(self, argument: str = "-V") -> str:
+        """Return the command by which a user tries the interpreter.
 
-    `ports` are where the host can be called while its connection is held, none where it cannot.
-    """
+        Args:
+            argument: Argument of the interpreter.
+        """
+        command = shlex.join([self.python, argument])
+        if self.is_local:
+            return command
+        return f"{self.ssh} {command}" if self.transport == "ssh" else f"srun --overlap -n1 -w {self.name} {command}"
+
+
+class HostReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Inventory of a host, or the reason why there is none."""
 
     inventory: Inventory | None = None
     ports: tuple[int, ...] = ()
-    problem: Check | None = None
+    """Ports on which the host accepts test connections while its session is open."""
+    problem: CheckResult | None = None
     no_login: bool = False
-    """Whether ssh was neither let in nor refused, or Slurm has begun nothing there."""
+    """The login did not finish in time: a second try may succeed."""
     asked: float = 0.0
+    """Unix time of this machine before the query."""
     answered: float = 0.0
+    """Unix time of this machine after the reply."""
 
 
-def ask_all(
-    targets: Sequence[Target],
-    remote: Remote,
+def query_hosts(
+    queries: Sequence[HostQuery],
+    remote: RemoteShell,
     own_python: str,
-    is_here: Callable[[str], bool],
-    connections: Connections,
+    is_local: Callable[[str], bool],
+    sessions: HostSessions,
     say: Callable[[str], None],
-) -> dict[str, Answer]:
-    """Ask all targets in parallel; answers by host, in their order.
+) -> dict[str, HostReply]:
+    """Query all hosts in parallel.
 
-    `is_here` tells of a name not yet known to be this machine whether it is; it may take its time to resolve it. `say` hears
-    of those that take long.
+    Args:
+        queries: One for each host.
+        remote: Program that reaches hosts.
+        own_python: Interpreter of this process; a local host with it is not queried by a process. Empty: always a process.
+        is_local: Return True if a name belongs to this machine; it may take time to resolve the name.
+        sessions: Owner of the connections.
+        say: Called with notices about hosts that take long.
+
+    Returns:
+        Replies by host, in the order of the queries.
     """
-    waiting = {target.name: None for target in targets}
+    waiting = {query.name: None for query in queries}
 
-    def ask(target: Target) -> Answer:
-        answer = ask_one(target)
-        waiting.pop(target.name, None)
-        return answer
+    def query_and_count(query: HostQuery) -> HostReply:
+        reply = query_one(query)
+        waiting.pop(query.name, None)
+        return reply
 
-    def ask_one(target: Target) -> Answer:
-        if target.is_here or is_here(target.name):  # and needs no daemon of the engine's
-            alone = msgspec.structs.replace(target.question, programs=())
-            target = msgspec.structs.replace(target, is_here=True, question=alone)
-        if target.is_here and target.python == own_python:
+    def query_one(query: HostQuery) -> HostReply:
+        if query.is_local or is_local(query.name):  # it needs no daemon of the engine
+            question = msgspec.structs.replace(query.question, programs=())
+            query = msgspec.structs.replace(query, is_local=True, question=question)
+        if query.is_local and query.python == own_python:
             now = time.time()
-            own = own_inventory(target.question)
-            return Answer(inventory=own, ports=connections.listen(), asked=now, answered=time.time())
-        command = [target.python, "-c", LOADER]
-        if not target.is_here:
-            command = remote.command(target.name, f"echo '{SIGN}'; {shlex.join(command)}")
-            if remote.by == "ssh":
-                command = connections.shared(command)
-        answer = _ask(target, command, connections, None if target.is_here else remote.environment)
-        if remote.by == "ssh" and _began(answer) and (why := _too_large(target, remote)):
-            return msgspec.structs.replace(answer, problem=why, no_login=False)
-        return answer
+            own = own_inventory(query.question)
+            return HostReply(inventory=own, ports=sessions.listen(), asked=now, answered=time.time())
+        command = [query.python, "-c", LOADER]
+        if not query.is_local:
+            command = remote.command(query.name, f"echo '{SHELL_MARK}'; {shlex.join(command)}")
+            if remote.transport == "ssh":
+                command = sessions.shared(command)
+        return _query(query, command, sessions, None if query.is_local else remote.environment)
 
-    if all(target.is_here for target in targets):
-        return {target.name: ask(target) for target in targets}
+    if all(query.is_local for query in queries):
+        return {query.name: query_and_count(query) for query in queries}
     logins = LOGINS_PER_CPU * len(os.sched_getaffinity(0))
-    with _told_of(waiting, say):
-        told = dict(zip((t.name for t in targets), connections.all_at_once(ask, targets, logins), strict=True))
-    if silent := [target for target in targets if told[target.name].no_login]:
-        # With all at once a machine that has much to do may have been too slow itself.
-        what = "login" if remote.by == "ssh" else "step"
-        say(f"no {what} within {SSH_SECONDS:.0f} s: {name_hosts(t.name for t in silent)}; trying once more")
-        told |= zip((t.name for t in silent), connections.all_at_once(ask_one, silent, logins), strict=True)
-    return told
+    with _notice_after(waiting, say):
+        found = sessions.map_hosts(query_and_count, queries, logins)
+    replies = {query.name: reply for query, reply in zip(queries, found, strict=True)}
+    if silent := [query for query in queries if replies[query.name].no_login]:
+        # Logins to all hosts at once may have overloaded this machine.
+        what = "login" if remote.transport == "ssh" else "step"
+        names = name_hosts(query.name for query in silent)
+        say(f"no {what} within {LOGIN_TIMEOUT_SECONDS:.0f} s: {names}; trying once more")
+        replies |= zip((query.name for query in silent), sessions.map_hosts(query_one, silent, logins), strict=True)
+    return replies
 
 
 @contextlib.contextmanager
-def _told_of(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[None]:
-    """Say, should it take long, which hosts have not answered."""
-
-    def tell() -> None:
-        say(f"waiting for the answer of {name_hosts(waiting)}")
-
-    timer = threading.Timer(TELL_SECONDS, tell)
+def _notice_after(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[None]:
+    timer = threading.Timer(NOTICE_SECONDS, lambda: say(f"waiting for the reply of {name_hosts(waiting)}"))
     timer.daemon = True
     timer.start()
     try:
@@ -139,200 +197,108 @@ def _told_of(waiting: Collection[str], say: Callable[[str], None]) -> Iterator[N
         timer.cancel()
 
 
-def _ask(
-    target: Target, command: Sequence[str], connections: Connections, environment: Mapping[str, str] | None
-) -> Answer:
+def _query(
+    query: HostQuery, command: Sequence[str], sessions: HostSessions, environment: Mapping[str, str] | None
+) -> HostReply:
     asked = time.time()
     try:
-        patience = Patience(ANSWER_SECONDS if target.is_here else SSH_SECONDS, ANSWER_SECONDS)
-        told = connections.ask(target.name, command, agent_program(target.question), patience, environment)
-    except OSError as problem:
-        if target.is_here:
-            return Answer(problem=_no_interpreter(target, problem.strerror or str(problem)))
-        hint = "install ssh, or name --ssh-command" if problem.errno == errno.ENOENT else "see ulimit -a"
-        raise LaunchError(f"cannot run {command[0]}: {problem.strerror}", hint=hint) from None
+        login_seconds = REPLY_TIMEOUT_SECONDS if query.is_local else LOGIN_TIMEOUT_SECONDS
+        timeout = ReplyTimeout(login_seconds, REPLY_TIMEOUT_SECONDS)
+        output = sessions.run_program(query.name, command, agent_program(query.question), timeout, environment)
+    except OSError as failure:
+        if query.is_local:
+            return HostReply(problem=_no_interpreter(query, failure.strerror or str(failure)))
+        hint = "install ssh, or name --ssh-command" if failure.errno == errno.ENOENT else "see ulimit -a"
+        raise LaunchError(f"cannot run {command[0]}: {failure.strerror}", hint=hint) from None
     answered = time.time()
-    if said := parse_reply(told.out, InventoryReply):
-        return Answer(inventory=said.inventory, ports=said.ports, asked=asked, answered=answered)
-    if told.code is None:
-        return Answer(problem=_silent(target, told.out, told.err), no_login=not target.is_here and SIGN not in told.out)
-    reached = target.is_here or SIGN in told.out
-    out = told.out.replace(SIGN, "").strip()
-    return Answer(problem=explain(target, told.code, told.err, out, reached=reached), asked=asked, answered=answered)
+    if reply := parse_reply(output.out, InventoryReply):
+        return HostReply(inventory=reply.inventory, ports=reply.ports, asked=asked, answered=answered)
+    reached = query.is_local or SHELL_MARK in output.out
+    if output.code is None:
+        return HostReply(problem=_timed_out(query, output.err, reached=reached), no_login=not reached)
+    text = output.out.replace(SHELL_MARK, "").strip()
+    problem = explain_failure(query, output.code, output.err, text, reached=reached)
+    return HostReply(problem=problem, asked=asked, answered=answered)
 
 
-# -- what went wrong --------------------------------------------------------------------------------------------------
+# -- explanations -----------------------------------------------------------------------------------------------------
 
 
-def explain(target: Target, code: int, err: str, out: str = "", *, reached: bool = True) -> Check:
-    """Why a host gave no facts, from the exit code and the words of ssh or srun, the shell or Python there.
+def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, reached: bool = True) -> CheckResult:
+    """Explain why a host sent no inventory.
 
-    `reached`: whether its shell has come to our command.
+    Args:
+        query: The query.
+        code: Exit code of ssh, srun or the interpreter.
+        err: Standard error of the command.
+        out: Standard output without the mark of the shell.
+        reached: The host's shell ran the command.
     """
-    if target.by == "srun" and not target.is_here and not reached:
-        return _explain_step(target, err)
-    if code == 255 and target.by == "ssh" and not target.is_here:
-        return _explain_ssh(target, err)
-    lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith(SRUN_SAYS)]
+    if query.transport == "srun" and not query.is_local and not reached:
+        if explanation := srun.explain(err):
+            return error(query.name, "srun", *explanation)
+        return error(query.name, "srun", f"Slurm starts no step there{_srun_line(err)}", f"try: {query.try_python()}")
+    if code == 255 and query.transport == "ssh" and not query.is_local:
+        return _explain_ssh(query, err)
+    lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith("srun: ")]
     words = lines[-1] if lines else f"exit code {code}"
-    if not reached:
-        said = [line for line in (out or err).splitlines() if line.strip() and "exec(" not in line]  # our own program
-        says = f", and says {said[-1].strip()[:120]!r}" if said else ""
+    if not reached or "invalid literal for int()" in words or "exec('" in words:
+        printed = next((line.strip()[:120] for line in reversed(out.splitlines()) if line.strip()), "")
         return error(
-            target.name, "ssh", f"ssh gets in, and its login shell ends before our command, with exit code {code}{says}",
-            f"look for exit, exec or read in ~/.bashrc there, or for an account that may run no commands; try: {_try_it(target, '-V')}",
-        )  # fmt: skip
-    if "invalid literal for int()" in words or "exec('" in words:
-        return error(
-            target.name, "python", "its login shell has taken the standard input of our command",
-            f"look for what reads, or redirects, it in ~/.bashrc there: echo hello | {_try_it(target, '-')}",
+            query.name, "ssh" if not reached else "python",
+            "its login shell ends before our command, or reads its standard input" + (f"; it prints {printed!r}" if printed else ""),
+            f"look for exit, exec or read in ~/.bashrc there; try: {query.try_python()}",
         )  # fmt: skip
     if code in (126, 127) or re.search(r"command not found|no such file or directory|permission denied", words, re.I):
-        return _no_interpreter(target, words)
+        return _no_interpreter(query, words)
     if "SyntaxError" in err:
-        return error(
-            target.name, "python", f"{target.python} is too old for distrib", "distrib needs Python 3.10 or later"
-        )
+        return error(query.name, "python", f"{query.python} is too old for distrib", "use Python 3.10 or later")
     if code == 0 and out:
-        words = f"its login shell prints something else instead: {out.splitlines()[-1].strip()[:120]!r}"
-    return error(target.name, "python", f"{target.python} does not run there: {words}", _try_it(target, "-V"))
+        words = f"its login shell prints something else: {out.splitlines()[-1].strip()[:120]!r}"
+    return error(query.name, "python", f"{query.python} does not run there: {words}", query.try_python())
 
 
-def _no_interpreter(target: Target, words: str) -> Check:
+def _no_interpreter(query: HostQuery, words: str) -> CheckResult:
     return error(
-        target.name,
-        "python",
-        f"cannot run {target.python} there: {words}",
-        "install distrib there too, at the same path, or name the host's interpreter in the hostfile: python=/PATH",
-    )
+        query.name, "python", f"cannot run {query.python} there: {words}",
+        "install distrib there at the same path, or name the host's interpreter in the hostfile: python=/PATH",
+    )  # fmt: skip
 
 
-def _explain_ssh(target: Target, err: str) -> Check:
-    host = target.name
-    login = f"{target.user}@{host}" if target.user else host
-    port = f"-p {target.port} " if target.port else ""
+def _explain_ssh(query: HostQuery, err: str) -> CheckResult:
     lines = [line.strip() for line in err.splitlines() if line.strip() and not line.startswith("Warning: Permanently")]
-    words = lines[-1] if lines else "ssh says nothing"
-
-    def says(pattern: str) -> bool:
-        return re.search(pattern, err, re.IGNORECASE) is not None
-
-    def because(reason: str, fix: str) -> Check:
-        return error(host, "ssh", reason, fix)
-
-    if BY_PROXY in err and not says("open failed: connect failed"):  # that is what a jump host says of the target
-        failed = [line for line in lines if BY_PROXY not in line and re.search(PROXY_FAILS, line, re.IGNORECASE)]
-        if failed:
-            return because(
-                f"the way to it, by ProxyJump or ProxyCommand, failed: {failed[-1]}",
-                f"mend that host or command (ssh -G {host} | grep -i proxy shows it), then try: ssh {port}{login} true",
-            )
-    if says("could not resolve hostname"):
-        return because(
-            "its name does not resolve",
-            f"correct the hostfile, or add the host to DNS or /etc/hosts here (if {host} is a file: give its path)",
-        )
-    if says("remote host identification has changed"):
-        return because(
-            "its host key is not the one that ssh knows: it was reinstalled, or another machine answers",
-            f"if that is expected: ssh-keygen -R {shlex.quote(f'[{host}]:{target.port}') if target.port else host}, then ssh {port}{login} to look at the new key and accept it",
-        )
-    if says("host key verification failed|no .* host key is known"):
-        return because(
-            "its host key is not known here, and a launch cannot ask whether to trust it",
-            f"ssh {port}{login} once and accept it, or ssh-keyscan {port}{host} >> ~/.ssh/known_hosts",
-        )
-    if match := re.search(r"permissions \d+ for '(.+)' are too open", err, re.IGNORECASE):
-        return because(f"ssh ignores the key {match[1]}: others may read it", f"chmod 600 {shlex.quote(match[1])}")
-    if match := re.search(r"bad owner or permissions on (\S+)", err, re.IGNORECASE):
-        return because(f"ssh refuses {match[1]}: others may write it", f"chmod 600 {shlex.quote(match[1])}")
-    if says("too many authentication failures"):
-        return because(
-            "it was offered too many keys", f"name the right one in ~/.ssh/config: Host {host}, IdentityFile"
-        )
-    if match := re.search(r"permission denied(?: \(([^)]*)\))?", err, re.IGNORECASE):
-        allowed = f"; it takes {match[1]}" if match[1] else ""
-        if match[1] and "publickey" not in match[1]:
-            return because(
-                f"its sshd takes no keys, only {match[1]}", f"on {host} set PubkeyAuthentication yes in sshd_config"
-            )
-        return because(
-            f"it refuses our key{allowed}",
-            f"ssh-copy-id {port}{login}, and on {host} chmod go-w ~ ~/.ssh ~/.ssh/authorized_keys; or may that user not log in? "
-            "see journalctl -u ssh there",
-        )
-    if says("connection refused"):
-        return because(
-            f"it is up, but nothing listens on ssh's port {target.port or 22}",
-            "start sshd there (systemctl start ssh), or name its port in the hostfile: port=N",
-        )
-    if says("timed out|no route to host|network is unreachable|host is down"):
-        return because(words.removeprefix("ssh: "), _is_it_up(target))
-    if says("connection (closed|reset)|kex_exchange_identification"):
-        return because(
-            f"its sshd hangs up: {words}",
-            f"on {host} see journalctl -u ssh; MaxStartups and hosts.deny are usual causes",
-        )
-    return because(f"ssh cannot get in: {words}", f"try: ssh {port}{login} true")
+    words = lines[-1].removeprefix("ssh: ") if lines else "ssh prints nothing"
+    fields = {
+        "host": query.name,
+        "login": f"{query.user}@{query.name}" if query.user else query.name,
+        "port": f"-p {query.port} " if query.port else "",
+        "number": query.port or 22,
+        "known_host": shlex.quote(f"[{query.name}]:{query.port}") if query.port else query.name,
+        "ssh": query.ssh,
+        "words": words,
+    }
+    for pattern, reason, fix in SSH_EXPLANATIONS:
+        if re.search(pattern, err, re.IGNORECASE):
+            return error(query.name, "ssh", reason.format(**fields), fix.format(**fields))
+    return error(query.name, "ssh", f"ssh cannot log in: {words}", f"try: {query.ssh} true")
 
 
-def _explain_step(target: Target, err: str) -> Check:
-    if told := srun.explain(err):
-        return error(target.name, "srun", *told)
-    return error(target.name, "srun", f"Slurm starts no step there{_of_srun(err)}", f"try: {_try_it(target, '-V')}")
-
-
-def _of_srun(err: str) -> str:
-    lines = [line.strip().removeprefix(SRUN_SAYS).removeprefix("error: ") for line in err.splitlines() if line.strip()]
+def _srun_line(err: str) -> str:
+    lines = [line.strip().removeprefix("srun: ").removeprefix("error: ") for line in err.splitlines() if line.strip()]
     return f": {lines[0]}" if lines else ""
 
 
-def _is_it_up(target: Target) -> str:
-    return f"is {target.name} up, and does a firewall let ssh through? try: {_try_it(target, '-V')}"
-
-
-def _silent(target: Target, out: str, err: str) -> Check:
-    if target.is_here or SIGN in out:
-        where = "" if target.is_here else f"{target.by} gets in, but "
+def _timed_out(query: HostQuery, err: str, *, reached: bool) -> CheckResult:
+    if reached:
+        where = "" if query.is_local else f"{query.transport} logs in, but "
         return error(
-            target.name,
-            "python",
-            f"{where}{target.python} has not answered within {ANSWER_SECONDS:.0f} s",
-            f"does a disk or a network file system hang there? try: {_try_it(target, '-V')}",
-        )
-    if target.by == "srun":
-        what = f"Slurm has started no step there within {SSH_SECONDS:.0f} s{_of_srun(err)}"
-        return error(target.name, "srun", what, f"see scontrol show node {target.name}, and slurmd's log there")
-    waits = "; or does something in its ~/.bashrc wait, or read standard input?"
-    return error(target.name, "ssh", f"no login within {SSH_SECONDS:.0f} s", _is_it_up(target) + waits)
-
-
-def _began(answer: Answer) -> bool:
-    """Whether ssh may have been connected and then heard nothing more."""
-    said = answer.problem.reason if answer.problem else ""
-    return answer.no_login or (said.startswith("Connection to ") and said.endswith("timed out"))
-
-
-def _too_large(target: Target, remote: Remote) -> Check | None:
-    """Whether ssh gets no answer since its packets are too large for the way: its first words are short, the next are not."""
-    try:
-        with Connections() as connections:  # a command in ssh's place may do anything
-            told = connections.ask(target.name, [*remote.words, "-G", target.name], "", Patience(2.0, 2.0))
-        settings = dict(line.split(maxsplit=1) for line in told.out.lower().splitlines() if " " in line)
-        if settings.keys() & {"proxyjump", "proxycommand"}:
-            return None
-        name, port = settings.get("hostname", target.name), int(settings.get("port", 22))
-        address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0]
-    except (OSError, ValueError):
-        return None
-    ((reason, lost, passed),) = connectivity_agent.test_targets([(str(address), port)], CALL_SECONDS)
-    return error(target.name, "ssh", f"it takes our call, but {reason}", same_mtu(lost, passed)) if lost else None
-
-
-def _try_it(target: Target, argument: str) -> str:
-    port = f"-p {target.port} " if target.port else ""
-    login = f"{target.user}@{target.name}" if target.user else target.name
-    there = shlex.join([target.python, argument])
-    if target.is_here:
-        return there
-    return f"ssh {port}{login} {there}" if target.by == "ssh" else f"srun --overlap -n1 -w {target.name} {there}"
+            query.name, "python", f"{where}{query.python} has not replied within {REPLY_TIMEOUT_SECONDS:.0f} s",
+            f"check for a disk or network file system that hangs there; try: {query.try_python()}",
+        )  # fmt: skip
+    if query.transport == "srun":
+        what = f"Slurm has started no step there within {LOGIN_TIMEOUT_SECONDS:.0f} s{_srun_line(err)}"
+        return error(query.name, "srun", what, f"see scontrol show node {query.name}, and slurmd's log there")
+    return error(
+        query.name, "ssh", f"no login within {LOGIN_TIMEOUT_SECONDS:.0f} s",
+        f"check that {query.name} is up, that no firewall blocks ssh and that ~/.bashrc there does not wait; try: {query.ssh} true",
+    )  # fmt: skip

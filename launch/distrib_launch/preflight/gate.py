@@ -1,4 +1,4 @@
-"""From a plan to one whose hosts are fit for it, or a refusal that says which are not, why, and what to do."""
+"""Gate before the start: prepares and checks the hosts of a plan, drops unhealthy ones, or refuses the launch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from distrib_launch.engines import mpirun
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
-from distrib_launch.preflight.check_result import folded
-from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.preflight.check_result import fold_by_host
+from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import PREFLIGHT, write_json
 
 
-class Admission:
-    """Prepares and checks a plan's hosts. `run` returns the plan to run, network cards chosen, and warnings for the result.
+class PreflightGate:
+    """Check of a plan's hosts.
 
-    `prepare` makes hosts of a plan ready to be asked. With `--drop-bad-hosts` or `--min-hosts`, `replan` makes a plan without
-    the hosts it is given, and the rest is judged again by what it has said already.
+    Args:
+        options: Options of the launch.
+        console: Receives warnings.
+        replan: Return a plan without the given hosts, for `--drop-bad-hosts` and `--min-hosts`.
+        prepare: Make hosts of a plan ready for queries (ssh configuration, `--sync`).
+        sessions: Sessions that the engine reuses.
     """
 
     def __init__(
@@ -33,33 +37,43 @@ class Admission:
         console: Console,
         replan: Callable[[Collection[str]], LaunchPlan],
         prepare: Callable[[LaunchPlan, Sequence[HostPlan]], None],
-        connections: Connections,
+        sessions: HostSessions,
     ) -> None:
-        self.options, self.console, self.connections = options, console, connections
+        self.options, self.console, self.sessions = options, console, sessions
         self.replan, self.prepare = replan, prepare
         self.prepared: set[str] = set()
         self.dropped: dict[str, str] = {}
-        """Why, by host."""
+        """Reasons by host."""
 
     def run(self, plan: LaunchPlan) -> tuple[LaunchPlan, list[str]]:
-        """Raises PreflightError when the job may not start."""
-        self._check_count(plan, "in the hostfile, which is another now,")
+        """Check the hosts.
+
+        Args:
+            plan: Plan of the launch.
+
+        Returns:
+            The plan to run, with the chosen network, and warnings for the result.
+
+        Raises:
+            PreflightError: The job may not start.
+        """
+        self._check_count(plan, "in the hostfile, which has changed,")
         plan = self._ready(plan)
-        remote = engines.remote_shell(plan, preflight=self.options.preflight)
+        remote = engines.shell_to_hosts(plan, preflight=self.options.preflight)
         if remote is None:
             self._refuse_interface()
-            return plan, self._told(plan, [])
+            return plan, self._report_warnings(plan, [])
         question = preflight.question_of(plan)
 
-        def ask(hosts: Sequence[HostPlan]) -> preflight.Answers:
-            return preflight.ask(plan, hosts, question, remote, self.connections, self.console.say)
+        def query(hosts: Sequence[HostPlan]) -> preflight.HostReplies:
+            return preflight.query_plan_hosts(plan, hosts, question, remote, self.sessions, self.console.say)
 
-        answers = ask(plan.hosts)
+        replies = query(plan.hosts)
         while True:
-            report, answers = preflight.settle(
+            report, replies = preflight.check_hosts(
                 plan,
-                answers,
-                self.connections,
+                replies,
+                self.sessions,
                 question=question,
                 interface=self.options.interface,
                 environ={**os.environ, **plan.ranks[0].environment},
@@ -69,13 +83,13 @@ class Admission:
                 break
             bad = {host: next(str(c) for c in report.errors if c.host == host) for host in report.bad_hosts}
             plan = self._ready(self._leave_out(plan, bad, report.refusal()))
-            if late := [host for host in plan.hosts if host.name not in answers.by_host]:  # -np had left them idle
-                answers = answers.joined(ask(late))
-        self.connections.stop_listening()
-        if remote.by == "srun":
-            self.connections.let_go()
-        warnings = self._told(plan, report.told("warning"))
-        return mpirun.with_shells(preflight.with_network(plan, report, answers, os.environ)), warnings
+            if late := [host for host in plan.hosts if host.name not in replies.by_host]:  # -np had left them idle
+                replies = replies.joined(query(late))
+        self.sessions.stop_listening()
+        if remote.transport == "srun":
+            self.sessions.release()
+        warnings = self._report_warnings(plan, report.lines("warning"))
+        return mpirun.with_shells(preflight.apply_network(plan, report, replies, os.environ)), warnings
 
     def _refuse_interface(self) -> None:
         if self.options.interface:
@@ -90,7 +104,7 @@ class Admission:
             )
 
     def _ready(self, plan: LaunchPlan) -> LaunchPlan:
-        """The plan, of whose hosts each is prepared, without those that could not be."""
+        """Prepare all hosts of the plan; return a plan without those that could not be prepared."""
         while fresh := [host for host in plan.hosts if host.name not in self.prepared]:
             self.prepared.update(host.name for host in fresh)
             try:
@@ -100,36 +114,36 @@ class Admission:
         return plan
 
     def _leave_out(self, plan: LaunchPlan, bad: Mapping[str, str], refusal: PreflightError) -> LaunchPlan:
-        """A plan without these too, or the refusal where there is none."""
+        """Return a plan without these hosts too; raise the refusal if that is not possible."""
         if not bad or not (self.options.drop_bad_hosts or self.options.min_hosts):
             raise refusal
         self.dropped.update(bad)
-        told = "\n".join(folded(self.dropped.items()))
+        reasons = "\n".join(fold_by_host(self.dropped.items()))
         try:
             rest = self.replan(self.dropped)
         except ConfigError as problem:
             if {host.name for host in plan.hosts} <= bad.keys():
                 raise refusal from None
             raise PreflightError(
-                f"{told}\nwithout {name_hosts(self.dropped)}: {problem.what}", hint=problem.hint
+                f"{reasons}\nwithout {name_hosts(self.dropped)}: {problem.what}", hint=problem.hint
             ) from None
-        self._check_count(rest, f"{told}\nwithout {name_hosts(self.dropped)}")
+        self._check_count(rest, f"{reasons}\nwithout {name_hosts(self.dropped)}")
         return rest
 
     def _check_count(self, plan: LaunchPlan, when: str) -> None:
         if len(plan.hosts) < (self.options.min_hosts or 1):
             raise PreflightError(
-                f"{when} there are {len(plan.hosts)} host(s)",
-                hint=f"--min-hosts {self.options.min_hosts} asks for more",
+                f"{when} there are {len(plan.hosts)} host(s), expected {self.options.min_hosts or 1} or more",
+                hint="lower --min-hosts, or repair the hosts",
             )
 
-    def _told(self, plan: LaunchPlan, more: Sequence[str]) -> list[str]:
-        """The warnings, which are said: of hosts that were left out, and `more`."""
+    def _report_warnings(self, plan: LaunchPlan, more: Sequence[str]) -> list[str]:
+        """Show and return the warnings: dropped hosts, and `more`."""
         if self.dropped:
             allowed = "--drop-bad-hosts" if self.options.drop_bad_hosts else f"--min-hosts {self.options.min_hosts}"
             left = f"{len(self.dropped)} host(s) left out ({allowed}); {plan.world_size} rank(s) remain"
             self.console.say(f"warning: {left}")
-        warnings = [f"left out: {why}" for why in folded(self.dropped.items())] + list(more)
+        warnings = [f"left out: {why}" for why in fold_by_host(self.dropped.items())] + list(more)
         for warning in warnings:
             self.console.say(f"warning: {warning}")
         return warnings

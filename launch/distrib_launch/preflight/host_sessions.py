@@ -1,8 +1,7 @@
-"""The connections over which hosts are asked. The engine goes over them too, if it comes soon.
+"""Sessions on the hosts during the preflight; the engine reuses their ssh connections.
 
-Each is an ssh that serves others through a socket (ssh_config(5), ControlPath), which saves the engine the keys and the
-logins. None outlives its use, nor the launcher: the session that holds it open ends with our end of its pipe, or after
-some seconds; from then on it lives as long as the engine's own sessions on it.
+Each session is an ssh with a control socket (ssh_config(5), ControlPath), which saves the engine the logins. A session
+ends with our end of its pipe, or after some seconds; its connection then lasts as long as the engine's sessions on it.
 """
 
 from __future__ import annotations
@@ -26,57 +25,63 @@ from distrib.cluster.inventory import is_complete_reply
 from distrib.cluster.remote import connectivity_agent
 
 LOADER = "import sys;exec(sys.stdin.read(int(sys.stdin.readline())))"
-"""Runs, in the Python of any host, a program of a given length: its end need not be the end of the pipe."""
-SIGN = "<<distrib-shell>>"
-"""What a host's shell says before Python begins there."""
+"""Python source that reads the length of a program and the program from standard input, and runs it."""
+SHELL_MARK = "<<distrib-shell>>"
+"""Text that a host's shell prints before it starts Python."""
 
-AT_ONCE = 128
-"""So many hosts are spoken with at a time."""
+MAX_SIMULTANEOUS = 128
+"""Number of hosts that are queried at the same time; each costs a thread and three pipes."""
 CLOSE_SECONDS = 0.5
-LOOK_SECONDS = 0.2
-"""So often those who wait for an answer see whether it is wanted still: closing a pipe wakes nobody who polls it."""
+POLL_SECONDS = 0.2
+"""Interval at which waiting threads look for an interruption: closing a pipe does not wake a thread that polls it."""
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
 
 
-class Conversation(NamedTuple):
-    """What came of asking one host. `code` is None where it answered, or was silent for too long."""
+class SessionOutput(NamedTuple):
+    """Output of the program on one host."""
 
     out: str
     err: str
     code: int | None
+    """Exit code; None: it still runs, because it has replied or because it timed out."""
 
 
-class Patience(NamedTuple):
-    """For how many seconds a host's answer is waited for: `until_sign` for the word of its shell, which ssh has let in, and `in_all`."""
+class ReplyTimeout(NamedTuple):
+    """Time limits of a reply in seconds: until `SHELL_MARK` arrives, and in all."""
 
-    until_sign: float
-    in_all: float
+    login_seconds: float
+    total_seconds: float
 
 
-class Connections:
-    """Open conversations by the processes that hold them; a context that ends them all.
+class HostSessions:
+    """Open sessions by host; a context that ends them all.
 
-    `folder` is where their sockets go, None for connections that nobody else shall use.
+    Args:
+        folder: Folder for the control sockets of ssh; None: connections are not shared.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._doors: list[socket.socket] | None = None
+        self._listeners: list[socket.socket] | None = None
         self._lock = threading.Lock()
         self._closed = False
         self._has_folder = False
 
-    def __enter__(self) -> Connections:
+    def __enter__(self) -> HostSessions:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
     def shared(self, ssh: Sequence[str]) -> list[str]:
-        """The words of an ssh whose connection others may use: the first setting of an option is the one that counts."""
+        """Return an ssh command whose connection other ssh processes can use; of several settings ssh takes the first.
+
+        Args:
+            ssh: ssh command with its options.
+        """
         if self.folder is None:
             return list(ssh)
         with self._lock:
@@ -85,16 +90,27 @@ class Connections:
                 self._has_folder = True
         return [ssh[0], "-o", "ControlMaster=yes", *ssh[1:]]
 
-    def ask(
+    def run_program(
         self,
         host: str,
         command: Sequence[str],
         program: str,
-        patience: Patience,
+        timeout: ReplyTimeout,
         environment: Mapping[str, str] | None = None,
-    ) -> Conversation:
-        """Run `program` in the Python that `command` starts with `LOADER`, until it has answered; `environment` is the command's,
-        this process's own for None. Raises OSError."""
+    ) -> SessionOutput:
+        """Run a program on a host until it has replied; end a former session of the host.
+
+        Args:
+            host: Name of the host.
+            command: Command that starts Python with `LOADER` there.
+            program: Python source.
+            timeout: Time limits.
+            environment: Environment of the command; None: that of this process.
+
+        Raises:
+            OSError: The command cannot be started.
+            InterruptedError: The sessions were closed.
+        """
         with self._lock:
             if self._closed:
                 raise InterruptedError
@@ -105,28 +121,49 @@ class Connections:
             )  # fmt: skip
             before = self._processes.pop(host, None)
             self._processes[host] = process
-        if before:  # it was silent, and is ended
+        if before:  # it timed out before
             before.wait()
             _close_pipes(before)
-        told = self._exchange(process, f"{len(program)}\n{program}".encode(), patience)
-        if told.code is None and not is_complete_reply(told.out.encode()):
+        output = self._exchange(process, f"{len(program)}\n{program}".encode(), timeout)
+        if output.code is None and not is_complete_reply(output.out.encode()):
             _kill(process)
-        return told
+        return output
 
-    def ask_again(self, host: str, line: str, seconds: float) -> str:
-        """What the program on `host`, which has answered before, says to one line more; empty where it says nothing."""
+    def query_again(self, host: str, line: str, seconds: float) -> str:
+        """Send one more line to the program on a host.
+
+        Args:
+            host: Name of a host with a session.
+            line: Request.
+            seconds: Time limit.
+
+        Returns:
+            The output; empty if there is none.
+
+        Raises:
+            InterruptedError: The sessions were closed.
+        """
         process = self._processes.get(host)
         if process is None:
             raise InterruptedError
-        told = self._exchange(process, f"{line}\n".encode(), Patience(seconds, seconds))
-        if told.code is None and not is_complete_reply(told.out.encode()):
+        output = self._exchange(process, f"{line}\n".encode(), ReplyTimeout(seconds, seconds))
+        if output.code is None and not is_complete_reply(output.out.encode()):
             _kill(process)  # what it says later would be taken for the next answer
-        return told.out
+        return output.out
 
-    def all_at_once(
-        self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = AT_ONCE
+    def map_hosts(
+        self, work: Callable[[Item], Outcome], items: Sequence[Item], at_once: int = MAX_SIMULTANEOUS
     ) -> list[Outcome]:
-        """What `work`, which waits for hosts, returns for each item. Whatever interrupts it ends the connections."""
+        """Call a function for all items in threads. An exception ends all sessions.
+
+        Args:
+            work: Function that waits for a host.
+            items: Its arguments.
+            at_once: Number of threads.
+
+        Returns:
+            The results, in the order of the items.
+        """
         pool = ThreadPoolExecutor(max_workers=min(at_once, max(1, len(items))), thread_name_prefix="preflight")
         try:
             return list(pool.map(work, items))
@@ -137,23 +174,23 @@ class Connections:
             pool.shutdown(cancel_futures=True)
 
     def listen(self) -> tuple[int, ...]:
-        """The ports at which this machine can be called while the connections are held."""
+        """Listen on this machine until the sessions are closed, and return the ports."""
         with self._lock:
-            if self._doors is None and not self._closed:
-                self._doors = connectivity_agent.open_listeners()
-            return tuple(connectivity_agent.port_number(door) for door in self._doors or ())
+            if self._listeners is None and not self._closed:
+                self._listeners = connectivity_agent.open_listeners()
+            return tuple(connectivity_agent.port_number(listener) for listener in self._listeners or ())
 
     def stop_listening(self) -> None:
-        """Nobody needs to call this machine any more."""
+        """Stop listening on this machine."""
         with self._lock:
-            for door in self._doors or ():
+            for listener in self._listeners or ():
                 with contextlib.suppress(OSError):
-                    door.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
-                door.close()
-            self._doors = None
+                    listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for callers
+                listener.close()
+            self._listeners = None
 
-    def let_go(self) -> None:
-        """Nothing more is asked, and no engine goes over them: the programs there end."""
+    def release(self) -> None:
+        """End the programs on all hosts; the engine does not need the connections."""
         with self._lock:
             processes = list(self._processes.values())
         for process in processes:
@@ -161,32 +198,45 @@ class Connections:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
 
-    def asked(self, host: str) -> bool:
-        """Whether `host` was asked by a program of its own. Raises InterruptedError where the connections have been closed."""
+    def has_session(self, host: str) -> bool:
+        """Return True if a program was started for a host.
+
+        Args:
+            host: Name of the host.
+
+        Raises:
+            InterruptedError: The sessions were closed.
+        """
         if self._closed:
             raise InterruptedError
         return host in self._processes
 
-    def ended(self, host: str) -> bool:
-        """Whether that program has ended, as far as can be seen from here."""
-        return self.asked(host) and self._processes[host].poll() is not None
+    def has_ended(self, host: str) -> bool:
+        """Return True if the program of a host has ended.
 
-    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, patience: Patience) -> Conversation:
-        """Send `data`, and take what is said until an answer is whole, the process ends, or the time is over."""
+        Args:
+            host: Name of the host.
+        """
+        return self.has_session(host) and self._processes[host].poll() is not None
+
+    def _exchange(self, process: subprocess.Popen[bytes], data: bytes, timeout: ReplyTimeout) -> SessionOutput:
+        """Send `data` and read until a reply is complete, the process ends, or the time is over."""
         assert process.stdin and process.stdout and process.stderr
-        heard: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
+        received: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
         begun = time.monotonic()
         with selectors.DefaultSelector() as selector:
             for stream in (process.stdin, process.stdout, process.stderr):
                 os.set_blocking(stream.fileno(), False)
                 events = selectors.EVENT_WRITE if stream is process.stdin else selectors.EVENT_READ
                 selector.register(stream, events)
-            open_streams = len(heard)
-            while open_streams and not is_complete_reply(heard[process.stdout]):
-                seconds = patience.in_all if SIGN.encode() in heard[process.stdout] else patience.until_sign
+            open_streams = len(received)
+            while open_streams and not is_complete_reply(received[process.stdout]):
+                seconds = (
+                    timeout.total_seconds if SHELL_MARK.encode() in received[process.stdout] else timeout.login_seconds
+                )
                 if (remaining := begun + seconds - time.monotonic()) <= 0:
-                    return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), None)
-                ready = selector.select(min(remaining, LOOK_SECONDS))
+                    return SessionOutput(_text(received[process.stdout]), _text(received[process.stderr]), None)
+                ready = selector.select(min(remaining, POLL_SECONDS))
                 if self._closed:
                     raise InterruptedError
                 for key, _ in ready:
@@ -197,17 +247,17 @@ class Connections:
                             selector.unregister(process.stdin)
                         continue
                     read = os.read(key.fd, 1 << 16)
-                    heard[stream] += read
+                    received[stream] += read
                     if not read:
                         selector.unregister(stream)
                         open_streams -= 1
-        code = None if is_complete_reply(heard[process.stdout]) else process.wait()
-        return Conversation(_text(heard[process.stdout]), _text(heard[process.stderr]), code)
+        code = None if is_complete_reply(received[process.stdout]) else process.wait()
+        return SessionOutput(_text(received[process.stdout]), _text(received[process.stderr]), code)
 
     def close(self) -> None:
-        """End all of them, by force where they do not end by themselves."""
+        """End all sessions; kill processes that do not end by themselves."""
         self.stop_listening()
-        self.let_go()
+        self.release()
         with self._lock:
             self._closed = True
             processes, self._processes = list(self._processes.values()), {}
@@ -231,13 +281,13 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With what it has started: `--ssh-command` may be a script."""
+    """Kill the process group: `--ssh-command` may be a script with children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _write(stream: IO[bytes], data: bytes) -> bytes:
-    """What is left of `data` when the pipe takes no more; nothing if nobody reads."""
+    """Write what the pipe takes and return the rest; empty if the reader has gone."""
     try:
         return data[os.write(stream.fileno(), data) :]
     except BlockingIOError:

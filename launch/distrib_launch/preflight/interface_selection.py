@@ -96,12 +96,12 @@ def choose_network(
     wanted: str | None = None,
     reached_at: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
-    barred: Mapping[str, str] | None = None,
+    failed: Mapping[str, str] | None = None,
 ) -> ClusterNetwork:
     """Choose each host's interface.
 
     `wanted` is `--interface`, names or networks between commas. `reached_at` tells at which of its addresses each host
-    was reached from here, where that is known. `environ` is what the user has set: that is left alone. `barred` are
+    was reached from here, where that is known. `environ` is what the user has set: that is left alone. `failed` are
     addresses that do not lead to their host, each with the reason.
 
     Raises NoNetworkError naming the hosts that have no interface to the others, or none of those wanted.
@@ -111,8 +111,8 @@ def choose_network(
     if wanted:
         usable = _only_wanted(usable, inventories, doubles, wanted)
     reason = NAMED_BY_USER if wanted else ""
-    barred = barred or {}
-    shut = {c: barred[str(c.address.ip)] for c in usable if str(c.address.ip) in barred}
+    failed = failed or {}
+    shut = {c: failed[str(c.address.ip)] for c in usable if str(c.address.ip) in failed}
     shared, _ = _best_subnet(usable, inventories, reached_at)
     usable = [c for c in usable if c not in shut]
     subnet, why = _best_subnet(usable, inventories, reached_at)

@@ -1,6 +1,6 @@
-"""Before anything starts: every host is asked what it is, judged against the job, and its network card is chosen and tried.
+"""Preflight: queries every host, checks it against the job, chooses the network and tests it.
 
-`ask` and `settle` do all that touches a host; `assess` is pure and can be repeated for fewer hosts.
+`query_plan_hosts` and `check_hosts` communicate with hosts; `evaluate` is pure and is repeated for fewer hosts.
 """
 
 from __future__ import annotations
@@ -16,37 +16,57 @@ from distrib.cluster.inventory import Gpu, Inventory, InventoryQuery, own_invent
 from distrib.errors import PreflightError
 from distrib.utils.local_addresses import address_of, is_here, own_addresses, own_names, sources
 from distrib_launch import engines
+from distrib_launch.engines.remote_shell import RemoteShell, Transport
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import host_checks
-from distrib_launch.preflight.check_result import Check, Status, Want, Way, error, folded, full_table, warning
-from distrib_launch.preflight.collect import Answer, Target, ask_all
-from distrib_launch.preflight.connectivity import Callee, Round, call_all, explain, explain_launcher
-from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.preflight.check_result import (
+    CheckResult,
+    HostRequirements,
+    Status,
+    complete_results,
+    error,
+    fold_by_host,
+    table_text,
+    warning,
+)
+from distrib_launch.preflight.collect import HostQuery, HostReply, query_hosts
+from distrib_launch.preflight.connectivity import (
+    ConnectionRound,
+    ProbeTarget,
+    connect_all,
+    explain_host_failures,
+    explain_launcher_failures,
+)
+from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.preflight.interface_selection import (
     ClusterNetwork,
     NoNetworkError,
     choose_network,
     engine_environment,
 )
-from distrib_launch.preflight.remote import Remote
 from distrib_launch.rank_agent.affinity import listed_gpus
 from distrib_launch.rank_placement import HostPlan
 
 
-class Answers(msgspec.Struct, frozen=True, kw_only=True):
-    """What all hosts said, and this machine. `own_names` are the hosts that are this machine."""
+class HostReplies(msgspec.Struct, frozen=True, kw_only=True):
+    """Replies of all hosts, and the inventory of this machine."""
 
-    by: Way
-    by_host: dict[str, Answer]
-    here: Inventory
+    transport: Transport
+    by_host: dict[str, HostReply]
+    local: Inventory
     own_names: frozenset[str]
+    """Hosts that are this machine."""
     interpreters: dict[str, str]
     seconds: float
-    rounds: tuple[Round, ...] = ()
-    """What came of the hosts' calls to each other, on each network that was tried."""
+    rounds: tuple[ConnectionRound, ...] = ()
+    """Test connections on each network that was tried."""
 
-    def joined(self, late: Answers) -> Answers:
-        """With those of hosts that were asked later."""
+    def joined(self, late: HostReplies) -> HostReplies:
+        """Add the replies of hosts that were queried later.
+
+        Args:
+            late: Their replies.
+        """
         return msgspec.structs.replace(
             self,
             by_host={**self.by_host, **late.by_host},
@@ -55,93 +75,113 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict on the hosts: `--json` of `distrib-topo check`. `fit` is whether the job may start."""
+class PreflightReport(msgspec.Struct, frozen=True, kw_only=True, rename={"transport": "by"}):
+    """Result of the preflight: `--json` of `distrib-topo check`."""
 
     fit: bool
-    by: Way
+    """The job may start."""
+    transport: Transport
     hosts: tuple[str, ...]
-    checks: tuple[Check, ...]
+    checks: tuple[CheckResult, ...]
     network: ClusterNetwork | None
     seconds: float
     inventories: dict[str, Inventory]
 
     @property
-    def errors(self) -> list[Check]:
+    def errors(self) -> list[CheckResult]:
+        """Results that stop the launch."""
         return [check for check in self.checks if check.status == "error"]
 
     @property
     def bad_hosts(self) -> tuple[str, ...]:
+        """Hosts with errors."""
         bad = {check.host for check in self.errors}
         return tuple(host for host in self.hosts if host in bad)
 
-    def told(self, status: Status) -> list[str]:
-        """The errors, or the warnings, as lines."""
-        return folded((check.host, str(check)) for check in self.checks if check.status == status)
+    def lines(self, status: Status) -> list[str]:
+        """Return the results with a status as lines.
+
+        Args:
+            status: `error` or `warning`.
+        """
+        return fold_by_host((check.host, str(check)) for check in self.checks if check.status == status)
+
+    def table(self, *, colour: bool = False) -> str:
+        """Format all results.
+
+        Args:
+            colour: Use colours of terminals.
+        """
+        return table_text(self.hosts, self.checks, self.transport, colour=colour)
 
     def refusal(self) -> PreflightError:
-        """The error that says what is wrong, first as lines, then as a table."""
-        from distrib_launch.preflight.check_table import table_text
-
-        more = [f"warning: {line}" for line in self.told("warning")]
+        """Return the error that refuses the launch, with all results."""
+        more = [f"warning: {line}" for line in self.lines("warning")]
         first = {host: next(check for check in self.errors if check.host == host).reason for host in self.bad_hosts}
-        return PreflightError("\n".join([*self.told("error"), *more, "", table_text(self)]), hosts=first)
+        return PreflightError("\n".join([*self.lines("error"), *more, "", self.table()]), hosts=first)
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- queries ----------------------------------------------------------------------------------------------------------
 
 
-def ask(
+def query_plan_hosts(
     plan: LaunchPlan,
     hosts: Sequence[HostPlan],
     question: InventoryQuery,
-    remote: Remote,
-    connections: Connections,
+    remote: RemoteShell,
+    sessions: HostSessions,
     say: Callable[[str], None],
     *,
-    apart: bool = False,
-) -> Answers:
-    """Ask `hosts` of the plan, in parallel, each with its own interpreter; directly where it is this machine, else by `remote`.
+    in_processes: bool = False,
+) -> HostReplies:
+    """Query hosts of a plan in parallel, each with its own interpreter.
 
-    By Slurm every host: what this process may use of its machine need not be what the job's ranks may there.
-    Hosts without another interpreter need the launcher's, and its Open MPI. `say` hears of hosts that take long. `apart`:
-    this machine, too, is asked by a process of its own, which can be ended.
+    Over ssh this machine replies directly. Over Slurm it is queried as all hosts are: ranks may use other CPUs and GPUs than
+    this process.
+
+    Args:
+        plan: Plan of the launch.
+        hosts: Hosts to query.
+        question: Paths that the job needs.
+        remote: Program that reaches hosts.
+        sessions: Owner of the connections.
+        say: Called with notices about hosts that take long.
+        in_processes: Query this machine by a process too, which can be ended.
     """
     began = time.monotonic()
     python = plan.script[0]
     names = own_names()
-    here = own_inventory(question)
-    names |= {address.split("/")[0] for interface in here.interfaces for address in interface.addresses}
+    local = own_inventory(question)
+    names |= {address.split("/")[0] for interface in local.interfaces for address in interface.addresses}
     known = {host.name: host.name in names for host in hosts}
-    directly = remote.by == "ssh"
-    targets = [
-        Target(
-            name=host.name, python=host.python or python, is_here=directly and known[host.name], user=host.user, port=host.port,
-            by=remote.by,
+    directly = remote.transport == "ssh"
+    queries = [
+        HostQuery(
+            name=host.name, python=host.python or python, is_local=directly and known[host.name], user=host.user, port=host.port,
+            transport=remote.transport,
             question=msgspec.structs.replace(question, programs=_programs(plan, host)),
         )
         for host in hosts
     ]  # fmt: skip
-    by_host = ask_all(
-        targets, remote, "" if apart else python, is_here if directly else lambda _: False, connections, say
-    )
-    own = {host for host, answer in by_host.items() if known[host] or _is(answer, here)}
-    return Answers(
-        by=remote.by,
+    own_python = "" if in_processes else python
+    by_host = query_hosts(queries, remote, own_python, is_here if directly else lambda _: False, sessions, say)
+    own = {host for host, reply in by_host.items() if known[host] or _is_this_machine(reply, local)}
+    return HostReplies(
+        transport=remote.transport,
         by_host=by_host,
-        here=here,
+        local=local,
         own_names=frozenset(own),
-        interpreters={target.name: target.python for target in targets},
+        interpreters={query.name: query.python for query in queries},
         seconds=time.monotonic() - began,
     )
 
 
-def _is(answer: Answer, here: Inventory) -> bool:
-    return answer.inventory is not None and answer.inventory.network_identity == here.network_identity
+def _is_this_machine(reply: HostReply, local: Inventory) -> bool:
+    return reply.inventory is not None and reply.inventory.network_identity == local.network_identity
 
 
 def _programs(plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
-    """PRRTE's daemon where mpirun will look for it: its own path, or, if it came with the interpreter, beside that."""
+    """Return the path of PRRTE's daemon on a host: beside the host's interpreter if Open MPI came with it."""
     folder = Path(plan.command[0]).parent
     if plan.engine != "mpirun" or not (folder / "prted").exists():  # a site's own may keep it elsewhere
         return ()
@@ -150,155 +190,195 @@ def _programs(plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
     return (str(folder / "prted"),)
 
 
-# -- judging ----------------------------------------------------------------------------------------------------------
+# -- evaluation -------------------------------------------------------------------------------------------------------
 
 
-def assess(
-    answers: Answers,
-    wants: Mapping[str, Want],
+def evaluate(
+    replies: HostReplies,
+    requirements: Mapping[str, HostRequirements],
     *,
     question: InventoryQuery,
     interface: str | None,
     environ: Mapping[str, str],
-) -> Report:
-    """Judge the hosts that `wants` names. `interface` is what the user chose, `environ` what he has set for ranks."""
-    hosts = tuple(wants)
-    told = {host: answers.by_host[host] for host in hosts}
-    inventories = {host: answer.inventory for host, answer in told.items() if answer.inventory}
-    found = [answer.problem for answer in told.values() if answer.problem]
-    found += host_checks.judge(
-        host_checks.Evidence(
+) -> PreflightReport:
+    """Check hosts against the job and choose the network.
+
+    Args:
+        replies: Replies and test connections.
+        requirements: Requirements by host; other hosts are not checked.
+        question: Paths that the job needs.
+        interface: Value of `--interface`.
+        environ: Variables that the user has set for ranks.
+    """
+    hosts = tuple(requirements)
+    of_hosts = {host: replies.by_host[host] for host in hosts}
+    inventories = {host: reply.inventory for host, reply in of_hosts.items() if reply.inventory}
+    found = [reply.problem for reply in of_hosts.values() if reply.problem]
+    found += host_checks.run_checks(
+        host_checks.CheckInputs(
             inventories=inventories,
-            wants=wants,
-            interpreters=answers.interpreters,
-            here=answers.here,
-            by=answers.by,
-            clock_offsets={host: clock_offset(told[host]) for host in inventories},
+            requirements=requirements,
+            interpreters=replies.interpreters,
+            local=replies.local,
+            transport=replies.transport,
+            clock_offsets={host: clock_offset(of_hosts[host]) for host in inventories},
             script=question.script or "",
             directory=question.directory or "",
         )
     )
     network = None
-    if len({facts.network_identity for facts in inventories.values()} | {answers.here.network_identity}) > 1:
-        rounds = [calls.among(hosts) for calls in answers.rounds]
-        barred = {
-            f.address: f"{f.source} cannot reach it ({f.reason})"
-            for calls in rounds
-            for f in calls.failures
-            if f.target
-        }
-        found += [check for calls in rounds[-1:] for check in explain_launcher(calls)]
-        blamed = [explain(calls) for calls in rounds]
-        try:
-            network = choose_network(
-                inventories, wanted=interface, reached_at=_reached(inventories, answers), environ=environ, barred=barred
-            )
-        except NoNetworkError as problem:
-            last = blamed.pop() if blamed else []
-            found += last or [error(host, "network", why, problem.hint) for host, why in problem.hosts.items()]
-        # What became of networks that another took the place of.
-        found += [msgspec.structs.replace(check, status="warning") for checks in blamed for check in checks]
+    if len({facts.network_identity for facts in inventories.values()} | {replies.local.network_identity}) > 1:
+        network, problems = _network(replies, hosts, inventories, interface, environ)
+        found += problems
     if network:
-        found += _mtus(network)
+        found += _mtu_warnings(network)
     silent = [host for host in hosts if host not in inventories]
-    checks = full_table(hosts, found, silent, answers.by)
-    return Report(
-        by=answers.by,
+    checks = complete_results(hosts, found, silent, replies.transport)
+    return PreflightReport(
+        transport=replies.transport,
         fit=not any(check.status == "error" for check in checks),
         hosts=hosts,
         checks=checks,
         network=network,
-        seconds=answers.seconds,
+        seconds=replies.seconds,
         inventories=inventories,
     )
 
 
-def settle(
+def _network(
+    replies: HostReplies,
+    hosts: Collection[str],
+    inventories: Mapping[str, Inventory],
+    interface: str | None,
+    environ: Mapping[str, str],
+) -> tuple[ClusterNetwork | None, list[CheckResult]]:
+    """Choose the best network whose test connections have not failed; failures on others are warnings."""
+    rounds = [tested.among(hosts) for tested in replies.rounds]
+    failed = {
+        failure.address: f"{failure.source} cannot reach it ({failure.reason})"
+        for tested in rounds
+        for failure in tested.failures
+        if failure.target
+    }
+    found = [check for tested in rounds[-1:] for check in explain_launcher_failures(tested)]
+    explained = [explain_host_failures(tested) for tested in rounds]
+    network = None
+    try:
+        network = choose_network(
+            inventories, wanted=interface, reached_at=_reached_at(inventories, replies), environ=environ, failed=failed
+        )
+    except NoNetworkError as problem:
+        last = explained.pop() if explained else []
+        found += last or [error(host, "network", why, problem.hint) for host, why in problem.hosts.items()]
+    found += [msgspec.structs.replace(check, status="warning") for checks in explained for check in checks]
+    return network, found
+
+
+def check_hosts(
     plan: LaunchPlan,
-    answers: Answers,
-    connections: Connections,
+    replies: HostReplies,
+    sessions: HostSessions,
     *,
     question: InventoryQuery,
     interface: str | None = None,
     environ: Mapping[str, str],
-) -> tuple[Report, Answers]:
-    """Judge the plan's hosts, and let them call each other on the network chosen; where that fails, choose the next.
+) -> tuple[PreflightReport, HostReplies]:
+    """Evaluate the hosts of a plan and test the chosen network; if the test fails, choose the next.
 
-    Returns the verdict and the answers, with what came of the calls. Takes what `assess` takes.
+    Args:
+        plan: Plan of the launch.
+        replies: Replies of its hosts.
+        sessions: Their sessions.
+        question: Paths that the job needs.
+        interface: Value of `--interface`.
+        environ: Variables that the user has set for ranks.
+
+    Returns:
+        The report, and the replies with the test connections.
     """
-    wants = wants_of(plan, answers, os.environ)
+    requirements = requirements_of(plan, replies, os.environ)
     while True:
-        report = assess(answers, wants, question=question, interface=interface, environ=environ)
+        report = evaluate(replies, requirements, question=question, interface=interface, environ=environ)
         if not report.fit or report.network is None:
-            return report, answers
-        callees = _callees(report.network, answers)
-        if not answers.own_names.intersection(wants):
-            own = own_addresses(with_network(plan, report, answers, environ))
-            callees += _this_machine(own, connections)
-        calls = call_all(callees, list(wants), report.network.subnet, connections)
-        if not calls.failures:
-            return report, answers
-        answers = msgspec.structs.replace(answers, rounds=(*answers.rounds, calls))
+            return report, replies
+        targets = _host_targets(report.network, replies)
+        if not replies.own_names.intersection(requirements):
+            own = own_addresses(apply_network(plan, report, replies, environ))
+            targets += _local_target(own, sessions)
+        tested = connect_all(targets, list(requirements), report.network.subnet, sessions)
+        if not tested.failures:
+            return report, replies
+        replies = msgspec.structs.replace(replies, rounds=(*replies.rounds, tested))
 
 
-def _callees(network: ClusterNetwork, answers: Answers) -> list[Callee]:
-    """The hosts, at their chosen addresses. All of them must reach this machine, be it one of them."""
+def _host_targets(network: ClusterNetwork, replies: HostReplies) -> list[ProbeTarget]:
+    """Return the hosts at their chosen addresses; every host must reach this machine, be it one of them."""
     return [
-        Callee(host=one.host, addresses=(one.address,), ports=ports, by_all=one.host in answers.own_names)
+        ProbeTarget(host=one.host, addresses=(one.address,), ports=ports, from_all=one.host in replies.own_names)
         for one in network.hosts
-        if (ports := answers.by_host[one.host].ports)
+        if (ports := replies.by_host[one.host].ports)
     ]
 
 
-def _this_machine(addresses: Collection[str], connections: Connections) -> list[Callee]:
-    ports = connections.listen()
-    return [Callee(host="", addresses=tuple(sorted(addresses)), ports=ports, by_all=True)] if ports else []
+def _local_target(addresses: Collection[str], sessions: HostSessions) -> list[ProbeTarget]:
+    ports = sessions.listen()
+    return [ProbeTarget(host="", addresses=tuple(sorted(addresses)), ports=ports, from_all=True)] if ports else []
 
 
-def clock_offset(answer: Answer) -> float:
-    """Seconds that the host's clock is ahead of ours, at least; 0 where its time lies between question and answer."""
-    assert answer.inventory
-    theirs = answer.inventory.time
-    return max(0.0, theirs - answer.answered) or min(0.0, theirs - answer.asked)
+def clock_offset(reply: HostReply) -> float:
+    """Return the smallest offset of the host's clock that the query's times allow.
 
+    Args:
+        reply: Reply with an inventory.
 
-def _reached(inventories: Mapping[str, Inventory], answers: Answers) -> dict[str, str]:
-    """At which address each host was reached: sshd says; and from this machine the kernel's route to another.
-
-    By Slurm, which goes by their names: what these stand for.
+    Returns:
+        Seconds that the host's clock is ahead of ours; negative: behind.
     """
-    if answers.by == "srun":
+    assert reply.inventory
+    theirs = reply.inventory.time
+    return max(0.0, theirs - reply.answered) or min(0.0, theirs - reply.asked)
+
+
+def _reached_at(inventories: Mapping[str, Inventory], replies: HostReplies) -> dict[str, str]:
+    """Return the address at which each host was reached: as sshd reports it, or by its name under Slurm."""
+    if replies.transport == "srun":
         return {host: address for host in inventories if (address := address_of(host))}
     found = {host: facts.ssh_connection[2] for host, facts in inventories.items() if len(facts.ssh_connection) == 4}
     for host in inventories:
-        if host in answers.own_names:
-            found.pop(host, None)  # a launcher that was itself started over ssh
+        if host in replies.own_names:
+            found.pop(host, None)  # this launcher itself may run in an ssh session
             others = list(found.values())
             if own := next(iter(sources(others[:1])), None):
                 found[host] = own
     return found
 
 
-def _mtus(network: ClusterNetwork) -> list[Check]:
+def _mtu_warnings(network: ClusterNetwork) -> list[CheckResult]:
     mtus = {choice.host: f"{choice.mtu}" for choice in network.hosts if choice.mtu}
     if not mtus:
         return []
     common, odd = host_checks.odd_ones(mtus)
-    fix = "large packets may vanish between them; set the same MTU everywhere"
+    fix = "large packets may be lost between them; set the same MTU everywhere"
     return [
         warning(host, "network", f"{network.of(host).interface} has MTU {mtu}, the others' {common}", fix)
         for host, mtu in odd.items()
     ]
 
 
-def wants_of(plan: LaunchPlan, answers: Answers, environ: Mapping[str, str]) -> dict[str, Want]:
-    """What the plan wants of each host; ranks on this machine also see what `environ` says, those of others what is set there."""
+def requirements_of(plan: LaunchPlan, replies: HostReplies, environ: Mapping[str, str]) -> dict[str, HostRequirements]:
+    """Return the requirements of the job by host.
+
+    Args:
+        plan: Plan of the launch.
+        replies: Replies of its hosts, which have their values of CUDA_VISIBLE_DEVICES.
+        environ: Environment of this process, which ranks on this machine inherit.
+    """
     found = {}
     for host in plan.hosts:
         ranks = [rank for rank in plan.ranks if rank.host == host.name and rank.role == "worker"]
-        there = answers.by_host[host.name].inventory if host.name in answers.by_host else None
+        there = replies.by_host[host.name].inventory if host.name in replies.by_host else None
         outside = there.visible_gpus if there else None
-        if host.name in answers.own_names and answers.by == "ssh":
+        if host.name in replies.own_names and replies.transport == "ssh":
             outside = environ.get("CUDA_VISIBLE_DEVICES")
         listed = ranks[0].environment.get("CUDA_VISIBLE_DEVICES", outside) if ranks else None
         indices = None if host.chosen is None else host.chosen
@@ -308,14 +388,14 @@ def wants_of(plan: LaunchPlan, answers: Answers, environ: Mapping[str, str]) -> 
             indices = tuple(visible[place] for place in places if place < len(visible))
         none = listed is not None and not listed_gpus(listed)
         devices = ("cpu",) if none else tuple(rank.device for rank in ranks) or ("cpu",)
-        found[host.name] = Want(
+        found[host.name] = HostRequirements(
             ranks=host.workers or host.servers, devices=devices, gpu_indices=indices, visible_gpus=listed
         )
     return found
 
 
 def _indices(listed: str, gpus: Sequence[Gpu]) -> list[int]:
-    """The GPUs that CUDA_VISIBLE_DEVICES lists, by index or UUID, up to the first that is none of these, where CUDA stops, too."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES lists by index or UUID, up to the first unknown one, as CUDA does."""
     found: list[int] = []
     for name in listed_gpus(listed):
         by_uuid = (gpu.index for gpu in gpus if name.startswith("GPU-") and (gpu.uuid or "").startswith(name))
@@ -326,11 +406,20 @@ def _indices(listed: str, gpus: Sequence[Gpu]) -> list[int]:
     return found
 
 
-# -- the choice, into the plan ----------------------------------------------------------------------------------------
+# -- the network in the plan ----------------------------------------------------------------------------------------
 
 
-def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Mapping[str, str]) -> LaunchPlan:
-    """The plan with each host's interface, and what makes every library keep to it."""
+def apply_network(
+    plan: LaunchPlan, report: PreflightReport, replies: HostReplies, environ: Mapping[str, str]
+) -> LaunchPlan:
+    """Add each host's interface to the plan, and the variables that keep every library to it.
+
+    Args:
+        plan: Plan of the launch.
+        report: PreflightReport with the network.
+        replies: Replies of the hosts.
+        environ: Environment of this process.
+    """
     network = report.network
     if network is None:  # every host is this machine, be it by a name that ssh alone knows
         alone = report.inventories and not sources([host.name for host in plan.hosts])
@@ -349,71 +438,96 @@ def with_network(plan: LaunchPlan, report: Report, answers: Answers, environ: Ma
         msgspec.structs.replace(rank, environment={**choices[rank.host].environment, **rank.environment})
         for rank in plan.ranks
     )
-    own = [choices[host.name].address for host in plan.hosts if host.name in answers.own_names]
+    own = [choices[host.name].address for host in plan.hosts if host.name in replies.own_names]
     return msgspec.structs.replace(
         plan,
         hosts=hosts,
         ranks=ranks,
         network=network.reason,
         listen=tuple(own[:1]),
-        seen_as=_seen_as(report, answers),
-        engine_environment=engine_environment(network, answers.here, environ),
+        seen_as=_seen_as(report, replies),
+        engine_environment=engine_environment(network, replies.local, environ),
         notes=(*plan.notes, *network.notes),
     )
 
 
-def _seen_as(report: Report, answers: Answers) -> tuple[str, ...]:
-    """Where every host's sshd says that this machine called from; the address of a gateway, or a jump host, is not ours."""
-    told = [report.inventories[host].ssh_connection[:1] for host in report.hosts if host not in answers.own_names]
+def _seen_as(report: PreflightReport, replies: HostReplies) -> tuple[str, ...]:
+    """Return the addresses of this machine that every host's sshd reports; empty behind a gateway or jump host."""
+    told = [report.inventories[host].ssh_connection[:1] for host in report.hosts if host not in replies.own_names]
     addresses = dict.fromkeys(connection[0] if connection else "127.0.0.1" for connection in told)
     ours = all(not address.startswith("127.") and address != "::1" and is_here(address) for address in addresses)
     return tuple(addresses) if ours else ()
 
 
-# -- afterwards -------------------------------------------------------------------------------------------------------
+# -- after the start --------------------------------------------------------------------------------------------------
 
 
 def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None]) -> PreflightError | None:
-    """Ask hosts that did not start their ranks why; None when all of them seem fit. `say` hears of those that take long."""
+    """Query hosts that did not start their ranks.
+
+    Args:
+        plan: Plan of the launch.
+        hosts: Hosts without ranks.
+        say: Called with notices about hosts that take long.
+
+    Returns:
+        The reasons; None if all of them seem healthy.
+    """
     silent = [host for host in plan.hosts if host.name in hosts]
     question = question_of(plan)
-    if (remote := engines.remote_shell(plan)) is None:
+    if (remote := engines.shell_to_hosts(plan)) is None:
         return None
-    with Connections() as connections:
-        answers = ask(plan, silent, question, remote, connections, say)
-        wants = {host: want for host, want in wants_of(plan, answers, os.environ).items() if host in hosts}
-        ours = _this_machine(plan.listen or own_addresses(plan), connections)
-        answers = msgspec.structs.replace(answers, rounds=(call_all(ours, list(wants), None, connections),))
-    report = assess(answers, wants, question=question, interface=None, environ=os.environ)
+    with HostSessions() as sessions:
+        replies = query_plan_hosts(plan, silent, question, remote, sessions, say)
+        of_plan = requirements_of(plan, replies, os.environ)
+        requirements = {host: needs for host, needs in of_plan.items() if host in hosts}
+        target = _local_target(plan.listen or own_addresses(plan), sessions)
+        tested = connect_all(target, list(requirements), None, sessions)
+        replies = msgspec.structs.replace(replies, rounds=(tested,))
+    report = evaluate(replies, requirements, question=question, interface=None, environ=os.environ)
     return report.refusal() if report.errors else None
 
 
-MATTERS = ("ssh", "srun", "cuda", "gpus", "network")
-"""What may have gone wrong with a host since its job began, such that others wait for it in vain."""
+RUNTIME_CHECKS = ("ssh", "srun", "cuda", "gpus", "network")
+"""Checks of which a change during the job makes other ranks wait."""
 
 
-def look_again(plan: LaunchPlan, connections: Connections) -> list[str]:
-    """Ask the hosts of a job that runs what they are now, and whether they reach each other still, at the addresses that they use.
+def recheck(plan: LaunchPlan, sessions: HostSessions) -> list[str]:
+    """Query the hosts of a running job, and test the connections between the addresses that they use.
 
-    What is wrong, in lines: errors, and warnings on GPUs and the network, be they of the start.
+    Args:
+        plan: Plan of the job.
+        sessions: Owner of new connections.
+
+    Returns:
+        Errors, and warnings about GPUs and the network, as lines.
     """
-    remote = engines.remote_shell(plan)
+    remote = engines.shell_to_hosts(plan)
     assert remote
     question = question_of(plan)
-    answers = ask(plan, plan.hosts, question, remote, connections, lambda _: None, apart=True)
-    callees = [
-        Callee(host=host.name, addresses=(host.address,), ports=ports)
+    replies = query_plan_hosts(plan, plan.hosts, question, remote, sessions, lambda _: None, in_processes=True)
+    targets = [
+        ProbeTarget(host=host.name, addresses=(host.address,), ports=ports)
         for host in plan.hosts
-        if host.address and (ports := answers.by_host[host.name].ports)
+        if host.address and (ports := replies.by_host[host.name].ports)
     ]
-    hosts = [host.name for host in plan.hosts if answers.by_host[host.name].inventory]
-    calls = call_all(callees, hosts, None, connections)
-    checks = assess(answers, wants_of(plan, answers, os.environ), question=question, interface=None, environ={}).checks
-    found = [c for c in (*explain(calls), *checks) if c.status in ("error", "warning") and c.check in MATTERS]
-    return folded((check.host, str(check)) for check in found)
+    hosts = [host.name for host in plan.hosts if replies.by_host[host.name].inventory]
+    tested = connect_all(targets, hosts, None, sessions)
+    requirements = requirements_of(plan, replies, os.environ)
+    checks = evaluate(replies, requirements, question=question, interface=None, environ={}).checks
+    found = [
+        check
+        for check in (*explain_host_failures(tested), *checks)
+        if check.status in ("error", "warning") and check.check in RUNTIME_CHECKS
+    ]
+    return fold_by_host((check.host, str(check)) for check in found)
 
 
 def question_of(plan: LaunchPlan) -> InventoryQuery:
-    """What the plan's job needs of a host's files."""
+    """Return the paths that the job needs on each host.
+
+    Args:
+        plan: Plan of the job.
+    """
     script = plan.script[1]
     return InventoryQuery(script=None if script == "-m" else script, directory=plan.directory, run_dir=plan.run_dir)

@@ -11,7 +11,7 @@ from distrib_launch import engines, results
 from distrib_launch.console import Console
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
-from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor import hang_report
 from distrib_launch.supervisor.rank_state import RankState
@@ -225,7 +225,7 @@ class NetworkRecheck:
 
     def __init__(self, plan: LaunchPlan) -> None:
         self._plan = plan
-        self._connections = Connections()
+        self._connections = HostSessions()
         self._problems: list[str] | None = None
         self._deadline = time.monotonic() + RECHECK_SECONDS
         self._thread = threading.Thread(target=self._check, name="network recheck", daemon=True)
@@ -238,7 +238,7 @@ class NetworkRecheck:
         Args:
             plan: Plan of the job.
         """
-        return len(plan.hosts) > 1 and bool(plan.network) and engines.remote_shell(plan) is not None
+        return len(plan.hosts) > 1 and bool(plan.network) and engines.shell_to_hosts(plan) is not None
 
     def result(self) -> list[str] | None:
         """Return the problems found, an empty list for none, or None while the check runs."""
@@ -254,7 +254,7 @@ class NetworkRecheck:
 
     def _check(self) -> None:
         try:
-            problems = preflight.look_again(self._plan, self._connections)
+            problems = preflight.recheck(self._plan, self._connections)
         except Exception as error:  # must not end the job; closing the connections raises, too
             problems = [f"the hosts could not be checked again: {error}"]
         if self._problems is None:

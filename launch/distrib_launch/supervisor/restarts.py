@@ -18,8 +18,8 @@ from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan, without_secrets
-from distrib_launch.preflight.gate import Admission
-from distrib_launch.preflight.host_sessions import Connections
+from distrib_launch.preflight.gate import PreflightGate
+from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
 from distrib_launch.results import Attempt, Result
 from distrib_launch.supervisor import root_cause
@@ -190,12 +190,12 @@ class RestartLoop:
         options, run_dir = self._options, Path(plan.run_dir)
         self._print_notes(plan)
         rlimits.allow(len(plan.hosts), len(plan.ranks))
-        with Connections(mpirun.sockets(plan)) as connections:
+        with HostSessions(mpirun.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:
                 return runner.plan_launch(options, without, plan)
 
-            plan, warnings = Admission(options, self._console, replan, self._prepare, connections).run(plan)
+            plan, warnings = PreflightGate(options, self._console, replan, self._prepare, connections).run(plan)
             self._set_aside(run_dir, last)
             self._print_notes(plan)
             if options.verbose:
@@ -220,7 +220,7 @@ class RestartLoop:
                 script_input=self._script_input,
                 input_ranks=self._input_ranks,
                 keep_result=bool(self._script_input or options.profile),
-                was_checked=engines.remote_shell(plan, preflight=options.preflight) is not None,
+                was_checked=engines.shell_to_hosts(plan, preflight=options.preflight) is not None,
             )
             supervisor.job.warnings += warnings
             if plan.forecast and plan.forecast.warning:

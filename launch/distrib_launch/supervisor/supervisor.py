@@ -23,7 +23,7 @@ from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.launch_options import GRACE_SECONDS
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
-from distrib_launch.preflight.check_result import folded
+from distrib_launch.preflight.check_result import fold_by_host
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.assignments import assignments
 from distrib_launch.supervisor.engine_process import STARTING_SECONDS, EngineProcess
@@ -303,7 +303,7 @@ class Supervisor:
             state = next(state for state in self.job.ranks if state.plan.host == host.name)
             if few := few_processors(state.hello["cpus"], host.ranks, on_gpus=state.plan.device != "cpu"):
                 found.append((host.name, f"{host.name}: {few}; {MORE_PROCESSORS}"))
-        for line in folded(found):
+        for line in fold_by_host(found):
             self.job.warn(line)
 
     def _may_retry(self, failed: EngineProcess) -> bool:

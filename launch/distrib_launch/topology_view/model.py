@@ -362,8 +362,3 @@ def _switches(topology: Topology, names: Sequence[str]) -> tuple[SwitchView, ...
             )
         )
     return tuple(views)
-
-
-def nvlink_name(group: GroupView) -> str:
-    """The generation of the NVLinks of a group."""
-    return next((link.text.partition(" ")[0] for link in group.inside if link.text.startswith("NVLink")), "NVLink")

@@ -1,0 +1,31 @@
+"""Command line in the shell of another host before the job starts: over ssh, or as a step of Slurm's job."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Transport = Literal["ssh", "srun"]
+"""Program that reaches the hosts; also the name of its column in the preflight's table."""
+
+
+class RemoteShell(msgspec.Struct, frozen=True, kw_only=True):
+    """Program that runs a line in the shell of any host of a plan."""
+
+    transport: Transport
+    words: tuple[str, ...]
+    """The program and its options."""
+    environment: dict[str, str] | None = None
+    """Environment of the program; None: that of this process."""
+
+    def command(self, host: str, line: str) -> list[str]:
+        """Return the command that runs a line.
+
+        Args:
+            host: Name of the host.
+            line: Shell command.
+        """
+        if self.transport == "ssh":
+            return [*self.words, host, line]
+        return [*self.words, f"--nodelist={host}", "/bin/sh", "-c", line]
