@@ -16,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,10 @@ def steps_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
 class Wrapping(DdpStrategy):
     """Wraps the model of a rank that is alone, too."""
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
-        options = {"find_unused_parameters": find_unused_parameters, "strategy": self.settings}
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
+        options = {"find_unused_parameters": find_unused_parameters, "settings": self.settings}
         wrapped = wrap_model(model, self.device, 2, **options)  # type: ignore[arg-type]
         assert isinstance(wrapped, DistributedDataParallel)
         self.adopt_ddp_model(wrapped)

@@ -109,7 +109,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
     """Also once PowerSGD is past its exact steps: gradients of four samples are of rank four."""
     plain = network(device)
     strategy = Strategy(gradients=parse_gradients(gradients), bucket_bytes=50_000)
-    wrapped = wrap_model(copy.deepcopy(plain), device, 2, find_unused_parameters=False, strategy=strategy)
+    wrapped = wrap_model(copy.deepcopy(plain), device, 2, find_unused_parameters=False, settings=strategy)
     for step in range(POWER_SGD_WARMUP_STEPS + 4):
         x = torch.randn(4, 64, device=device, generator=torch.Generator(device).manual_seed(step))
         for model in (plain, wrapped):
@@ -206,7 +206,7 @@ def test_lessons_over_nccl(device, strategy, lessons, tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "lessons"),
     [
-        ({}, "methods distributions frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
+        ({}, "methods frozen_later inferred_buffers growing_buffers looked_at_alone gathered_batches two_models_in_turns"),
         ({}, "begins_as_main warmed_in_no_step has_its_turn_again compiled_step scaler_lets_go weights_alone"),
         ({}, "compiled second_backward unused_zeros step_in_backward closure_numbers reduced"),
         ({"gradients": {"format": "topk", "fraction": 0.1}}, "wide_default"),

@@ -24,7 +24,7 @@ def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (
             2,
             {},
-            "methods distributions frozen_later inferred_buffers growing_buffers ragged_normalization looked_at_alone",
+            "methods frozen_later inferred_buffers growing_buffers ragged_normalization looked_at_alone",
         ),
         (2, {}, "gathered_batches two_models_in_turns"),
         (2, {}, "set_by_hand shown_between backward_inside copy_evaluated_alone passed_without_steps frozen_when_read"),

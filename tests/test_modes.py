@@ -44,7 +44,7 @@ TOLD = {
     "by_hand": "accumulate cannot reach updates that a script makes by itself",
     "evaluated_settled": "is of a model that every rank has of its own: job.settle()",
     "evaluated_within": "is of a model that every rank has of its own: job.settle()",
-    "itself": "note: dim, gather, logger of what job.prepare made of a Net is DistributedDataParallel's",
+    "itself": "note: dim, gather, logger of the prepared Net is DistributedDataParallel's",
     "kept": "job.release(model, optimizer) on every rank lets go",
     "rates": "warning: after 10 steps the learning rate of SGD, group 0, is another on rank 1 than on rank 0: the ranks train apart",
     "released": "job.release(model, optimizer) on every rank lets go",
@@ -114,7 +114,7 @@ def test_lessons(strategy, ranks, lessons, told, tmp_path):
     if "sparse" in told:
         assert "not as bf16" in during["sparse"]
     if "itself" in told:
-        assert during["itself"].count("made of a") == 1, result.stderr
+        assert during["itself"].count("of the prepared") == 1, result.stderr
     if "stepped" in during:  # the last lesson, with what is told at the end of the job; it does without a DataLoader
         lines = [line for line in during["stepped"].splitlines() if not re.search("DataLoader|train apart", line)]
         assert lines == [

@@ -51,7 +51,7 @@ from distrib.training.data.sampler import global_batches, share
 from distrib.training.data.sharded_loader import every_nth
 from distrib.training.model_parameters import has_misplaced_state
 from distrib.training.rendezvous import choose_interface, compare, own_address
-from distrib.training.strategies.ddp import _on_gpu
+from distrib.training.strategies.ddp import wrap_model
 from distrib.training.sync_batchnorm import with_synchronized_batches
 from distrib.training.to_device import moved
 from distrib.training.world import World, _from_mpi, find_device, find_world
@@ -1419,7 +1419,7 @@ def test_an_optimizer_whose_numbers_are_elsewhere_is_known():
 def test_balance_with_powersgd_on_gpus_is_refused():
     strategy = Strategy(balance=True, gradients=parse_gradients("powersgd:2"))
     with pytest.raises(TrainingError, match="powersgd waits on GPUs"):
-        _on_gpu(nn.Linear(2, 1), torch.device("cuda", 0), strategy, False)
+        wrap_model(nn.Linear(2, 1), torch.device("cuda", 0), 2, find_unused_parameters=False, settings=strategy)
 
 
 @pytest.mark.gpu

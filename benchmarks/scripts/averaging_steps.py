@@ -166,7 +166,7 @@ def step_of(contender: str, model: nn.Module, job: distrib.Job, samples: tuple[i
         strategy = Strategy(
             gradients=parse_gradients(detail or "fp32"), all_reduce="flat" if kind == "flat" else "auto"
         )
-        wrapped = wrap_model(model, job.device, job.world_size, find_unused_parameters=False, strategy=strategy)
+        wrapped = wrap_model(model, job.device, job.world_size, find_unused_parameters=False, settings=strategy)
 
     def step() -> None:
         wrapped(x).sum().backward()

@@ -76,6 +76,7 @@ class _Options(NamedTuple):
     """What `prepare` was told besides the things."""
 
     find_unused_parameters: bool
+    methods: Sequence[str]
     sync_batchnorm: bool
     on_nan: OnNan
 
@@ -228,6 +229,7 @@ class Job:
         /,
         *,
         find_unused_parameters: bool = ...,
+        methods: Sequence[str] = ...,
         sync_batchnorm: bool = ...,
         accumulate: int | None = ...,
         on_nan: OnNan = ...,
@@ -237,6 +239,7 @@ class Job:
         self,
         *things: Any,
         find_unused_parameters: bool = ...,
+        methods: Sequence[str] = ...,
         sync_batchnorm: bool = ...,
         accumulate: int | None = ...,
         on_nan: OnNan = ...,
@@ -245,6 +248,7 @@ class Job:
         self,
         *things: Any,
         find_unused_parameters: bool = False,
+        methods: Sequence[str] = (),
         sync_batchnorm: bool = False,
         accumulate: int | None = None,
         on_nan: OnNan = "raise",
@@ -261,7 +265,8 @@ class Job:
         - a GradScaler, a learning rate scheduler: the same object, with rank 0's state.
 
         Every rank must prepare the same things in the same order. `find_unused_parameters` is for models that do
-        not use all their parameters in each step. `sync_batchnorm` makes batch normalization that of all ranks' samples.
+        not use all their parameters in each step. `methods` names methods of a model that a script trains by, such as `model.loss(batch)`:
+        they run as forward passes, so that their gradients are averaged. `sync_batchnorm` makes batch normalization that of all ranks' samples.
         `accumulate` is what the method of that name sets. `on_nan` says what becomes of a step whose gradients are nan or
         infinite: `raise` a TrainingError that names rank and parameter, `skip` it (on all ranks in mode sync), or `ignore` that.
         Raises TrainingError for anything else, for models that differ between ranks, and for too few samples.
@@ -287,6 +292,7 @@ class Job:
                 on_nan=on_nan,
                 accumulate=accumulate,
                 find_unused_parameters=find_unused_parameters,
+                methods=[*methods],
                 sync_batchnorm=sync_batchnorm,
             )
             if (
@@ -303,7 +309,7 @@ class Job:
                 "sync_batchnorm makes ranks wait for each other inside a step, which they do not in mode async",
                 hint="leave it out, or use --mode sync",
             )
-        options = _Options(find_unused_parameters, sync_batchnorm, on_nan)
+        options = _Options(find_unused_parameters, methods, sync_batchnorm, on_nan)
         optimizers = [*things, *(steps.optimizer for steps in self._steps)]
         scheduled = [thing for thing in optimizers if is_scheduled(thing)]
         known = {id(steps.optimizer) for steps in self._steps}
@@ -374,7 +380,9 @@ class Job:
                 thing = normalization.with_synchronized_batches(thing, self.device)
             elif self.device.type == "cpu":
                 normalization.bear_cpus(thing)
-            model = self._backend.prepare_model(thing, find_unused_parameters=options.find_unused_parameters)
+            model = self._backend.prepare_model(
+                thing, find_unused_parameters=options.find_unused_parameters, methods=options.methods
+            )
             for steps in self._steps:  # of optimizers that were prepared before their model moved
                 if not steps.is_retired and has_misplaced_state(steps.optimizer):
                     move_optimizer_state(steps.optimizer)

@@ -21,7 +21,7 @@ from distrib.training.gradient_accumulation import Mean, Samples
 from distrib.training.model_parameters import optimizer_parameters, trainable_parameters, unwrap_model
 from distrib.training.nan_guard import Finite, OnNan
 from distrib.training.strategies.base import TrainingStrategy
-from distrib.training.strategies.ddp_module import in_join
+from distrib.training.strategies.ddp_module import is_in_join
 
 _STEPS = "_distrib_steps"
 """Where an optimizer has its Steps."""
@@ -224,7 +224,7 @@ class Steps:
 
         `by_closure`: `update` itself computes the gradients, and sees to what must be seen to between them and the step.
         """
-        if any(map(in_join, self._models)):
+        if any(map(is_in_join, self._models)):
             self._check_join()
         if self.mean.batches > 1:
             self._check_set()

@@ -56,7 +56,7 @@ def fresh() -> nn.Module:
 def ours(model: nn.Module, strategy: Strategy, hosts: list[str] | None) -> tuple[nn.Module, Any]:
     if on_gpu():
         device = torch.get_default_device()
-        wrapped = wrap_model(model, device, 2, find_unused_parameters=False, strategy=strategy)
+        wrapped = wrap_model(model, device, 2, find_unused_parameters=False, settings=strategy)
         return wrapped, find_hook(wrapped)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.1)  # type: ignore[arg-type]
     averaging = HierarchicalHook(list(model.parameters()), strategy, hosts)

@@ -78,7 +78,7 @@ class Heads(nn.Module):
 def methods(job: distrib.Job) -> None:
     """Training goes by a method, and `model(...)` is for evaluation: on all ranks, or on the first alone."""
     for all_ranks in (True, False):
-        model, optimizer = made(job, Heads(), find_unused_parameters=True)
+        model, optimizer = made(job, Heads(), find_unused_parameters=True, methods=["loss"])
         for step in range(6):
             if step in (0, 3) and (all_ranks or job.is_main):
                 with torch.no_grad():
@@ -119,22 +119,8 @@ def inferred_buffers(job: distrib.Job) -> None:
     assert not spread.any(), spread  # type: ignore[union-attr]
 
 
-def distributions(job: distrib.Job) -> None:
-    """A method returns an object that has its tensors inside of another one."""
-    for evaluated in (False, True):
-        model, optimizer = made(job, Heads(), find_unused_parameters=True)
-        if evaluated:
-            with torch.no_grad():
-                model(torch.randn(2, 4))
-        for _ in range(4):
-            optimizer.zero_grad()
-            (-model.policy(torch.randn(8, 4)).log_prob(torch.randn(8, 1))).mean().backward()
-            optimizer.step()
-        assert_alike(job, model)
-
-
 def second_backward(job: distrib.Job) -> None:
-    """Of a second backward after what was computed together nothing would be averaged; one after more was computed is."""
+    """A second backward pass after one forward pass is not averaged, which is an error; one after another forward pass is."""
     model, optimizer = made(job, nn.Linear(4, 1))
     for _ in range(2):
         optimizer.zero_grad()
@@ -151,7 +137,7 @@ def second_backward(job: distrib.Job) -> None:
     real, fake = (model(torch.randn(8, 4)).mean() for _ in range(2))
     real.backward()
     fake.backward()
-    with refused("a second backward through Linear with nothing computed between"):
+    with refused("Linear has gradients that were not all-reduced"):
         optimizer.step()
     inner = job.unwrap(model)
     if job.is_main:  # looks at something
@@ -785,7 +771,7 @@ class Shown(nn.Module):
 
 def shown_between(job: distrib.Job) -> None:
     """What a model gives is looked at, with gradients on, and its methods train it before and after."""
-    model, optimizer = made(job, Shown(), find_unused_parameters=True)
+    model, optimizer = made(job, Shown(), find_unused_parameters=True, methods=["loss"])
     for step in range(6):
         if step == 2:
             model(torch.randn(2, 4))
@@ -796,10 +782,10 @@ def shown_between(job: distrib.Job) -> None:
 
 
 def backward_inside(job: distrib.Job) -> None:
-    """A method that calls backward itself is named: before it returns, nobody knows of what it computes."""
-    model, optimizer = made(job, Shown(), find_unused_parameters=True)
+    """A method that was not declared calls backward: its gradients are named as not all-reduced."""
+    model, optimizer = made(job, Shown(), find_unused_parameters=True, methods=["loss"])
     model.train_on(torch.randn(8, 4))
-    with refused("Shown.train_on calls backward itself"):
+    with refused("Shown has gradients that were not all-reduced"):
         optimizer.step()
     optimizer.zero_grad()
     model.loss(torch.randn(8, 4)).backward()

@@ -7,7 +7,6 @@ import gc
 import io
 import itertools
 import os
-import pickle
 import sys
 import time
 import warnings
@@ -269,7 +268,7 @@ def unwrapped(job: distrib.Job) -> None:
     with torch.no_grad():
         prepared(torch.randn(4, 6))
     model(torch.randn(4, 6)).sum().backward()
-    raises("what job.prepare made of it was never called to train: nobody averages them", optimizer.step)
+    raises("gradients that were not all-reduced", optimizer.step)
 
 
 def again(job: distrib.Job) -> None:
@@ -1136,8 +1135,8 @@ class Agent(nn.Module):
         hidden = self.body(seen)
         return torch.distributions.Categorical(logits=self.policy(hidden)), self.value(hidden)
 
-    def choices(self, seen: torch.Tensor) -> torch.distributions.Categorical:
-        return torch.distributions.Categorical(logits=self.policy(self.body(seen)))
+    def choices(self, seen: torch.Tensor) -> torch.Tensor:
+        return self.policy(self.body(seen))  # type: ignore[no-any-return]
 
 
 class Caller(Agent):
@@ -1149,13 +1148,19 @@ class Caller(Agent):
 
 
 def methods(job: distrib.Job) -> None:
-    """What the methods of a model compute is averaged."""
+    """Gradients of declared methods are averaged; one that the model does not have is named."""
+    raises(
+        "Linear has no method loss", lambda: job.prepare(nn.Linear(2, 2), methods=["loss"])
+    ) if STRATEGY.mode == "sync" else None
     for kind, unused in ((Agent, False), (Agent, True), (Caller, False)):
         torch.manual_seed(1)
         plain = kind()
         alone = copy.deepcopy(plain)
         model, optimizer = job.prepare(
-            plain, torch.optim.SGD(plain.parameters(), lr=0.1), find_unused_parameters=unused
+            plain,
+            torch.optim.SGD(plain.parameters(), lr=0.1),
+            find_unused_parameters=unused,
+            methods=["act", "choices", "evaluate"],
         )
         of_alone = torch.optim.SGD(alone.parameters(), lr=0.1)
         for step in range(8):
@@ -1168,14 +1173,12 @@ def methods(job: distrib.Job) -> None:
                 if kind is Caller and step % 2:
                     return of(seen)
                 if unused:
-                    return of.choices(seen).logits.square().mean()
+                    return of.choices(seen).square().mean()
                 choices, value = of.act(seen)
                 return choices.entropy().mean() + value.square().mean() + of.evaluate(seen)
 
             with torch.no_grad():
                 model.act(seen[0])
-            if job.is_main and kind is Caller:
-                assert model.evaluate(seen[0]).requires_grad  # as for a log
             loss(model, seen[job.rank]).backward()
             optimizer.step()
             of_alone.zero_grad()
@@ -1185,8 +1188,7 @@ def methods(job: distrib.Job) -> None:
         assert_alike(plain)
         if STRATEGY.mode == "sync":
             torch.testing.assert_close(parameters_of(plain), parameters_of(alone), rtol=1e-5, atol=1e-6)
-            assert model.act == model.act == plain.act and model.act.__name__ == "act"
-            assert pickle.loads(pickle.dumps(model.act))(seen[0])[1].shape == (4, 1)
+            assert model.act.__name__ == "act"
 
 
 def apart(job: distrib.Job, before: int = 5, after: int = 6) -> None:

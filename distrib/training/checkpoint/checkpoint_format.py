@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distrib.errors import TrainingError
 from distrib.training.checkpoint.replicas import NO_STAMP, Stamp
 from distrib.training.model_parameters import unwrap_model
-from distrib.training.strategies.ddp_module import Wrapped
+from distrib.training.strategies.ddp_module import DdpModule
 from distrib.training.to_device import moved
 
 _FORMAT = 1
@@ -220,7 +220,7 @@ def _place(tensor: torch.Tensor) -> int:
 
 _COMPILED = "_orig_mod."
 """What torch.compile puts before the names in a module that it compiled inside another one."""
-_WRAPPED = "module."
+_DDP_PREFIX = "module."
 """What DistributedDataParallel does, which a script has put around a model itself."""
 
 
@@ -245,14 +245,14 @@ def _names(model: nn.Module, state: Iterable[str]) -> dict[str, str]:
     wrappers = [
         f"{name}."
         for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) and not isinstance(module, Wrapped)
+        if isinstance(module, DistributedDataParallel) and not isinstance(module, DdpModule)
     ]
     names = {}
     for name in state:
         plain = name
         for wrapper in reversed(wrappers):  # the inner ones first
-            if plain.startswith(wrapper + _WRAPPED):
-                plain = wrapper + plain.removeprefix(wrapper + _WRAPPED)
+            if plain.startswith(wrapper + _DDP_PREFIX):
+                plain = wrapper + plain.removeprefix(wrapper + _DDP_PREFIX)
         plain = plain.replace(_COMPILED, "")
         if plain != name:
             names[name] = plain

@@ -14,7 +14,7 @@ from distrib.errors import TrainingError
 from distrib.training.checks.cross_rank import common
 from distrib.training.checksums import split_for_sum
 from distrib.training.collectives import collect_if_complete, gather_objects, publish
-from distrib.training.strategies.ddp_module import in_join
+from distrib.training.strategies.ddp_module import is_in_join
 from distrib.training.world import World
 
 _AFTER_STEPS = frozenset({10, 30, 100, 300, 1_000, 3_000, 10_000})
@@ -113,7 +113,7 @@ class Drift:
     def parted(self) -> str:
         """Which rank has taken more steps than another, in words; empty where none has. To be called after all have left."""
         taken = [int(steps) for steps, *_ in self._all_left()]
-        if not taken or any(map(in_join, self._models())):
+        if not taken or any(map(is_in_join, self._models())):
             return ""
         most, least = (taken.index(pick(taken)) for pick in (max, min))
         return "" if most == least else f"rank {most} has taken {taken[most]} steps, rank {least} {taken[least]}"
@@ -121,7 +121,7 @@ class Drift:
     def hear_of_steps(self) -> None:
         """Rank 0 tells of ranks that have taken more steps than others, or have other learning rates."""
         self.hear()
-        if self._world.rank or self._told or any(map(in_join, self._models())):
+        if self._world.rank or self._told or any(map(is_in_join, self._models())):
             return
         if what := self.parted():
             print(f"distrib: warning: {what}: {_WHY}", file=sys.stderr, flush=True)

@@ -65,7 +65,9 @@ class AllReduceStrategy(TrainingStrategy):
         self._averaged: set[torch.Tensor] = set()
         """The parameters whose gradients are averaged: those that were trainable when they were prepared."""
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
         self._models = [*exclude_model(self._models, model), model]
         self._buffers = {one: self._buffers.get(one) or SynchronizedBuffers(one) for one in self._models}
         return model

@@ -91,12 +91,15 @@ class TrainingStrategy:
         """Number of ranks whose batches make one step of the optimizer."""
         return self.world.size if self.settings.in_step else 1
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
         """Move a model to the device and give it rank 0's parameters. Collective.
 
         Args:
             model: The script's module.
             find_unused_parameters: True if a step may leave parameters without a gradient.
+            methods: Names of methods that run as forward passes.
 
         Returns:
             The model, or a wrapper that `unwrap_model` removes.

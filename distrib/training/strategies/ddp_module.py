@@ -1,15 +1,14 @@
-"""DistributedDataParallel that the rest of a script does not notice: the model's own attributes, names and files."""
+"""DistributedDataParallel with the attributes, methods and state_dict names of the model inside."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import re
-import types
 import typing
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,149 +18,193 @@ from distrib.bandwidth_model.bucketing import ddp_bucket_bytes
 from distrib.errors import TrainingError
 from distrib.training.checks.cross_rank import several
 
-_INSIDE = "module."
-"""What DistributedDataParallel puts before the names of what is in it."""
-_LATER = (
+_PREFIX = "module."
+"""DistributedDataParallel's prefix of the names in its state_dict."""
+_SET_LATER = (
     *("_authoritative_rank", "_join_config", "_lazy_init_ran", "_mp_stream", "_static_graph_delay_allreduce_enqueued"),
     *("_submodule_to_event", "buffer_hook", "device_mesh"),
 )
-"""What DistributedDataParallel sets later than it is made."""
-_THE_SAME = "device", "no_sync"
-"""What a model may have of the same meaning."""
+"""Attributes that DistributedDataParallel sets after its __init__."""
+_SAME_MEANING = "device", "no_sync"
+"""Attributes of DistributedDataParallel that mean the same in a model."""
 
 _NO_GRADIENT = re.compile(r"Parameter indices which did not receive grad for rank (\d+): ((?:\d+ ?)+)")
-"""In torch's message: the numbers of parameters, among those that learn."""
+"""torch's message: indices among the trainable parameters."""
 
-torch.serialization.add_safe_globals([typing.cast])  # which files of whole models begin with: see Wrapped.__reduce_ex__
+_FORWARDED = (
+    *(
+        "register_buffer",
+        "register_parameter",
+        "add_module",
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+    ),
+    *(
+        "_register_state_dict_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+        "state_dict",
+    ),
+    *("__getitem__", "__contains__", "__len__"),
+)
+"""Methods of DistributedDataParallel, or looked up on its class, that are the model's."""
+
+torch.serialization.add_safe_globals([typing.cast])  # files of whole models begin with it: see DdpModule.__reduce_ex__
 
 
-class Wrapped(DistributedDataParallel):
-    """A model whose gradients torch averages, and which else is for a script what it was before.
+class DdpModule(DistributedDataParallel):
+    """A prepared model, which the rest of a script uses like the model itself.
 
-    - Gradients of what its methods compute, such as `model.loss(batch)`, are averaged like those of `model(...)`. Those of its
-      parts by themselves, `model.encoder(...)`, are where `model(...)` or a method was called since the last backward.
-    - `model.config`, `model.generate(...)`, `model[0]`, `model.dropout = 0.1`, `model.extra = nn.Linear(2, 2)` are of the model
-      itself. Names that DistributedDataParallel had before are its own; see `hidden`.
-    - `state_dict` has the names of before, so that what is trained on many GPUs is read on one; `load_state_dict` takes them,
-      and those of DistributedDataParallel.
-    - A file of `torch.save(model)` holds the model alone: to read it needs no ranks.
+    - Attributes are those of the model, except the names that DistributedDataParallel has; see `hidden_attributes`.
+    - Gradients are averaged after `model(...)` and after the methods declared with `job.prepare(model, methods=[...])`.
+    - `state_dict` has the model's names. `load_state_dict` takes those of DistributedDataParallel too.
+    - `torch.save(model)` writes the model alone.
     """
 
     _own: frozenset[str] | None = None
-    """Once torch has set it up, the names of what it has: what is set or read by other names is the model's."""
+    """The attributes of the wrapper, once torch has set it up. All others are the model's."""
+    _methods: frozenset[str] = frozenset()
+    was_called = False
+    """True after a forward pass with gradients."""
+    _averages: ClassVar[bool] = False
+    """True if the last forward pass averages the gradients of its backward pass."""
+    _arrived: ClassVar[set[tuple[int, int]]] = set()
+    """Models and parameters with a gradient since the last forward pass of any model: models may share parameters."""
+    _repeated: ClassVar[set[int]] = set()
+    """Models whose gradients came a second time since then."""
 
-    _called = False
-    """Whether it has computed as a whole, by `model(...)`."""
+    def __init__(self, module: nn.Module, *, methods: Sequence[str] = (), **options: Any) -> None:
+        """Wrap a model. Collective.
 
-    _waits = False
-    """Whether it has computed for a backward of which no gradient has come yet."""
+        Args:
+            module: The model, on its device.
+            methods: Names of methods that run as forward passes.
+            **options: Options of DistributedDataParallel.
 
-    _arrivals = 0
-    """How many gradients have come of the parameters that are watched."""
-
-    _averages = False
-    """Whether it has computed anything of which gradients are wanted: those it averages."""
-
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+        Raises:
+            TrainingError: The model has no such method, or DistributedDataParallel has one of that name.
+        """
         super().__init__(module, **options)
         size = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
-        # torch.compile reads this, and parts a model where a bucket ends: it refuses small ones, and many parts are slow ones.
+        # torch.compile splits a model where a bucket ends, and many small parts are slow.
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, ddp_bucket_bytes(size))
-        self._learning = [
+        self._trainable = [
             (name.replace("_orig_mod.", ""), parameter)
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
-        """With the names of before torch.compile."""
-        self._own = frozenset({*vars(self), *self._modules, *_LATER, *dir(type(self))})
-        _backward.watch(self)
+        self._methods = frozenset(methods)
+        self._own = frozenset({*vars(self), *self._modules, *_SET_LATER, *dir(type(self))})
+        for name in methods:
+            if name in self._own or not callable(getattr(module, name, None)):
+                raise TrainingError(
+                    f"{type(module).__name__} has no method {name} that job.prepare could run as a forward pass"
+                )
+        self._watch_gradients()
+
+    def _watch_gradients(self) -> None:
+        """Watch the first and last parameter, which every backward pass reaches; all parameters if some may be unused."""
+        parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        own = weakref.ref(self)
+
+        def on_gradient(number: int, _: torch.Tensor) -> None:
+            if (model := own()) is not None:
+                if DdpModule._averages and (id(model), number) in DdpModule._arrived:
+                    DdpModule._repeated.add(id(model))
+                DdpModule._arrived.add((id(model), number))
+
+        for number, parameter in enumerate(
+            parameters if self.find_unused_parameters else parameters[:: max(1, len(parameters) - 1)]
+        ):
+            parameter.register_post_accumulate_grad_hook(functools.partial(on_gradient, number))
 
     def _pre_forward(self, *inputs: Any, **named: Any) -> Any:
-        """What torch does before the model computes."""
-        if torch.is_grad_enabled():  # an evaluation prepares for no backward
-            self._called = self._averages = self._waits = True
-            _backward.begins(averaged=self.require_backward_grad_sync)
-        return self._begin(*inputs, **named)
-
-    def _check_sync_bufs_pre_fwd(self) -> bool:
-        """Whether rank 0 sends its buffers before the model computes: not in an evaluation, which it may do alone."""
-        return torch.is_grad_enabled() and bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]
-
-    def _begin(self, *inputs: Any, **named: Any) -> Any:
-        """The same; torch refuses to where gradients of the last backward are still waited for."""
+        if torch.is_grad_enabled():
+            self.was_called = True
+            DdpModule._averages = self.require_backward_grad_sync
+            DdpModule._arrived.clear()
+            DdpModule._repeated.clear()
         try:
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except RuntimeError as error:  # gradients of the last backward pass are missing
             if not (found := _NO_GRADIENT.search(str(error))):
                 raise
-            without = self._numbered(found)
-        if frozen := [name for name, parameter in without if not parameter.requires_grad]:
-            raise frozen_later(frozen, type(self.module).__name__)
-        names = [name for name, _ in without]
+            missing = self._by_index(found)
+        if frozen := [name for name, parameter in missing if not parameter.requires_grad]:
+            raise frozen_after_prepare(frozen, type(self.module).__name__)
         raise TrainingError(
-            f"rank {found[1]}: {several(names)} got no gradient in the last backward through {type(self.module).__name__}, and is "
-            "waited for",
-            hint="job.prepare(..., find_unused_parameters=True), or let the loss use all that the model gives back",
+            f"rank {found[1]}: {several([name for name, _ in missing])} got no gradient in the last backward pass of "
+            f"{type(self.module).__name__}, and other ranks wait for it",
+            hint="job.prepare(..., find_unused_parameters=True), or use all outputs of the model in the loss",
         )
 
-    def _computed(self, output: Any) -> None:
-        """A method of the model has computed `output`: the next backward is to average the gradients, as after `model(...)`."""
-        if not torch.is_grad_enabled() or not (tensors := _with_gradients(output)):
-            return
-        self._averages = True
-        if not self._called:
-            self._begin(torch.empty(0, device=self.device))
-        # Ranks may call methods that the others do not, where the model is called, too: nothing that they do together. And
-        # which parameters are not used only one call before a backward can tell.
-        elif self.find_unused_parameters and self._waits:
-            return
-        self._waits = True
-        _backward.begins(averaged=self.require_backward_grad_sync)
-        if self.require_backward_grad_sync:
-            self.reducer.prepare_for_backward(tensors if self.find_unused_parameters else [])
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return torch.is_grad_enabled() and bool(super()._check_sync_bufs_pre_fwd())  # type: ignore[no-untyped-call]  # one rank may evaluate alone
 
-    def _numbered(self, numbers: re.Match[str]) -> list[tuple[str, torch.Tensor]]:
-        """The parameters of which torch tells the numbers."""
-        return [self._learning[number] for number in map(int, numbers[2].split()) if number < len(self._learning)]
+    def _by_index(self, indices: re.Match[str]) -> list[tuple[str, torch.Tensor]]:
+        """Find the parameters in torch's message."""
+        return [self._trainable[index] for index in map(int, indices[2].split()) if index < len(self._trainable)]
 
-    def check_once(self) -> None:
-        """Comes before a step. Raises TrainingError where a backward has given gradients that nobody averages."""
-        if method := _backward.alone_in(self):
-            raise TrainingError(
-                f"{type(self.module).__name__}.{method} calls backward itself, which is not waited for: its gradients are this rank's own",
-                hint="let it return the loss, and call backward there; or let it call what job.prepare made of the model",
-            )
-        if _backward.came_twice(self):
-            raise TrainingError(
-                f"a second backward through {type(self.module).__name__} with nothing computed between: its gradients are this "
-                "rank's own, as they are averaged once after each model(...)",
-                hint="add the losses and call backward once, or call the model again between",
-            )
+    def has_local_gradients(self) -> bool:
+        """Return True if gradients came without a forward pass of this wrapper before: they are this rank's own."""
+        return id(self) in DdpModule._repeated
 
-    def without_gradient(self) -> list[str] | None:
-        """The parameters to which the latest backward gave none, and which are waited for; None where it gave all."""
+    def missing_gradients(self) -> list[str] | None:
+        """Return the parameters without a gradient in the last backward pass; None if none is missing."""
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             found = _NO_GRADIENT.search(str(error))
-            return [name for name, _ in self._numbered(found)] if found else []
+            return [name for name, _ in self._by_index(found)] if found else []
         return None
 
-    def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        return self.module.state_dict(*arguments, **options)
+    def _as_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Run a method of the model as a forward pass of the wrapper."""
+
+        @functools.wraps(method)
+        def call(*inputs: Any, **named: Any) -> Any:
+            had, model = "forward" in vars(self.module), self.module
+            forward = model.forward
+
+            def restore() -> None:
+                if had:
+                    model.forward = forward
+                else:
+                    vars(model).pop("forward", None)
+
+            def run(*inputs: Any, **named: Any) -> Any:
+                restore()  # the method may call the model itself
+                output = method(*inputs, **named)
+                if (
+                    torch.is_grad_enabled()
+                    and DdpModule._averages
+                    and any(owner == id(self) for owner, _ in DdpModule._arrived)
+                ):
+                    raise TrainingError(
+                        f"{type(model).__name__}.{method.__name__} calls backward() itself, before its forward pass has ended",
+                        hint="return the loss, and call backward() on it",
+                    )
+                return output
+
+            model.forward = run
+            try:
+                return self(*inputs, **named)
+            finally:
+                restore()
+
+        return call
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **options: Any) -> Any:
-        return self.module.load_state_dict(self._with_names_of_before(state_dict, ""), *arguments, **options)
+        return self.module.load_state_dict(self._without_prefix(state_dict, ""), *arguments, **options)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """What torch calls where this is a part of the module that is loaded."""
-        plain = self._with_names_of_before({name: state_dict.pop(name) for name in [*state_dict]}, prefix)
-        state_dict.update({prefix + _INSIDE + name.removeprefix(prefix): value for name, value in plain.items()})
+        """Load the state as a part of another module: torch adds DistributedDataParallel's prefix."""
+        plain = self._without_prefix({name: state_dict.pop(name) for name in [*state_dict]}, prefix)
+        state_dict.update({prefix + _PREFIX + name.removeprefix(prefix): value for name, value in plain.items()})
         super()._load_from_state_dict(state_dict, prefix, *arguments)
 
-    def _with_names_of_before(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
-        """`state`, whose names begin with `prefix`, as it is without DistributedDataParallel."""
-        inside = prefix + _INSIDE
+    def _without_prefix(self, state: Mapping[str, Any], prefix: str) -> Mapping[str, Any]:
+        inside = prefix + _PREFIX
         if hasattr(self.module, "module") or not all(name.startswith(inside) for name in state):
             return state
         return {prefix + name.removeprefix(inside): value for name, value in state.items()}
@@ -173,9 +216,7 @@ class Wrapped(DistributedDataParallel):
             if self._own is None or name in self._own:
                 raise
         found = getattr(self.module, name)
-        if isinstance(found, types.MethodType) and found.__self__ is getattr(self.module, "_orig_mod", self.module):
-            return _Method(found, self)
-        return found
+        return self._as_forward(found) if name in self._methods else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._own is None or name in self._own:
@@ -189,47 +230,14 @@ class Wrapped(DistributedDataParallel):
         else:
             delattr(self.module, name)
 
-    def register_buffer(self, *arguments: Any, **options: Any) -> None:
-        self.module.register_buffer(*arguments, **options)
-
-    def register_state_dict_pre_hook(self, *arguments: Any, **options: Any) -> Any:
-        return self.module.register_state_dict_pre_hook(*arguments, **options)
-
-    def register_state_dict_post_hook(self, *arguments: Any, **options: Any) -> Any:
-        return self.module.register_state_dict_post_hook(*arguments, **options)
-
-    def _register_state_dict_hook(self, *arguments: Any, **options: Any) -> Any:
-        return self.module._register_state_dict_hook(*arguments, **options)
-
-    def register_load_state_dict_pre_hook(self, *arguments: Any, **options: Any) -> Any:
-        return self.module.register_load_state_dict_pre_hook(*arguments, **options)
-
-    def register_load_state_dict_post_hook(self, *arguments: Any, **options: Any) -> Any:
-        return self.module.register_load_state_dict_post_hook(*arguments, **options)
-
-    def register_parameter(self, *arguments: Any, **options: Any) -> None:
-        self.module.register_parameter(*arguments, **options)
-
-    def add_module(self, *arguments: Any, **options: Any) -> None:
-        self.module.add_module(*arguments, **options)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self.module[key]
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self.module)
 
-    def __contains__(self, thing: Any) -> bool:
-        return thing in self.module
-
-    def __len__(self) -> int:
-        return len(self.module)
-
     def __bool__(self) -> bool:
-        return True  # also where the model has no length
+        return True  # also if the model has length 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """One more whose gradients are averaged, as a copy may be trained, too; of what does not learn, the model alone."""
+        """Copy the wrapper, as the copy may be trained; without trainable parameters, copy the model alone."""
         if not any(parameter.requires_grad for parameter in self.module.parameters()):
             plain: nn.Module = copy.deepcopy(self.module, memo)
             return plain
@@ -238,151 +246,61 @@ class Wrapped(DistributedDataParallel):
         twin = memo[id(self)] = type(self).__new__(type(self))
         twin.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         twin._own = own
-        _backward.watch(twin)
+        twin._watch_gradients()
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return typing.cast, (None, self.module)  # gives back the second; found also where nobody has distrib
+        return typing.cast, (None, self.module)  # typing.cast returns its second argument: a file needs no distrib
 
 
-def frozen_later(names: list[str], model: str) -> TrainingError:
-    """The error of parameters that learnt when they were prepared, and do not now."""
+def _forward_to_model(name: str) -> Callable[..., Any]:
+    def forwarded(self: DdpModule, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.module, name)(*arguments, **options)
+
+    return forwarded
+
+
+for _name in _FORWARDED:
+    setattr(DdpModule, _name, _forward_to_model(_name))
+
+
+def frozen_after_prepare(names: list[str], model: str) -> TrainingError:
+    """Make the error for parameters that were frozen after `job.prepare`.
+
+    Args:
+        names: The parameters.
+        model: Class of the model.
+
+    Returns:
+        The error to raise.
+    """
     return TrainingError(
-        f"{several(names)} of {model} was frozen after job.prepare, and its gradient is waited for",
+        f"{several(names)} of {model} was frozen after job.prepare, and other ranks wait for its gradient",
         hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
         "or job.prepare(..., find_unused_parameters=True)",
     )
 
 
-class _Backward:
-    """Sees where a second backward follows what models have computed, of which torch averages no gradient.
+def is_in_join(model: nn.Module) -> bool:
+    """Detect DistributedDataParallel's `join()`, in which ranks take different numbers of steps.
 
-    Of each model the first and the last parameter are watched: a backward that is to give all gradients reaches both. Of one that
-    may have unused parameters, all are. What any of the models computes allows another backward: they may share parameters, and a
-    model may be prepared again.
+    Args:
+        model: A prepared model.
+
+    Returns:
+        True inside `join()` and after it.
     """
-
-    def __init__(self) -> None:
-        self._averaged = False
-        self._arrived: set[tuple[int, int]] = set()
-        self._twice: set[int] = set()
-        self._alone: dict[int, str] = {}
-
-    def watch(self, model: Wrapped) -> None:
-        learning = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        if not model.find_unused_parameters:
-            learning = learning[:1] + learning[1:][-1:]
-        for number, parameter in enumerate(learning):
-            parameter.register_post_accumulate_grad_hook(_Arrival(weakref.ref(model), number))
-
-    def begins(self, *, averaged: bool) -> None:
-        """A model has computed, and gradients of the next backward are `averaged`, or this rank's own."""
-        self._averaged = averaged
-        self._arrived.clear()
-        self._twice.clear()
-        self._alone.clear()
-
-    def was_alone(self, model: Wrapped, method: str) -> None:
-        """A method of a model that had computed nothing before has called backward."""
-        self._alone[id(model)] = method
-
-    def alone_in(self, model: Wrapped) -> str:
-        """The method that has called the latest backward, with nothing that `model` had computed before; empty where none has."""
-        return self._alone.get(id(model), "")
-
-    def arrived(self, model: Wrapped, number: int) -> None:
-        """A gradient has come."""
-        model._waits = False
-        model._arrivals += 1
-        if self._averaged and (id(model), number) in self._arrived:
-            self._twice.add(id(model))
-        self._arrived.add((id(model), number))
-
-    def came_twice(self, model: Wrapped) -> bool:
-        """Whether gradients of `model` are those of a second backward, too: this rank's own."""
-        return id(model) in self._twice
-
-
-_backward = _Backward()
-
-
-class _Arrival:
-    """A hook that keeps no model alive."""
-
-    def __init__(self, model: weakref.ref[Wrapped], number: int) -> None:
-        self._model, self._number = model, number
-
-    def __call__(self, _: torch.Tensor) -> None:
-        if (model := self._model()) is not None:
-            _backward.arrived(model, self._number)
-
-
-class _Method:
-    """A method of a model, which is told what it has computed."""
-
-    def __init__(self, method: types.MethodType, model: Wrapped) -> None:
-        functools.update_wrapper(self, method)
-        self._method, self._model = method, model
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        model = self._model
-        waited, arrivals = model._waits, model._arrivals
-        output = self._method(*arguments, **named)
-        alone = model._arrivals > arrivals and not waited and model.require_backward_grad_sync
-        model._computed(output)
-        if alone:
-            _backward.was_alone(model, self._method.__name__)
-        return output
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_method"], name)
-
-    def __eq__(self, other: object) -> bool:
-        return self._method == (other._method if isinstance(other, _Method) else other)
-
-    def __hash__(self) -> int:
-        return hash(self._method)
-
-    def __reduce__(self) -> Any:
-        return self._method.__reduce__()  # for a loader's processes, which have no ranks
-
-
-def _with_gradients(output: Any) -> list[torch.Tensor]:
-    """What a gradient can be computed from: in lists, mappings and the attributes of objects, and of objects in these."""
-    return [tensor for tensor in _tensors(output, set()) if tensor.grad_fn is not None]
-
-
-OBJECTS_DEEP = 4
-"""As `Independent(Normal(...))`, and a mixture of such, are."""
-
-
-def _tensors(thing: Any, seen: set[int], *, deep: int = OBJECTS_DEEP) -> Iterator[torch.Tensor]:
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, (list, tuple, dict)):
-        for item in thing.values() if isinstance(thing, dict) else thing:
-            yield from _tensors(item, seen, deep=deep)
-    elif deep and not isinstance(
-        thing, (type, nn.Module, str, bytes, int, float, types.ModuleType, types.FunctionType)
-    ):
-        if id(thing) in seen:
-            return
-        seen.add(id(thing))
-        slots = [name for kind in type(thing).__mro__ for name in _listed(getattr(kind, "__slots__", ()))]
-        yield from _tensors(getattr(thing, "__dict__", None), seen, deep=deep - 1)
-        yield from _tensors([getattr(thing, name, None) for name in slots], seen, deep=deep - 1)
-
-
-def _listed(slots: str | Iterable[str]) -> Iterable[str]:
-    return (slots,) if isinstance(slots, str) else slots
-
-
-def in_join(model: nn.Module) -> bool:
-    """Whether `model` is in DistributedDataParallel's `join()`, where ranks take different numbers of steps, or was."""
     return isinstance(model, DistributedDataParallel) and bool(model._join_config.enable)
 
 
-def hidden(model: Wrapped) -> list[str]:
-    """What the module in `model` has, too, under names that are DistributedDataParallel's there."""
-    names = (model._own or frozenset()) - {*dir(nn.Module()), *_THE_SAME}
+def hidden_attributes(model: DdpModule) -> list[str]:
+    """List the model's attributes that DistributedDataParallel's hide.
+
+    Args:
+        model: A prepared model.
+
+    Returns:
+        Public names, sorted.
+    """
+    names = (model._own or frozenset()) - {*dir(nn.Module()), *_SAME_MEANING}
     return sorted(name for name in names if not name.startswith("_") and hasattr(model.module, name))

@@ -44,7 +44,9 @@ class HorovodStrategy(AllReduceStrategy):
         self._made = 0  # reducers, with those that have ended
         self._pairs: dict[Optimizer, list[nn.Module]] = {}
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
         model = TrainingStrategy.prepare_model(self, model, find_unused_parameters=find_unused_parameters)
         model.no_sync = _NoSync(self, model)  # type: ignore[assignment]
         for name, parameter in model.named_parameters():

@@ -43,7 +43,9 @@ LOOK_STEPS = 3 * FEW_STEPS
 class LocalSgdStrategy(TrainingStrategy):
     """Every rank has its own parameters, which become the same on all every H steps and at the end of each epoch."""
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         if all(one is not model for one in self._models):  # prepared again it keeps what each rank has learnt
             broadcast_tensors([*model.parameters(), *model.buffers()])

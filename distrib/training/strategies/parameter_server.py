@@ -116,7 +116,9 @@ class ParameterServerStrategy(ElasticStrategy):
 
     # -- models -------------------------------------------------------------------------------------------------------
 
-    def prepare_model(self, model: nn.Module, *, find_unused_parameters: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, *, find_unused_parameters: bool, methods: Sequence[str] = ()
+    ) -> nn.Module:
         model = super().prepare_model(model, find_unused_parameters=find_unused_parameters)
         # Also buffers that are not saved, and whatever a model's own state_dict leaves out.
         state: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
