@@ -10,7 +10,6 @@ from distrib.cluster.node import Nic
 from distrib.probe.diagnosis.check_inputs import CheckInputs, collect_inputs
 from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.diagnosis.gpus import (
-    find_gpudirect_missing,
     find_gpudirect_without_gain,
     find_narrow_pcie,
     find_slow_gpu_copies,
@@ -23,7 +22,6 @@ from distrib.probe.diagnosis.link_quality import (
 )
 from distrib.probe.diagnosis.nics import (
     find_faster_networks,
-    find_faster_nics,
     find_mixed_nics,
     find_mpi_without_rdma,
     find_nics_below_nominal,
@@ -56,10 +54,8 @@ CHECKS: tuple[Check, ...] = (
     find_mixed_nics,
     find_nics_below_nominal,
     find_unknown_nics,
-    find_faster_nics,
     find_faster_networks,
     find_mpi_without_rdma,
-    find_gpudirect_missing,
     find_gpudirect_without_gain,
     find_narrow_pcie,
     find_slow_gpu_copies,

@@ -19,22 +19,6 @@ GpuName = tuple[str, str]
 """Host and GPU, such as `("n1", "gpu0")`."""
 
 
-def find_gpudirect_missing(inputs: CheckInputs) -> Iterator[Finding]:
-    """Report hosts without the drivers of GPUDirect RDMA, unless all-reduce was measured with and without it."""
-    hosts = tuple(
-        host for host, each in inputs.facts.items() if each.gpus and each.rdma_bytes_per_second and not each.gpudirect
-    )
-    if hosts and not {True, False} <= {each.gpudirect for each in inputs.collectives}:
-        yield Finding(
-            kind="gpudirect_off", severity="note",
-            what=f"{shown_hosts(hosts)}: GPUDirect RDMA may be off; gradients then pass through host memory",
-            evidence="GPUs and an RDMA port, but neither the module nvidia_peermem nor a driver with DMA-BUF; "
-            "all-reduce was not measured with and without",
-            advice="modprobe nvidia_peermem, or use NVIDIA's open kernel modules with Linux 5.12 or later (NCCL_DEBUG=INFO shows GDRDMA)",
-            hosts=hosts, loss=0.3,
-        )  # fmt: skip
-
-
 def find_gpudirect_without_gain(inputs: CheckInputs) -> Iterator[Finding]:
     """Report that all-reduce over the whole cluster is no faster with GPUDirect RDMA than without."""
     times: dict[bool, dict[int, float]] = {True: {}, False: {}}

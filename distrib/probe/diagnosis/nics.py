@@ -19,9 +19,6 @@ ONE_THREAD_BYTES_PER_SECOND = 12.5e9
 MAX_COMMON_SPREAD = 1.1
 """Hosts whose best rates differ less than this have one common limit, such as the switch."""
 
-MIN_FASTER_NIC_FACTOR = 1.5
-"""Nominal rate of another NIC, over that of the used one, at which it is recommended."""
-
 
 def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
     """Report hosts with slower NICs than most: they are compared among themselves, and a job over all hosts waits for them.
@@ -138,24 +135,6 @@ def find_unknown_nics(inputs: CheckInputs) -> Iterator[Finding]:
 
 def _device_names(facts: Facts) -> tuple[str, ...]:
     return (*(interface.name for interface in facts.interfaces), *facts.rdma_devices)
-
-
-def find_faster_nics(inputs: CheckInputs) -> Iterator[Finding]:
-    """Report NICs with a higher nominal rate than the one in use, if the probe could not measure their network."""
-    tried = {(host, name) for network in inputs.networks for host, name in network.nic_names.items()}
-    for host, facts in inputs.facts.items() if inputs.transport == "tcp" else ():
-        own = inputs.nic(host)
-        if own is None or not own.speed_bytes_per_second:
-            continue
-        others = [i for i in facts.interfaces if i.physical and i.up and i is not own and (host, i.name) not in tried]
-        best = max(others, key=lambda nic: nic.speed_bytes_per_second or 0.0, default=own)
-        rate = best.speed_bytes_per_second or 0.0
-        if rate > MIN_FASTER_NIC_FACTOR * own.speed_bytes_per_second:
-            yield Finding(
-                kind="wrong_interface", severity="warning", what=f"{host}: {own.name} is used, but {best.name} is faster",
-                evidence=f"nominal: {own.name} {format_bit_rate(own.speed_bytes_per_second)}, {best.name} {format_bit_rate(rate)}",
-                advice=f"use it with --interface {best.name} if it leads to the other hosts", hosts=(host,), loss=0.4,
-            )  # fmt: skip
 
 
 def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:

@@ -30,6 +30,28 @@ def links_to_remeasure(inputs: CheckInputs, limit: int) -> list[tuple[str, str]]
     return list(dict.fromkeys([*_suspicious_links(inputs)[:limit], *_slowed_neighbours(inputs)[:limit]]))
 
 
+def _suspicious_links(inputs: CheckInputs) -> list[tuple[str, str]]:
+    """Return slow or noisy links, worst first, and links of slow hosts with healthy ones, each host's first link first."""
+    alone = {(record.source, record.target): record for record in inputs.under("alone")}
+    if not alone:
+        return []
+    slow_hosts, beside = _slow_beside_others(inputs)
+    links = {**_slow_alone(inputs, alone), **{pair: part for pair, part in beside.items() if pair not in alone}}
+    for pair in list(links):
+        links.setdefault(pair[::-1], links[pair])
+    wanted = {pair: (0, part) for pair, part in links.items()}
+    for pair, record in alone.items():
+        if record.variation > LIMITS.noisy_variation / 2:
+            wanted.setdefault(pair, (0, 1.0))
+    slow_names = {host for host, _ in slow_hosts}
+    for (host, sends), part in slow_hosts.items():
+        own = inputs.host_class(host)
+        healthy = [other for other in inputs.hosts if other not in slow_names and inputs.host_class(other) >= own]
+        for turn, peer in enumerate(healthy[:MAX_PARTNERS]):
+            wanted.setdefault((host, peer) if sends else (peer, host), (turn, part))
+    return sorted(wanted, key=lambda pair: wanted[pair])
+
+
 def concurrent_pairs_slowed(inputs: CheckInputs) -> list[tuple[tuple[str, str], ...]]:
     """List pairs that slowed each other down in one phase, the phase that lost most first.
 
@@ -53,7 +75,7 @@ def concurrent_pairs_slowed(inputs: CheckInputs) -> list[tuple[tuple[str, str], 
 def _slowed_neighbours(inputs: CheckInputs) -> list[tuple[str, str]]:
     """Return neighbours of a ring over all hosts that others slowed down and that were never alone.
 
-    Their rate alone is that of a ring all-reduce. Measurements that busy CPUs may have slowed are left out.
+    Predictions of ring all-reduce need their rate alone. Measurements that busy CPUs may have slowed are left out.
     """
     slowed = {
         frozenset((record.source, record.target))
@@ -63,28 +85,6 @@ def _slowed_neighbours(inputs: CheckInputs) -> list[tuple[str, str]]:
     }
     ring = zip(inputs.hosts, [*inputs.hosts[1:], *inputs.hosts[:1]], strict=True)
     return [(a, b) for a, b in ring if frozenset((a, b)) in slowed and not inputs.alone.measured(a, b)]
-
-
-def _suspicious_links(inputs: CheckInputs) -> list[tuple[str, str]]:
-    """Return slow or noisy links, worst first, and links of slow hosts with healthy ones, each host's first link first."""
-    alone = {(record.source, record.target): record for record in inputs.under("alone")}
-    if not alone:
-        return []
-    slow_hosts, beside = _slow_beside_others(inputs)
-    links = {**_slow_alone(inputs, alone), **{pair: part for pair, part in beside.items() if pair not in alone}}
-    for pair in list(links):
-        links.setdefault(pair[::-1], links[pair])
-    wanted = {pair: (0, part) for pair, part in links.items()}
-    for pair, record in alone.items():
-        if record.variation > LIMITS.noisy_variation / 2:
-            wanted.setdefault(pair, (0, 1.0))
-    slow_names = {host for host, _ in slow_hosts}
-    for (host, sends), part in slow_hosts.items():
-        own = inputs.host_class(host)
-        healthy = [other for other in inputs.hosts if other not in slow_names and inputs.host_class(other) >= own]
-        for turn, peer in enumerate(healthy[:MAX_PARTNERS]):
-            wanted.setdefault((host, peer) if sends else (peer, host), (turn, part))
-    return sorted(wanted, key=lambda pair: wanted[pair])
 
 
 def _slow_alone(inputs: CheckInputs, alone: Mapping[tuple[str, str], PairMeasurement]) -> LinkRates:
