@@ -29,7 +29,7 @@ from distrib.probe.diagnosis.gpus import find_gpudirect_without_gain
 from distrib.probe.diagnosis.nics import find_mixed_nics
 from distrib.probe.diagnosis.regressions import describe_unchanged, find_regressions
 from distrib.probe.host_facts import ports_of_job, used_ports
-from distrib.probe.probe_report import bus_bandwidth, curve_table, heat_map, links_table, ranks_text, usual_most
+from distrib.probe.probe_report import bus_bandwidth, curve_table, describe_ranks, heat_map, links_table, scale_maximum
 from distrib.probe.records import (
     CollectiveMeasurement,
     Facts,
@@ -1151,7 +1151,7 @@ def test_the_heat_map_can_be_read_without_colours(hosts, width):
 def test_the_heat_map_does_not_take_a_further_network_for_the_links_alone():
     beside = tuple(structs.replace(pair, network=None, load="together") for pair in further("10.9.0.0/24"))
     kept = Measurements(when="", software={}, hosts=("n1", "n2", "n3", "n4"), pairs=(*beside, *further("10.9.0.0/24")))
-    assert "12 of 12 beside others" in heat_map(kept, "tcp", 100).plain
+    assert "12 of 12 beside other traffic" in heat_map(kept, "tcp", 100).plain
 
 
 @pytest.mark.parametrize(
@@ -1207,8 +1207,8 @@ def test_large_messages_that_were_measured_beside_others_only_are_shown():
 
 def test_columns_of_all_reduce_say_how_many_hosts_and_ranks():
     over = Collective(name="all_reduce", backend="nccl", hosts=("a", "b"), ranks=2, gpudirect=None, curve=())
-    assert ranks_text(over) == "2 hosts"
-    assert ranks_text(structs.replace(over, ranks=16, gpudirect=False)) == "2 hosts, 16 ranks, no GPUDirect"
+    assert describe_ranks(over) == "2 hosts"
+    assert describe_ranks(structs.replace(over, ranks=16, gpudirect=False)) == "2 hosts, 16 ranks, no GPUDirect"
 
 
 def test_bus_bandwidth_is_that_of_nccl_tests():
@@ -1219,10 +1219,10 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
 
 
 def test_a_few_fast_pairs_do_not_leave_the_others_in_the_dark():
-    assert usual_most([1.0] * 100) == (1.0, False)
-    assert usual_most([1.0] * 99 + [60.0]) == (1.0, True)
-    assert usual_most([0.5] * 50 + [1.0] * 50) == (1.0, False)
-    assert usual_most([2.0]) == (2.0, False)
+    assert scale_maximum([1.0] * 100) == (1.0, False)
+    assert scale_maximum([1.0] * 99 + [60.0]) == (1.0, True)
+    assert scale_maximum([0.5] * 50 + [1.0] * 50) == (1.0, False)
+    assert scale_maximum([2.0]) == (2.0, False)
 
 
 @pytest.mark.parametrize(("hosts", "bad"), [(2, "n2"), (3, "n2"), (4, "n2")])

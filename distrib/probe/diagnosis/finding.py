@@ -7,8 +7,6 @@ from typing import Literal
 
 import msgspec
 
-from distrib.units import format_rate
-
 Kind = Literal[
     "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "mtu", "noisy_link",
     "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline", "mixed_nics",
@@ -44,12 +42,3 @@ def rank_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         findings: Findings of any kinds, in any order.
     """
     return tuple(sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.loss, f.kind, f.hosts)))
-
-
-def format_bit_rate(bytes_per_second: float) -> str:
-    """Format a rate in bits per second, as networks are rated.
-
-    Args:
-        bytes_per_second: The rate.
-    """
-    return format_rate(bytes_per_second, digits=3, bits=True)

@@ -9,9 +9,10 @@ from distrib.cluster.hardware_catalog import LinkKind
 from distrib.cluster.link_spec import LinkSpec, parse_network_link
 from distrib.cluster.node import Nic, name_hosts, shown_hosts
 from distrib.probe.diagnosis.check_inputs import CheckInputs, rate_classes
-from distrib.probe.diagnosis.finding import Finding, format_bit_rate
+from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import Facts
 from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND, Transport
+from distrib.units import bit_rate_text
 
 ONE_THREAD_BYTES_PER_SECOND = 12.5e9
 """Over TCP one thread of the probe receives everything; it does not fill faster NICs (100 Gb/s)."""
@@ -34,8 +35,8 @@ def find_mixed_nics(inputs: CheckInputs) -> Iterator[Finding]:
         hosts = tuple(host for host, own in rates.items() if own == rate)
         yield Finding(
             kind="mixed_nics", severity="note" if len(hosts) > 1 else "warning",
-            what=f"{shown_hosts(hosts)}: NIC rate {format_bit_rate(rate)}, {'most' if most else 'other'} hosts have "
-            f"{format_bit_rate(usual)}",
+            what=f"{shown_hosts(hosts)}: NIC rate {bit_rate_text(rate)}, {'most' if most else 'other'} hosts have "
+            f"{bit_rate_text(usual)}",
             evidence="rates reported by the NICs; links are compared with those of the same rate",
             advice="a job over all hosts runs at the speed of the slowest: use slower hosts in jobs of their own, or check "
             "cable and switch port (ethtool)",
@@ -90,8 +91,8 @@ def _below_nominal(subject: str, hosts: tuple[str, ...], fraction: float, nic: L
     usable = nic.usable_bytes_per_second
     return Finding(
         kind="below_nominal", severity="warning", what=f"{subject} reaches {fraction:.0%} of the usable rate of its NIC",
-        evidence=f"at best {format_bit_rate(fraction * usable)}, expected about {format_bit_rate(usable)} of a NIC of "
-        f"{format_bit_rate(nic.rate_bytes_per_second)}",
+        evidence=f"at best {bit_rate_text(fraction * usable)}, expected about {bit_rate_text(usable)} of a NIC of "
+        f"{bit_rate_text(nic.rate_bytes_per_second)}",
         advice=advice, hosts=hosts, ratio=fraction, loss=0.3 * (1 - fraction),
     )  # fmt: skip
 
@@ -149,7 +150,7 @@ def find_faster_networks(inputs: CheckInputs) -> Iterator[Finding]:
         if rate > LIMITS.faster_network_factor * used:
             yield Finding(
                 kind="wrong_interface", severity="warning", what=f"{network.network} is faster than the network that is used",
-                evidence=f"median {format_bit_rate(rate)} alone, {format_bit_rate(used)} on the one that is used",
+                evidence=f"median {bit_rate_text(rate)} alone, {bit_rate_text(used)} on the one that is used",
                 advice=_use_network(network, inputs.facts), hosts=network.hosts, ratio=used / rate, loss=0.4,
             )  # fmt: skip
 

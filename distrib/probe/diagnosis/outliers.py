@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from distrib.probe.diagnosis.check_inputs import CheckInputs, LinkRates
-from distrib.probe.diagnosis.finding import Finding, Severity, format_bit_rate
+from distrib.probe.diagnosis.finding import Finding, Severity
 from distrib.probe.records import LoadPattern, PairMeasurement, fastest_measurements
 from distrib.probe.settings import LIMITS
+from distrib.units import bit_rate_text
 
 
 def severity_of(ratio: float) -> Severity:
@@ -73,7 +74,7 @@ def _slow_host(inputs: CheckInputs, host: str, low: dict[str, float], median: fl
     return Finding(
         kind="slow_host", severity=severity_of(ratio),
         what=f"{host}: slow link: {' and '.join(low)} at {ratio:.0%} of the median of comparable hosts",
-        evidence=f"{format_bit_rate(rate)} with most hosts, median {format_bit_rate(median)} ({count} measurements alone)",
+        evidence=f"{bit_rate_text(rate)} with most hosts, median {bit_rate_text(median)} ({count} measurements alone)",
         advice=f"check cable, switch port and negotiated rate of {host}'s NIC (ethtool), its PCIe slot and other traffic; "
         "leave the host out with --exclude until then",
         hosts=(host,), ratio=ratio, loss=1 - ratio,
@@ -153,7 +154,7 @@ def find_asymmetric_links(inputs: CheckInputs) -> Iterator[Finding]:
             finding = Finding(
                 kind="asymmetric_link", severity=severity_of(ratio),
                 what=f"{source} to {target}: {ratio:.0%} of the rate of the other direction",
-                evidence=f"{format_bit_rate(rate)} from {source} to {target}, {format_bit_rate(back)} back",
+                evidence=f"{bit_rate_text(rate)} from {source} to {target}, {bit_rate_text(back)} back",
                 advice=f"check errors where {source} sends and {target} receives (ethtool -S), flow control, and routes "
                 "that differ by direction",
                 hosts=(source, target), source=source, target=target, ratio=ratio, loss=(1 - ratio) / 2,
@@ -173,7 +174,7 @@ def find_slow_links(inputs: CheckInputs) -> Iterator[Finding]:
             finding = Finding(
                 kind="slow_link", severity=severity_of(ratio),
                 what=f"{one} and {other}: slow link: {ratio:.0%} of the median of comparable links",
-                evidence=f"{format_bit_rate(rate)} alone, median {format_bit_rate(median)}; both hosts are faster with others",
+                evidence=f"{bit_rate_text(rate)} alone, median {bit_rate_text(median)}; both hosts are faster with others",
                 advice="check the switches and uplinks between them",
                 hosts=(one, other), source=one, target=other, ratio=ratio, loss=(1 - ratio) / 2,
             )  # fmt: skip

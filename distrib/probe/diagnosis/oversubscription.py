@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from distrib.cluster.node import shown_hosts
 from distrib.cluster.shared_links import SLOWED, groups_of
 from distrib.probe.diagnosis.check_inputs import CheckInputs
-from distrib.probe.diagnosis.finding import Finding, format_bit_rate
+from distrib.probe.diagnosis.finding import Finding
 from distrib.probe.records import PairMeasurement
 from distrib.probe.settings import LIMITS
+from distrib.units import bit_rate_text
 
 MIN_GROUP_CONTRAST = 0.8
 """Hosts form groups if this fraction of the pairs between groups is slowed, and hardly any within one."""
@@ -119,8 +120,8 @@ def _uplink_finding(
         pairs = f": {', '.join(kept)}" + f" and {len(crossing) - MAX_LISTED} more" * (len(crossing) > MAX_LISTED)
     return Finding(
         kind="oversubscribed_uplink", severity="warning", what=f"{subject} oversubscribed {ratio:.1f}:1",
-        evidence=f"{len(crossing)} concurrent pairs reach {format_bit_rate(had)} in total, their hosts can send "
-        f"{format_bit_rate(wanted)}{pairs}",
+        evidence=f"{len(crossing)} concurrent pairs reach {bit_rate_text(had)} in total, their hosts can send "
+        f"{bit_rate_text(wanted)}{pairs}",
         advice="keep a job on one side if it fits there; across, use the hierarchical all-reduce and place neighbouring "
         "ranks on the same side; or widen the uplink",
         hosts=hosts, ratio=ratio, loss=1 - 1 / ratio,

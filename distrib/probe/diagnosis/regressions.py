@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements
 from distrib.cluster.shared_links import SLOWED
-from distrib.probe.diagnosis.finding import Finding, format_bit_rate, rank_findings
+from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.diagnosis.outliers import severity_of
 from distrib.probe.settings import LIMITS, SINGLE_STREAM_BYTES_PER_SECOND
-from distrib.units import format_duration, format_rate, format_size
+from distrib.units import bit_rate_text, format_duration, format_rate, format_size
 
 MIN_COMPARED_FRACTION = 0.5
 """If fewer directions can be compared, a note says so."""
@@ -125,8 +125,8 @@ def _link_regressions(links: Sequence[LinkPair], network: str, when: str) -> Ite
         yield Finding(
             kind="worse_than_baseline", severity=severity_of(ratio),
             what=f"{source} to {target}: {ratio:.0%} of the earlier bandwidth ({new.transport}{on}{beside})",
-            evidence=f"{format_bit_rate(new.bandwidth_bytes_per_second)} now, "
-            f"{format_bit_rate(old.bandwidth_bytes_per_second)} on {when}",
+            evidence=f"{bit_rate_text(new.bandwidth_bytes_per_second)} now, "
+            f"{bit_rate_text(old.bandwidth_bytes_per_second)} on {when}",
             advice="check what was changed on this path since then", hosts=(source, target),
             source=source, target=target, ratio=ratio, loss=(1 - ratio) / 2,
         )  # fmt: skip
