@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ def content_digest(batch: Any) -> str:
     return digest.hexdigest()
 
 
+def sequence_digest(values: Sequence[Any]) -> str:
+    """Compute a digest of the length of a sequence and of 32 items spread over it.
+
+    Args:
+        values: Indices or batches of indices, as a sampler yields them.
+
+    Returns:
+        The length and the digest in hexadecimal.
+    """
+    chosen = [values[len(values) * part // _SAMPLED_ITEMS] for part in range(_SAMPLED_ITEMS)] if len(values) else []
+    return f"{len(values)} {content_digest([item.tolist() if hasattr(item, 'tolist') else item for item in chosen])}"
+
+
+_SAMPLED_ITEMS = 32
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SPLIT_ELEMENTS = 1 << 22
 

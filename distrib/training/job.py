@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,11 +29,9 @@ from distrib.training import compat, shutdown
 from distrib.training import sync_batchnorm as normalization
 from distrib.training.checkpoint import replicas, state_sync
 from distrib.training.checkpoint.manager import Checkpoints
-from distrib.training.checks.cross_rank import check_alike
-from distrib.training.checks.datasets import check_same_data
-from distrib.training.checks.divergence import Drift, check_same_values
-from distrib.training.checks.manual_update import HandMade
-from distrib.training.checks.usage import Forgotten, is_scheduled
+from distrib.training.checks.cross_rank import check_identical
+from distrib.training.checks.divergence import CHECK_EVERY_STEPS, DivergenceCheck, check_initial_values
+from distrib.training.checks.usage import UsageChecks
 from distrib.training.collectives import JobCollectives, Operation
 from distrib.training.data.loader_registry import Loaders
 from distrib.training.data.sharded_loader import ShardedLoader
@@ -57,9 +54,6 @@ from distrib.training.telemetry.step_timer import Meter
 from distrib.training.world import find_device, find_world, planned_world
 
 T = TypeVar("T")
-
-TOLD_MODELS = 3
-"""So many models that came when training had begun, and are kept, are told of."""
 
 GPU_SECONDS = 60.0
 """So long the GPU of a rank that has gone further than others is waited for at the end: it may have much to compute still."""
@@ -84,7 +78,7 @@ class _Options(NamedTuple):
 _job: Job | None = None
 
 
-def init(*, timeout_seconds: float = 1800.0) -> Job:
+def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK_EVERY_STEPS) -> Job:
     """Joins the other ranks of this job and returns it; alone (`python script.py`) it is a job of one rank.
 
     The ranks are those that `distrib-launch`, `mpirun` or `torchrun` started. `timeout_seconds` is how long
@@ -109,7 +103,7 @@ def init(*, timeout_seconds: float = 1800.0) -> Job:
         backend = create_strategy(strategy, world, device)
         if world.size > 1:
             compat.make_safe()
-        _job = Job(backend)
+        _job = Job(backend, divergence_check_steps)
     elif _job.closed:
         raise TrainingError("the job is closed", hint="a process joins its job once: call distrib.init() only once")
     return _job
@@ -145,7 +139,7 @@ class Job:
     restarts: int
     """How often the launcher has started the whole job again (`--max-restarts`)."""
 
-    def __init__(self, backend: TrainingStrategy) -> None:
+    def __init__(self, backend: TrainingStrategy, divergence_check_steps: int = CHECK_EVERY_STEPS) -> None:
         world, device = backend.world, backend.device
         self.rank, self.world_size = world.rank, world.size
         self.local_rank, self.local_world_size = world.local_rank, world.local_size
@@ -162,30 +156,28 @@ class Job:
         self._checkpoints = Checkpoints(run, backend, self._exchange, elastic=bool(self._elastic))
         self._status = StatusPipe.from_environment()
         self._models: list[nn.Module] = []
-        self._later: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that were prepared when training had begun."""
         self._steps: list[Steps] = []
         self._stepped: bool | Callable[[], bool] = False
-        self._added_up = False
         self._released = False
         self._before = _Count()
         """Of optimizers that were released."""
         self._samples = Samples(own=1, all=world.size)
         normalization.follow(self._samples)
         self._batches = backend.settings.accumulate
-        self._forgotten = Forgotten(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
-        self._drift = Drift(world, self._alike, self._rates) if not self._elastic and world.size > 1 else None
+        self._usage = UsageChecks(backend, self._steps, lambda: self._models, lambda: self._batches > 1)
+        self._divergence: DivergenceCheck | None = None
+        if divergence_check_steps and not self._elastic and world.size > 1:
+            self._divergence = DivergenceCheck(world, self._replicated, divergence_check_steps)
         self._loaders = Loaders(
             backend,
             self._exchange,
-            self._forgotten,
+            self._usage,
             elastic=self._elastic,
             models=lambda: self._models,
             steps=self._calls,
             samples=self._next_batch,
             ended=self._settle,
         )
-        self._hand_made = HandMade(self._steps, self._loaders.learn, self._forgotten)
         self._meter: Meter | None = None
         if self._status.is_read and world.size > 1:
             self._meter = Meter(
@@ -286,7 +278,7 @@ class Job:
                     hint="FSDP sees to its gradients and its optimizer: prepare the DataLoader alone",
                 )
         if self.world_size > 1 and not self._elastic:  # there the servers compare
-            check_alike(
+            check_identical(
                 things,
                 self._models,
                 on_nan=on_nan,
@@ -295,10 +287,6 @@ class Job:
                 methods=[*methods],
                 sync_batchnorm=sync_batchnorm,
             )
-            if (
-                other := check_same_data(things)
-            ) and not self._loaders.begun:  # later some may have filled what they keep
-                self._forgotten.other_data(other)
         if sync_batchnorm and self._backend.settings.balance:
             raise TrainingError(
                 "sync_batchnorm makes ranks wait for each other inside a step: --balance could not tell who is slow",
@@ -310,17 +298,11 @@ class Job:
                 hint="leave it out, or use --mode sync",
             )
         options = _Options(find_unused_parameters, methods, sync_batchnorm, on_nan)
-        optimizers = [*things, *(steps.optimizer for steps in self._steps)]
-        scheduled = [thing for thing in optimizers if is_scheduled(thing)]
         known = {id(steps.optimizer) for steps in self._steps}
         prepared = [self._prepare(thing, options) for thing in things]
         if self.world_size > 1:
             hand_out = state_sync.hand_out_settings if self._elastic else state_sync.hand_out
             hand_out([thing for thing in things if id(thing) not in known], self._exchange)
-        if scheduled and self.world_size > 1:
-            for given, made in zip(things, prepared, strict=True):
-                if isinstance(made, ShardedLoader) and made is not given and not made.is_stream:
-                    self._forgotten.look_at_schedules(scheduled, len(given), len(made))
         for thing in prepared:
             self._profiles.watch(thing)
             if self._meter:
@@ -359,7 +341,6 @@ class Job:
                     )
                 self._models = exclude_model(self._models, thing)
                 self._backend.release_model(thing)
-                self._hand_made.release(thing)
         for thing in things:
             if self._meter:
                 self._meter.release(thing)
@@ -420,35 +401,19 @@ class Job:
         )
 
     def _add(self, model: nn.Module) -> None:
-        """Trains `model`, in place of what it was before it was prepared again."""
-        others = exclude_model(self._models, model)
-        if self._loaders.begun and len(others) == len(self._models):
-            self._later.add(unwrap_model(model))
-            if sum(unwrap_model(one) in self._later for one in others) + 1 == TOLD_MODELS:
-                self._forgotten.kept([*others, model])
-        self._models = [*others, model]
+        """Train `model`, in place of what it was before it was prepared again."""
+        self._models = [*exclude_model(self._models, model), model]
         self._status.prepared()
-        if self.world_size > 1 or self._batches > 1:
-            self._hand_made.watch(model)
 
-    def _alike(self) -> Sequence[nn.Module]:
-        """The models that have the same parameters on all ranks after every step."""
+    def _replicated(self) -> Sequence[nn.Module]:
+        """Return the models whose parameters are identical on all ranks after every step."""
         return self._models if self._backend.averages_gradients else ()
-
-    def _rates(self) -> Sequence[tuple[str, float]]:
-        """The learning rates that are the same on all ranks, and what to call them."""
-        return [
-            (f"the learning rate of {type(one.optimizer).__name__}, group {number},", float(group["lr"]))
-            for one in self._steps
-            for number, group in enumerate(one.optimizer.param_groups)
-            if "lr" in group and not one.is_retired
-        ]
 
     def _begins(self) -> None:
         """An optimizer takes its first step, on every rank: what they are sure to do together, before anything has learnt."""
         if not self._loaders.begun:
             if self.world_size > 1 and not self._elastic:
-                check_same_values(self._models)
+                check_initial_values(self._models)
             self._loaders.begin()
 
     def _told(self, step: int, stepped: bool | Callable[[], bool]) -> None:
@@ -456,8 +421,8 @@ class Job:
         if step:
             self._loaders.learn()
             self._status.step(step)
-        if self._drift:
-            self._drift.after(self._before.taken + sum(steps.taken for steps in self._steps))
+        if self._divergence:
+            self._divergence.after_step(self._before.taken + sum(steps.taken for steps in self._steps))
         self._loaders.step()
 
     def _calls(self) -> int | None:
@@ -549,7 +514,6 @@ class Job:
         of its type except that the mean of whole numbers is float, and that truths are counted. Raises TrainingError for another `op`.
         """
         self._check_open()
-        self._added_up = True
         return self._exchange.all_reduce(value, op)
 
     # What is kept and told
@@ -639,7 +603,7 @@ class Job:
             self._abandon()
             raise
         self.closed = True
-        self._forgotten.end()
+        self._usage.close()
         for steps in self._steps:
             steps.end()
         if self._watch is not None:
@@ -667,14 +631,10 @@ class Job:
         if self._elastic:
             self._tell_staleness(self._elastic.staleness())
         else:
-            self._forgotten.tell_what_was_read(self._loaders.read, self._loaders.prepared, added_up=self._added_up)
-            if self._drift:
-                self._drift.leave()
             with self._waiting():
                 self.barrier()
-            self._forgotten.hear_what_was_read()
-            if self._drift:
-                self._drift.hear_of_steps()
+                if self._divergence:
+                    self._divergence.compare_at_close()
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -690,12 +650,11 @@ class Job:
         """
         with self._waiting():
             meet_at_end(self._backend.world, tell=not self._status.is_read)
-        if self._drift is None:
+        if self._divergence is None:
             return
-        self._drift.leave()
         with self._waiting():
-            self.barrier()
-        if parted := self._drift.parted():
+            parted = self._divergence.compare_steps()
+        if parted:
             computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
             computed.record(torch.cuda.current_stream(self.device))
             deadline = time.monotonic() + GPU_SECONDS
@@ -731,7 +690,7 @@ class Job:
         """Leaves without a word to the others: after a failure they may never answer, and MPI's Finalize may hang."""
         if not self.closed:
             self.closed = True
-            self._forgotten.end()
+            self._usage.close()
             if self._watch is not None:
                 self._watch.end(failed=self.world_size > 1)
             if self.world_size > 1:

@@ -206,26 +206,26 @@ def mistakes(job: distrib.Job) -> None:
     for other, words in (
         (
             nn.Linear(2, 3),
-            r"rank 1 prepares something else than rank 0: in Linear, parameter or buffer weight \[3, 2\]",
+            r"rank 1 prepares something else than rank 0: in Linear, weight \[3, 2\]",
         ),
         (nn.Sequential(nn.Linear(2, 2)), "rank 1 prepares something else than rank 0: Sequential, not Linear"),
-        (nn.Linear(2, 2, bias=False), "Linear lacks the parameter or buffer bias"),
+        (nn.Linear(2, 2, bias=False), "Linear lacks bias"),
     ):
         raises(words, lambda other=other: job.prepare(other if job.rank == 1 else nn.Linear(2, 2)))
     raises("Linear, not Linear and SGD", lambda: job.prepare(*things(job.rank == 1)))
     raises(
-        "DataLoader of 9 samples in batches of 2, not DataLoader of 8 samples in batches of 2",
+        "DataLoader of 9 samples, not DataLoader of 8 samples",
         lambda: job.prepare(DataLoader(make_data(9 if job.rank == 1 else 8), 2)),
     )
     model = nn.Linear(2, 3)
     groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.2}]
     for other, words in (
-        (groups[::-1], r"in SGD, parameter or buffer bias \[3\] of group 0, not weight \[3, 2\] of group 0"),
+        (groups[::-1], r"in SGD, bias \[3\] of group 0, not weight \[3, 2\] of group 0"),
         (
             [{"params": [*model.parameters()]}],
-            r"in SGD, parameter or buffer bias \[3\] of group 0, not bias \[3\] of group 1",
+            r"in SGD, bias \[3\] of group 0, not bias \[3\] of group 1",
         ),
-        (groups[:1], r"SGD lacks the parameter or buffer bias \[3\] of group 1"),
+        (groups[:1], r"SGD lacks bias \[3\] of group 1"),
     ):
         optimizer = torch.optim.SGD(other if job.rank == 1 else groups, lr=0.1)
         raises(words, lambda optimizer=optimizer: job.prepare(model, optimizer))
@@ -442,7 +442,7 @@ def uncounted(job: distrib.Job) -> None:
     plain = make_plain_model()
     sam = Sam(plain.parameters(), lr=0.1)
     model, _ = job.prepare(plain, sam)
-    raises("a step of SGD on what Sam trains, .* job.prepare", lambda: steps(model, sam, 1))
+    raises("SGD updated parameters of the prepared Sam .* job.prepare", lambda: steps(model, sam, 1))
 
     plain = make_plain_model()
     sam = Sam(plain.parameters(), lr=0.1)
@@ -881,43 +881,23 @@ def released(job: distrib.Job) -> None:
     assert_alike(job.unwrap(model))
 
 
-def kept(job: distrib.Job) -> None:
-    """Four models, one after the other, of which nobody says that they are trained no more."""
-    for _ in range(4):
-        model = make_plain_model()
-        model, optimizer = job.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
-        train(model, optimizer, job.rank, 2)
-        model = job.prepare(job.unwrap(model))  # as where some of it is frozen
-
-
-def evaluated_within(job: distrib.Job, *, settled: bool = False) -> None:
-    """An evaluation between two averages is of as many models as there are ranks, which is said; at the end of an epoch it is of one."""
-    model = make_plain_model()
+def evaluated_settled(job: distrib.Job) -> None:
+    """After `job.settle()` in the middle of a round all ranks evaluate the same model."""
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     loaders = [DataLoader(make_data(8 * job.world_size), 2) for _ in range(2)]
     model, optimizer, training, validation = job.prepare(model, optimizer, *loaders)
-
-    def evaluate() -> None:
-        model.eval()
-        with torch.no_grad():
-            job.all_reduce(sum(model(inputs).sum().item() for inputs, _ in validation), "sum")
-        model.train()
-
     for number, (inputs, targets) in enumerate(training):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
         if number == 1:
-            if settled:
-                job.settle()
-            evaluate()
-            assert_alike(job.unwrap(model)) if settled else None
-    evaluate()
-
-
-def evaluated_settled(job: distrib.Job) -> None:
-    """The same after `job.settle()`."""
-    evaluated_within(job, settled=True)
+            job.settle()
+            model.eval()
+            with torch.no_grad():
+                job.all_reduce(sum(model(inputs).sum().item() for inputs, _ in validation), "sum")
+            model.train()
+            assert_alike(job.unwrap(model))
 
 
 def saved_within(job: distrib.Job) -> None:
@@ -1207,43 +1187,6 @@ def apart_later(job: distrib.Job) -> None:
     apart(job, 12, 20)
 
 
-def by_hand(job: distrib.Job) -> None:
-    """A script makes the updates itself: all ranks the same where gradients are averaged in backward, else it is told soon."""
-    torch.manual_seed(3)
-    model = job.prepare(make_plain_model())
-
-    def update() -> None:
-        model.zero_grad()
-        model(torch.full((4, 6), job.rank + 1.0)).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-
-    for step in range(1, 13):
-        if step == 10 and (STRATEGY.mode != "sync" or STRATEGY.backend == "horovod"):
-            raises(
-                "Sequential learns, and no prepared optimizer has its parameters: with --.* every rank has its own",
-                update,
-            )
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.zero_()  # on every rank, so that the job may end well
-            return
-        update()
-    assert_alike(job.unwrap(model))
-
-
-def rates(job: distrib.Job) -> None:
-    """A schedule is told what each rank has measured by itself."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    model, optimizer, schedule = job.prepare(model, optimizer, schedule)
-    for step in range(6):
-        train(model, optimizer, job.rank, 2)
-        schedule.step(1.0 + (job.rank - 0.5) * step)
-
-
 def unequal(job: distrib.Job) -> None:
     """Rank 1 leaves out steps."""
     plain = nn.Sequential(nn.Linear(6, 3))
@@ -1342,7 +1285,7 @@ def momentum(job: distrib.Job) -> None:
 
 if __name__ == "__main__":
     lessons = [globals()[name] for name in sys.argv[2:]]
-    with distrib.init() as job:
+    with distrib.init(divergence_check_steps=10) as job:
         for lesson in lessons:
             job.print("lesson:", lesson.__name__, file=sys.stderr)
             lesson(job)

@@ -75,18 +75,9 @@ loaded = TensorDataset(NUMBERS)
 rounded = NUMBERS.repeat(1, 3) * (1 + 1e-7 * job.rank)
 files = [f"/data{job.rank}/{number:02}" for number in range(24)]
 job.prepare(DataLoader(TensorDataset(rounded)), DataLoader(Files(files)), DataLoader(range(9)))
-filled = Files([f"{number:02}" for number in range(24)])
-filled.kept = [None, *range(23)] if job.rank else [None] * 24  # type: ignore[attr-defined]
-job.prepare(DataLoader(filled))
 torch.manual_seed(3)
 for part in random_split(loaded, [20, 4]):
     job.prepare(DataLoader(part))
-
-# Other orders are told of.
-job.prepare(DataLoader(Subset(Files(files[:: 1 - 2 * job.rank]), range(3, 9))))
-job.prepare(DataLoader(TensorDataset(NUMBERS.roll(job.rank), torch.zeros(24))))
-words = [f"{number:02}" for number in range(24)]
-job.prepare(DataLoader(loaded), DataLoader(words[job.rank :] + words[: job.rank]))
 
 # A sampler with random numbers of its own: told at the job's first step.
 assert seen(job.prepare(DataLoader(loaded, batch_size=3, sampler=Drawn()))) != once
@@ -107,9 +98,7 @@ except TrainingError as error:
 
 # Other choices are refused.
 split = random_split(loaded, [20, 4], torch.Generator().manual_seed(job.rank))
-odd = Files([f"{(number + job.rank) % 24:02}" for number in range(24)])
-odd.pictures = np.zeros((24, 2, 3))[..., ::-1]  # type: ignore[attr-defined]
-slices = [loaded, Subset(odd, range(job.rank, len(NUMBERS), 2))]
+slices = [loaded, Subset(Files([f"{number:02}" for number in range(24)]), range(job.rank, len(NUMBERS), 2))]
 for parts in (split, slices):
     try:
         job.prepare(*map(DataLoader, parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distrib.training.checks.datasets import difference, words_of
-from distrib.training.checks.usage import Forgotten
+from distrib.training.checks.cross_rank import SEED_HINT, subset_digest
+from distrib.training.checks.usage import UsageChecks
 from distrib.training.collectives import JobCollectives, find_differing, gather_objects
 from distrib.training.data.epoch import Lessons
 from distrib.training.data.load_balancing import Balance
@@ -32,7 +32,7 @@ class Loaders:
         self,
         backend: TrainingStrategy,
         exchange: JobCollectives,
-        forgotten: Forgotten,
+        usage: UsageChecks,
         *,
         elastic: ElasticStrategy | None,
         models: Callable[[], Sequence[nn.Module]],
@@ -40,13 +40,13 @@ class Loaders:
         samples: Callable[[int, int], tuple[int, int]],
         ended: Callable[[], None],
     ) -> None:
-        self._backend, self._world, self._exchange, self._forgotten = backend, backend.world, exchange, forgotten
+        self._backend, self._world, self._exchange, self._usage = backend, backend.world, exchange, usage
         self._elastic, self._models, self._samples = elastic, models, samples
         self._lessons = Lessons(steps, ended)
         self.prepared = 0
         """How many there are."""
-        self.read: dict[int, bool | None] = {}
-        """By number those of which this rank took a batch: whether it read them to their end without a step, None if never without."""
+        self.read = False
+        """True once this rank took a batch of one of them."""
         self.begun = False
         """Whether a first step was taken."""
         self._noted = False
@@ -60,15 +60,19 @@ class Loaders:
         """This rank's share of `loader`. Every rank."""
         self.prepared += 1
         number, generator = self.prepared - 1, loader.generator  # which scripts may seed by rank; the order must be one
-        own = words_of(loader.dataset) if self._elastic else {}  # in other modes all ranks compare at once
+        own = subset_digest(loader.dataset) if self._elastic else ""  # in other modes all ranks compare at once
         turn = number
         if generator:  # one of which several loaders are made, as of each epoch, gives each another order
             turn = self._made_of[generator] = self._made_of.get(generator, -1) + 1
         seed, of_main = self._exchange.from_main(
             lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + turn, own)
         )
-        if place := difference(of_main, own):
-            self._forgotten.other_than_main(place)
+        if own != of_main:
+            print(
+                f"distrib: warning: rank {self._world.rank} chose other samples than the main rank in a Subset: {SEED_HINT}",
+                file=sys.stderr,
+                flush=True,
+            )
         balance = None
         if self._backend.settings.balance and self._world.size > 1:
             balance = Balance(
@@ -83,7 +87,7 @@ class Loaders:
             training=self._training,
             samples=self._samples,
             parameters=lambda: [p for model in self._models() for p in model.parameters() if p.requires_grad],
-            read=functools.partial(self._was_read, number),
+            read=self._was_read,
             lessons=self._lessons,
             balance=balance,
             view=self._elastic.view if self._elastic else None,
@@ -93,10 +97,10 @@ class Loaders:
         return sharded
 
     def learn(self) -> None:
-        """The job learns from something: says so where it is nothing that was prepared."""
+        """Warn if a step was taken before a batch of a prepared loader was read."""
         if not self.read and not self._noted and self._world.size > 1:
             self._noted = True
-            self._forgotten.no_loader(self.prepared)
+            self._usage.warn_no_loader(self.prepared)
 
     def step(self) -> None:
         """`step()` was called, by every rank."""
@@ -109,22 +113,23 @@ class Loaders:
             seeds = gather_objects([self._seed, torch.initial_seed()])
             # Ranks that the script has given seeds of their own draw samples of their own. Without any they differ from the start.
             self._noted |= any(first != last for first, last in seeds) and len({last for _, last in seeds}) > 1
-            differing = find_differing([loader.first_read for loader in self._compared]) if self._compared else []
-            streams = {one.is_stream for one, differs in zip(self._compared, differing, strict=True) if differs}
-            if True in streams:
-                self._forgotten.other_stream()
-            if False in streams:
-                self._forgotten.other_order()
+            if self._compared and any(find_differing([loader.first_read for loader in self._compared])):
+                self._warn_order()
         self._compared.clear()
 
     def _training(self) -> bool | None:
         models = self._models()
         return any(unwrap_model(model).training for model in models) if models else None
 
-    def _was_read(self, number: int, evaluated: bool | None) -> None:
-        if evaluated is None:
-            self.read.setdefault(number, None)
-        else:
-            self.read[number] = evaluated or bool(self.read.get(number))
-            if self._backend.replicas_differ:
-                self._forgotten.evaluates_apart()
+    def _was_read(self, _: bool | None) -> None:
+        self.read = True
+
+    def _warn_order(self) -> None:
+        if self._world.rank == 0:
+            print(
+                "distrib: warning: a sampler or an IterableDataset given to job.prepare does not begin with the same samples on every "
+                f"rank, and each rank keeps one of {self._world.size} batches: samples are read twice or never. Seed it alike on every "
+                "rank; if it shards by rank itself, leave its loader out of job.prepare",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 
 from distrib.errors import TrainingError
-from distrib.training.checks.datasets import order_of
+from distrib.training.checksums import sequence_digest
 
 ENDLESS, ENDLESS_TIMES = 1 << 20, 16
 """A sampler that yields so many items, and so many times its length, is taken to have no end: what it yields in an epoch is kept."""
@@ -195,7 +195,7 @@ class ShardSampler(Sampler[Any]):
                 hint="let it end, or make the dataset an IterableDataset",
             )
         self._read()
-        self.first_order = self.first_order or order_of(order)
+        self.first_order = self.first_order or sequence_digest(order)
         return order
 
 

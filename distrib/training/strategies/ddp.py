@@ -21,7 +21,7 @@ from distrib.bandwidth_model.bucketing import (
 )
 from distrib.errors import TrainingError
 from distrib.strategy import FORMATS, Gradients, Strategy
-from distrib.training.checks.cross_rank import several
+from distrib.training.checks.cross_rank import list_names
 from distrib.training.collectives import IS_AVERAGED, broadcast_tensors, gather_objects
 from distrib.training.gradients.comm_hook import (
     GpuCompressionHook,
@@ -134,7 +134,7 @@ class DdpStrategy(AllReduceStrategy):
             if frozen := [name for name, p in unused.items() if not p.requires_grad]:
                 raise frozen_after_prepare(frozen, type(inner).__name__)
             raise TrainingError(
-                f"rank {self.world.rank}: {several(list(unused))} got no gradient in this step of {type(inner).__name__}, and other "
+                f"rank {self.world.rank}: {list_names(list(unused))} got no gradient in this step of {type(inner).__name__}, and other "
                 "ranks wait for it",
                 hint="job.prepare(..., find_unused_parameters=True), or, if no rank uses it, freeze it with "
                 "requires_grad_(False) before job.prepare",

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth_model.bucketing import ddp_bucket_bytes
 from distrib.errors import TrainingError
-from distrib.training.checks.cross_rank import several
+from distrib.training.checks.cross_rank import list_names
 
 _PREFIX = "module."
 """DistributedDataParallel's prefix of the names in its state_dict."""
@@ -133,7 +133,7 @@ class DdpModule(DistributedDataParallel):
         if frozen := [name for name, parameter in missing if not parameter.requires_grad]:
             raise frozen_after_prepare(frozen, type(self.module).__name__)
         raise TrainingError(
-            f"rank {found[1]}: {several([name for name, _ in missing])} got no gradient in the last backward pass of "
+            f"rank {found[1]}: {list_names([name for name, _ in missing])} got no gradient in the last backward pass of "
             f"{type(self.module).__name__}, and other ranks wait for it",
             hint="job.prepare(..., find_unused_parameters=True), or use all outputs of the model in the loss",
         )
@@ -275,7 +275,7 @@ def frozen_after_prepare(names: list[str], model: str) -> TrainingError:
         The error to raise.
     """
     return TrainingError(
-        f"{several(names)} of {model} was frozen after job.prepare, and other ranks wait for its gradient",
+        f"{list_names(names)} of {model} was frozen after job.prepare, and other ranks wait for its gradient",
         hint="freeze it before job.prepare, prepare the model again (model = job.prepare(job.unwrap(model))), "
         "or job.prepare(..., find_unused_parameters=True)",
     )
