@@ -11,7 +11,7 @@ import msgspec
 
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.bandwidth_model.workload import Workload
-from distrib.bandwidth_model.workload_catalog import workload
+from distrib.bandwidth_model.workload_catalog import catalog_workload
 from distrib.cluster.topology import parse_topology
 from distrib.strategy import Gradients, Strategy
 
@@ -83,7 +83,7 @@ class Row:
     @property
     def workload(self) -> Workload:
         gpu = self.cluster_gpu
-        found = workload(self.network, gpu, self.batch, precision=self.precision)  # type: ignore[arg-type]
+        found = catalog_workload(self.network, gpu, self.batch, precision=self.precision)  # type: ignore[arg-type]
         if self.speed is None:
             return found
         factor = self.batch / self.speed / found.compute_seconds

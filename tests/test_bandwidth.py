@@ -22,7 +22,7 @@ from distrib.bandwidth_model.recommendations import (
     launch_options,
     recommend,
 )
-from distrib.bandwidth_model.scaling import needed_bandwidth, predict_step, unlimited
+from distrib.bandwidth_model.scaling import needed_bandwidth, predict_limit, predict_step
 from distrib.bandwidth_model.step_timeline import Transfer
 from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
@@ -251,7 +251,7 @@ def transfers(*network_seconds_at: tuple[float, float]) -> list[Transfer]:
 
 
 def test_the_last_piece_is_exposed():
-    step = step_timeline.synchronous(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
+    step = step_timeline.synchronous_step(job(), transfers((0.02, 0.03), (0.1, 0.03)), spans=True)
     # forward 0.05, backward 0.1 with the first piece beside it, 0.03 of the last, optimizer 0.002
     assert step.seconds == pytest.approx(0.182)
     assert (step.communication_seconds, step.exposed_seconds) == (pytest.approx(0.06), pytest.approx(0.03))
@@ -260,17 +260,19 @@ def test_the_last_piece_is_exposed():
 
 
 def test_a_piece_waits_for_the_one_before():
-    step = step_timeline.synchronous(job(), transfers((0.02, 0.2), (0.1, 0.2)))
+    step = step_timeline.synchronous_step(job(), transfers((0.02, 0.2), (0.1, 0.2)))
     assert step.seconds == pytest.approx(0.05 + 0.02 + 0.2 + 0.2 + 0.002)
 
 
 def test_packing_makes_backward_longer_and_unpacking_follows_the_wire():
     parts = [Transfer(ready_seconds=0.1, network_seconds=0.03, pack_seconds=0.01, unpack_seconds=0.005)]
-    assert step_timeline.synchronous(job(), parts).seconds == pytest.approx(0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002)
+    assert step_timeline.synchronous_step(job(), parts).seconds == pytest.approx(
+        0.05 + 0.1 + 0.01 + 0.03 + 0.005 + 0.002
+    )
 
 
 def test_computing_is_slower_while_the_wire_is_busy():
-    step = step_timeline.synchronous(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
+    step = step_timeline.synchronous_step(job(), transfers((0.02, 0.055)), overlap_slowdown=0.1)
     # 0.055 s of overlap bring 0.05 s of the backward pass
     assert step.seconds == pytest.approx(0.05 + 0.1 + 0.005 + 0.002)
 
@@ -477,9 +479,9 @@ def test_a_wire_that_was_measured_is_no_way_around_host_memory():
     pair = '{"source": "%s", "target": "%s", "way": "mpi", "load": "alone", "bandwidth_bytes_per_second": 23.0e9, "variation": 0.0}'
     pairs = "".join(f"    - {pair % (a, b)}\n" for a, b in (("n1", "n2"), ("n2", "n1")))
     measured = f'measured:\n  when: "now"\n  software: {{}}\n  hosts: ["n1", "n2"]\n  pairs:\n{pairs}'
-    staged = find_fabric(parse_topology(text + measured, "x"), job(), 2, 1).wire
+    staged = find_fabric(parse_topology(text + measured, "x"), job(), 2, 1).network
     assert staged.text.endswith("through host memory")
-    assert staged.bytes_per_second == find_fabric(parse_topology(text, "x"), job(), 2, 1).wire.bytes_per_second
+    assert staged.bytes_per_second == find_fabric(parse_topology(text, "x"), job(), 2, 1).network.bytes_per_second
 
 
 ONE_MACHINE = measured_lab(machines=((("n1", "n2", "n3", "n4"), 2),))
@@ -488,17 +490,17 @@ FOUR_MACHINES = measured_lab(machines=tuple(((f"n{n}",), 2) for n in range(1, 5)
 
 def test_hosts_that_are_one_machine_share_its_processors():
     work = job(10, device="cpu")
-    assert find_fabric(ONE_MACHINE, work, 4, 1).ranks_per_processor == 2
-    assert find_fabric(ONE_MACHINE, work, 4, 1, nodes=8).ranks_per_processor == 4  # more of the same
-    assert find_fabric(FOUR_MACHINES, work, 4, 1, nodes=8).ranks_per_processor == 0.5
-    assert find_fabric(FOUR_MACHINES, work, 4, (1, 4, 2, 1)).ranks_per_processor == 2
-    assert find_fabric(measured_lab(), work, 4, 1).ranks_per_processor == 0
+    assert find_fabric(ONE_MACHINE, work, 4, 1).ranks_per_cpu == 2
+    assert find_fabric(ONE_MACHINE, work, 4, 1, nodes=8).ranks_per_cpu == 4  # more of the same
+    assert find_fabric(FOUR_MACHINES, work, 4, 1, nodes=8).ranks_per_cpu == 0.5
+    assert find_fabric(FOUR_MACHINES, work, 4, (1, 4, 2, 1)).ranks_per_cpu == 2
+    assert find_fabric(measured_lab(), work, 4, 1).ranks_per_cpu == 0
     two = measured_lab(machines=((("n1", "n2"), 2), (("n3", "n4"), 2)))
-    assert find_fabric(two, work, 4, 1, nodes=64).ranks_per_processor == 1  # more machines, built alike
-    assert find_fabric(ONE_MACHINE, work, 4, 1).processors == 1
+    assert find_fabric(two, work, 4, 1, nodes=64).ranks_per_cpu == 1  # more machines, built alike
+    assert find_fabric(ONE_MACHINE, work, 4, 1).cpus_per_rank == 1
     for strategy, each in ((Strategy(gradients=Gradients("bf16")), 1), (Strategy(), 4)):
         crowded = predict_step(ONE_MACHINE, work, strategy, hosts=4, ranks_per_host=each)
-        assert any("n1 and n4, for one, are the same machine" in note for note in crowded.notes)
+        assert any("n1 and n4, for one, are one machine" in note for note in crowded.notes)
         own = predict_step(
             measured_lab(machines=tuple(((f"n{n}",), 8) for n in range(1, 5))),
             work,
@@ -515,16 +517,16 @@ def test_ranks_that_compute_with_more_processors_than_there_are_take_longer():
     own, crowded = (predict_step(topology, busy, hosts=4) for topology in (FOUR_MACHINES, ONE_MACHINE))
     assert own.efficiency > 0.8
     assert crowded.step_seconds / own.step_seconds == pytest.approx(0.9 * 2, rel=0.1)
-    assert crowded.losses[0].what == "more ranks than processors"
+    assert crowded.losses[0].what == "more ranks than CPUs"
 
 
 def test_staging_through_host_memory_halves_the_bus():
     """6 of 12 GB/s over 100 Gb/s InfiniBand without GPUDirect RDMA (NVIDIA/nccl#465)."""
     text = POD.replace("mlx5_[0-3]", "mlx5_0")
-    direct = find_fabric(parse_topology(text, "x"), job(device="V100"), 2, 8).wire
+    direct = find_fabric(parse_topology(text, "x"), job(device="V100"), 2, 8).network
     staged = find_fabric(
         parse_topology(text.replace("gpudirect: yes", "gpudirect: no"), "x"), job(device="V100"), 2, 8
-    ).wire
+    ).network
     assert direct.bytes_per_second == pytest.approx(12.07e9, rel=0.01)
     assert staged.bytes_per_second == pytest.approx(6e9, rel=0.01)
 
@@ -534,7 +536,7 @@ def test_what_of_the_way_is_narrowest_is_named():
     told = predict_step(parse_topology(POD + racks, "x"), job(1000, device="V100"), hosts=8, ranks_per_host=8)
     assert told.cap.link == "a4-a5, uplink of r1, 25Gb/s"
     assert told.cap.bandwidth_bytes_per_second == pytest.approx(0.95 * 25e9 / 8)  # as much as is usable of a ratio, too
-    assert find_fabric(parse_topology(POD + racks, "x"), job(device="V100"), 4, 8).wire.name == "a1-a2, 4 x EDR"
+    assert find_fabric(parse_topology(POD + racks, "x"), job(device="V100"), 4, 8).network.name == "a1-a2, 4 x EDR"
     staged = predict_step(parse_topology(POD.replace("gpudirect: yes", "gpudirect: no").replace("[0-3]", "0"), "x"),
                       job(1000, device="V100"), hosts=2, ranks_per_host=8)  # fmt: skip
     assert staged.cap.link == "a1-a2, EDR through host memory"
@@ -550,7 +552,7 @@ def test_gpus_whose_links_nobody_describes_have_those_of_the_catalogue():
         parse_topology(POD.replace("V100", "V100-SXM2-16GB"), "pod"), work, hosts=1, ranks_per_host=8
     )
     assert told.step_seconds == described.step_seconds
-    assert any("nobody described the `links` in a1: NVLink2 x6 is taken" in note for note in told.notes)
+    assert any("`links` are not described for a1: NVLink2 x6 is assumed" in note for note in told.notes)
     pcie = POD.replace("nvlink: NVLink2 x6, nvswitch: yes, ", "").replace("V100", "V100-SXM2-16GB")
     assert predict_step(parse_topology(pcie, "pcie"), work, hosts=1, ranks_per_host=8).step_seconds > told.step_seconds
 
@@ -560,13 +562,13 @@ def test_the_slowest_links_inside_hosts_count_wherever_they_are(ranks):
     fast = LAB.replace("RATE", "NDR").replace("eno1", "'ib[0-7]'")
     both = fast + fast[fast.index("  -") :].replace("n[1-4]", "old[1-4]").replace("PCIe4", "PCIe3")
     hosts = [*(f"n{n}" for n in range(1, 5)), *(f"old{n}" for n in range(1, 5))]
-    inside = find_fabric(parse_topology(both, "x"), job(), hosts, ranks).inside
+    inside = find_fabric(parse_topology(both, "x"), job(), hosts, ranks).intra_node
     assert inside.text == "PCIe3 x16" and inside.host == ("old4" if ranks == [1] * 7 + [2] else "old1")
 
 
 def test_a_gpu_that_nobody_knows_is_said_to_be_so():
     (note,) = predict_step(None, job(device="GPU9"), hosts=1).notes
-    assert note.startswith("GPU9 is no GPU of the catalogue")
+    assert note.startswith("GPU9 is not in the catalogue")
 
 
 # What holds a job back
@@ -583,7 +585,7 @@ def test_a_gpu_that_nobody_knows_is_said_to_be_so():
             8,
             "slower GPUs",
         ),
-        ({"device": "cpu", "forward_seconds": 1e-4, "backward_seconds": 0.1}, LAB.replace("RATE", "400 GbE"), 4, "what averaging takes of the processors"),
+        ({"device": "cpu", "forward_seconds": 1e-4, "backward_seconds": 0.1}, LAB.replace("RATE", "400 GbE"), 4, "work of the CPUs"),
     ],
 )  # fmt: skip
 def test_what_makes_a_step_longer_is_named_and_adds_up(change, topology, hosts, says):
@@ -609,7 +611,7 @@ def test_what_makes_a_step_longer_is_named_and_adds_up(change, topology, hosts, 
 def test_what_no_network_would_help_is_named(work, hosts, each, says):
     where = {"hosts": hosts, "ranks_per_host": each}
     assert needed_bandwidth(lab(), work, **where) is None
-    limit = unlimited(lab(), work, **where)
+    limit = predict_limit(lab(), work, **where)
     assert predict_step(lab(), work, **where).efficiency <= limit.efficiency < 0.9
     assert limit.losses[0].what.startswith(says), limit
 
@@ -630,7 +632,7 @@ def test_an_all_reduce_that_links_do_not_explain_is_not_called_latency(times, sa
     measured = Measurements(
         when="2026", software={}, hosts=hosts, pairs=pairs, collectives=(seen, msgspec.structs.replace(seen, curve=()))
     )
-    limit = unlimited(msgspec.structs.replace(lab(), measured=measured), job(), hosts=list(hosts))
+    limit = predict_limit(msgspec.structs.replace(lab(), measured=measured), job(), hosts=list(hosts))
     if says is None:
         assert limit.efficiency > 0.8
     else:
@@ -644,7 +646,7 @@ def test_an_uplink_is_shared_by_as_many_as_cross_it():
     in_order = [f"a{n}" for n in range(1, 9)]
     to_and_fro = ["a1", "a5", "a2", "a6", "a3", "a7", "a4", "a8"]
     rates = [
-        find_fabric(topology, job(device="V100"), hosts, 8).wire.bytes_per_second for hosts in (in_order, to_and_fro)
+        find_fabric(topology, job(device="V100"), hosts, 8).network.bytes_per_second for hosts in (in_order, to_and_fro)
     ]
     assert rates[0] == pytest.approx(4 * rates[1], rel=0.03)
 
@@ -659,7 +661,7 @@ def test_an_uplink_above_racks_counts(narrow):
         )
         for switches in (leaves, f"{leaves}, {pods}")
     )
-    assert tight.wire.bytes_per_second < 0.9 * wide.wire.bytes_per_second and "uplink of p1" in tight.wire.text
+    assert tight.network.bytes_per_second < 0.9 * wide.network.bytes_per_second and "uplink of p1" in tight.network.text
 
 
 def test_memory():
@@ -709,9 +711,9 @@ def test_processes_that_load_data_share_the_processors_of_their_host():
     assert all_eight.loader_seconds == pytest.approx(
         0.2 - predict_step(described, job(1), hosts=1, ranks_per_host=8).step_seconds
     )
-    assert all_eight.losses[0].what.startswith("loading data, for which") and all_eight.cap is None
+    assert all_eight.losses[0].what.startswith("loading data") and all_eight.cap is None
     assert predict_step(described, hungry, hosts=4, ranks_per_host=8).step_seconds == pytest.approx(0.2)
-    held = unlimited(described, hungry, hosts=4, ranks_per_host=8)
+    held = predict_limit(described, hungry, hosts=4, ranks_per_host=8)
     assert held.efficiency == pytest.approx(0.152 / 0.2) and held.losses[0].what.startswith("loading data")
     assert predict_step(lab(), hungry, hosts=4, ranks_per_host=8).loader_seconds == 0  # nobody says how many processors
     (first, *_) = predict_step(described, hungry, hosts=1, ranks_per_host=8, timeline=True).timeline
@@ -944,7 +946,7 @@ def test_every_strategy_has_options_that_choose_it(strategy):
 def test_gpus_of_which_bridges_join_some_are_as_slow_as_the_way_between_the_bridges():
     """In a ring through all of them."""
     cards = "nodes:\n  - hosts: a\n    gpus: {kind: A100 80GB PCIe, count: 8}\n"
-    workload = workload_catalog.workload("ResNet-50", "A100 80GB PCIe")
+    workload = workload_catalog.catalog_workload("ResNet-50", "A100 80GB PCIe")
 
     def inside(rate):
         links = tuple(

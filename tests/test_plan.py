@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from distrib.bandwidth_model.workload import Gradient, write_workload
-from distrib.bandwidth_model.workload_catalog import read_workload, workload
+from distrib.bandwidth_model.workload_catalog import catalog_workload, read_workload
 from distrib.cluster.topology import age_notes, parse_topology
 from distrib_launch.cli import launch, topo
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO, call
@@ -160,7 +160,7 @@ def measured_hosts(tmp_path):
     }
     (tmp_path / "t.yaml").write_text(json.dumps(told))
     write_workload(
-        tmp_path / "p.json", msgspec.structs.replace(workload("ViT-B", "V100"), origin="measured", device="cpu")
+        tmp_path / "p.json", msgspec.structs.replace(catalog_workload("ViT-B", "V100"), origin="measured", device="cpu")
     )
     return ["--topology", tmp_path / "t.yaml", "--workload", tmp_path / "p.json"]
 
@@ -198,7 +198,7 @@ def test_gpudirect_leaves_alone_what_it_is_not_about(measured_hosts):
     assert before["predictions"][-1]["cap"]["bandwidth_bytes_per_second"] == 60e6
     assert planned(*measured_hosts, "--gpudirect", "off") == before
     done = plan(*measured_hosts, "--gpudirect", "on")
-    assert done.returncode == 2 and "no host with GPUs and a NIC of InfiniBand or RoCE; leave it out" in done.stderr
+    assert done.returncode == 2 and "no host with GPUs and an InfiniBand or RoCE NIC; leave it out" in done.stderr
 
 
 def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
@@ -210,14 +210,14 @@ def test_ranks_of_a_cpu_host_share_its_processors(measured_hosts, tmp_path):
     for ranks, times in ((2, 1), (4, 2), (8, 4)):
         told = planned(*measured_hosts, "--ranks-per-node", ranks)["predictions"][0]
         assert told["compute_seconds"] == pytest.approx(times * before["compute_seconds"])
-        said = [note for note in told["notes"] if note.startswith("profiled with 4 processors, each rank has ")]
+        said = [note for note in told["notes"] if note.startswith("profiled with 4 CPUs, each rank has ")]
         assert len(said) == (times > 1)
     script = tmp_path / "train.py"
     script.write_text("")
     words = ["-np", "2", "-x", "OMP_NUM_THREADS=1", "--workload", tmp_path / "p.json", "--dry-run", "--json", script]
     done = call(launch.main, *words)
     (note,) = [note for note in json.loads(done.stdout)["notes"] if "profiled" in note]
-    assert note == "profiled with 4 processors, each rank has 1: a step alone takes 4 times as long"
+    assert note == "profiled with 4 CPUs, each rank has 1: a step alone takes 4 times as long"
 
 
 def test_the_bandwidth_that_is_needed_is_enough():
@@ -252,7 +252,7 @@ def test_pictures(tmp_path):
         root = ElementTree.parse(tmp_path / f"{name}.svg").getroot()
         texts[name] = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "ideal" in texts["scaling"] and "predicted" in texts["scaling"]
-    assert {"compute", "wire"} <= set(texts["timeline"])
+    assert {"compute", "network"} <= set(texts["timeline"])
     assert (
         len([text for text in texts["scaling"] if text.replace(",", "").isdigit() and int(text.replace(",", "")) > 256])
         > 1
@@ -267,22 +267,22 @@ def test_pictures(tmp_path):
     ("words", "says"),
     [
         (["--workload", "ResNet-5", "--gpu", "V100"], "did you mean ResNet-50"),
-        (["--workload", "ResNet-50", "--nodes", "2"], "on which GPU?"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "2"], "on which network?"),
+        (["--workload", "ResNet-50", "--nodes", "2"], "the GPU is unknown"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--nodes", "2"], "the network is unknown"),
         (["--workload", "ResNet-50", "--gpu", "W100", "--network", "HDR"], "--gpu W100: not in the catalogue"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDX"], "--network HDX: "),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is no price"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=$900"], "$900 is no price; a number and nothing else"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=nan"], "nan is not a price"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=$900"], "$900 is not a price"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--compare", "HDR=1,000"], "write prices without any: HDR=1000"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--compare", ","], "--compare ,: no network; write such as 100GbE,HDR"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR=5"], "--network HDR=5: a price belongs to --compare"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", ""], "--network: it is empty"),
         (["--workload", "ResNet-50", "--gpu", "", "--network", "HDR"], "--gpu: it is empty"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100"], "'100' leaves open what it is; write such as 25GbE"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100Gb/s"], "leaves open what it is; write such as 25GbE"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "RoCE"], "--network RoCE: of which rate?; write"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100"], "'100' is ambiguous; write such as 25GbE"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "100Gb/s"], "is ambiguous; write such as 25GbE"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "RoCE"], "--network RoCE: the rate is missing; write"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "10GbE", "--gpudirect", "on"], "needs InfiniBand or RoCE"),
-        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--ranks-per-node", "1000000"], "none has more than 4096"),
+        (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--ranks-per-node", "1000000"], "expected 4096 at most"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "-H", "a:5000"], "a:5000: 5000 ranks on a host"),
         (["--workload", "none.json"], "cannot read none.json: No such file"),
         (["--workload", "ResNet-50", "--gpu", "V100", "--network", "HDR", "--plot", "x.bmp"], "unsupported file type"),
@@ -376,7 +376,7 @@ def test_a_job_that_the_wire_will_hold_is_warned_of():
     blind = [LAUNCH, "-H", "n1,n2", "--workload", "ResNet-50", "--dry-run", SCRIPTS / "where.py"]
     said = subprocess.run(blind, capture_output=True, text=True, timeout=200).stderr
     assert (
-        "on which GPU?; describe the hosts' GPUs in a topology file (--topology), or profile" in said
+        "the GPU is unknown; describe the hosts' GPUs in a topology file (--topology), or profile" in said
         and "--gpu" not in said
     )
 
@@ -400,7 +400,7 @@ def test_hosts_that_would_be_faster_without_the_others_are_named():
 
 def test_what_else_is_known_comes_with_the_warning():
     said = dry("--workload", "ResNet-50").stdout
-    assert "node1-node2, 10 GbE was not measured: its rate is the catalogue's" in said
+    assert "node1-node2, 10 GbE was not measured: the rate is from the catalogue" in said
     assert "was not measured" not in dry("--workload", "ResNet-50", "--warn-below", "0").stdout
     assert "may need more memory than" in dry("--workload", "GPT-2-XL").stdout
 
@@ -411,7 +411,7 @@ def cpu_profile(tmp_path: Path, variation: float = 0.0) -> Path:
         Gradient(name=f"w{n}", elements=250_000, size_bytes=1_000_000, ready_seconds=0.01 * (n + 1)) for n in range(20)
     )
     found = msgspec.structs.replace(
-        workload("VGG-16", "RTX A6000"), origin="measured", device="cpu", gradients=gradients, forward_seconds=0.1,
+        catalog_workload("VGG-16", "RTX A6000"), origin="measured", device="cpu", gradients=gradients, forward_seconds=0.1,
         backward_seconds=0.2, processors=1, processor_share=1.0, variation=variation,
     )  # fmt: skip
     write_workload(tmp_path / "cpu.profile.json", found)
@@ -461,7 +461,7 @@ def test_a_slow_loader_is_told_of(tmp_path):
     topology.write_text(
         "nodes:\n  - {hosts: 'n[1-2]', cores: 16, gpus: {kind: A100, count: 8}, nics: [{name: ib0, rate: HDR}]}\n"
     )
-    found = msgspec.structs.replace(workload("ResNet-50", "A100"), origin="measured")
+    found = msgspec.structs.replace(catalog_workload("ResNet-50", "A100"), origin="measured")
     starved = msgspec.structs.replace(found, loading_processor_seconds=4 * found.compute_seconds)
     write_workload(tmp_path / "starved.json", starved)
     write_workload(tmp_path / "waits.json", msgspec.structs.replace(found, loader_seconds=found.compute_seconds))
@@ -474,14 +474,14 @@ def test_a_slow_loader_is_told_of(tmp_path):
     def said(name: str) -> str:
         return call(launch.main, *words, tmp_path / f"{name}.json", SCRIPTS / "where.py").stdout
 
-    assert "ranks will reach 50% (loading data, for which the ranks of a host share its processors)" in said("starved")
+    assert "ranks will reach 50% (loading data: the ranks of a host share its CPUs)" in said("starved")
     topology.write_text(
         topology.read_text().replace("HDR", "25GbE")
     )  # which costs as much, but would gain nothing if it were faster
-    starving = "(loading data, for which the ranks of a host share its processors; no network brings more than 50%)"
+    starving = "(loading data: the ranks of a host share its CPUs; no network brings more than 50%)"
     assert f"ranks will reach 50% {starving}" in said("starved")
     topology.write_text(topology.read_text().replace("25GbE", "HDR"))
-    assert "warning" not in said("waits") and "each step waits 50% of its time alone for data" in said("waits")
+    assert "warning" not in said("waits") and "each step alone waits 50% of its time for data" in said("waits")
 
 
 def test_what_is_advised_comes_on_top_of_what_was_chosen():
@@ -513,7 +513,7 @@ def test_options_that_the_advised_mode_refuses_are_named(words, refused):
 def test_a_profile_beside_the_script_is_found(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
-    found = msgspec.structs.replace(workload("VGG-16", "RTX A6000"), origin="measured")
+    found = msgspec.structs.replace(catalog_workload("VGG-16", "RTX A6000"), origin="measured")
     words = ["-H", LAB, "--dry-run", script]
     write_workload(tmp_path / "train.profile.json", found)
     assert "warning: 4 hosts x 2 ranks will reach " in call(launch.main, *words).stdout
@@ -535,7 +535,7 @@ def test_mode_auto_takes_the_best_exact_strategy_and_says_why(tmp_path):
         for n in range(60)
     )
     even = msgspec.structs.replace(
-        workload("VGG-16", "RTX A6000"), gradients=gradients, forward_seconds=0.2, backward_seconds=0.5
+        catalog_workload("VGG-16", "RTX A6000"), gradients=gradients, forward_seconds=0.2, backward_seconds=0.5
     )
     write_workload(tmp_path / "even.json", even)
     chosen = json.loads(dry("--workload", tmp_path / "even.json", "--mode", "auto", "--json").stdout)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from distrib.bandwidth_model.prediction import Cap, Prediction
+from distrib.bandwidth_model.prediction import Bottleneck, Prediction
 from distrib.strategy import Strategy
 from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
@@ -22,7 +22,7 @@ from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from tests.conftest import SCRIPTS
 
 HOSTS = ("n1", "n2", "n3")
-CAP = Cap(link="n1-n2, 10 GbE", source="n1", target="n2", bandwidth_bytes_per_second=1.1e9)
+CAP = Bottleneck(link="n1-n2, 10 GbE", source="n1", target="n2", bandwidth_bytes_per_second=1.1e9)
 FORETOLD = Prediction(
     hosts=3, ranks_per_host=1, ranks=3, strategy=Strategy(), step_seconds=0.1, compute_seconds=0.09, communication_seconds=0.05,
     exposed_seconds=0.01, samples_per_second=120.0, efficiency=0.9, cap=CAP, expected_error=0.05,

@@ -123,19 +123,19 @@ def all_reduce(fabric: Fabric, size_bytes: float, *, hierarchical: bool = False)
     if fabric.ranks == 1 or size_bytes <= 0:
         return 0.0
     if fabric.gpus:
-        if hierarchical and fabric.wire and fabric.inside:
+        if hierarchical and fabric.network and fabric.intra_node:
             return _nccl_hierarchical(fabric, size_bytes)
         return _nccl(fabric, size_bytes)
     return _gloo_hierarchical(fabric, size_bytes) if hierarchical else _gloo_ring(fabric, size_bytes)
 
 
 def _gloo_ring(fabric: Fabric, size_bytes: float) -> float:
-    if fabric.wire is None:
-        return ring_all_reduce(fabric.ranks, size_bytes, fabric.inside.curve) if fabric.inside else 0.0
+    if fabric.network is None:
+        return ring_all_reduce(fabric.ranks, size_bytes, fabric.intra_node.curve) if fabric.intra_node else 0.0
     measured = _by_count(fabric.collectives)
     if measured:
         return _from_measured(measured, fabric.ranks, size_bytes)
-    return ring_all_reduce(fabric.ranks, size_bytes, _with_hop(fabric.wire.curve))
+    return ring_all_reduce(fabric.ranks, size_bytes, _with_hop(fabric.network.curve))
 
 
 def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
@@ -145,12 +145,12 @@ def _gloo_hierarchical(fabric: Fabric, size_bytes: float) -> float:
         inside = (
             (1 + 1 / fabric.ranks_per_host) * size_bytes / (fabric.memory_bytes_per_second or MEMORY_BYTES_PER_SECOND)
         )
-    if fabric.wire is None:
+    if fabric.network is None:
         return inside
     measured = _by_count(fabric.collectives)
     if measured:
         return inside + _from_measured(measured, fabric.hosts, size_bytes)
-    return inside + ring_all_reduce(fabric.hosts, size_bytes, _with_hop(fabric.wire.curve))
+    return inside + ring_all_reduce(fabric.hosts, size_bytes, _with_hop(fabric.network.curve))
 
 
 def _with_hop(curve: Curve) -> Curve:
@@ -190,22 +190,26 @@ def _nccl(fabric: Fabric, size_bytes: float) -> float:
     hosts = len(nearest.hosts)
     each = nearest.ranks // hosts
     there = msgspec.structs.replace(
-        fabric, hosts=hosts, ranks=nearest.ranks, ranks_per_host=each, inside=fabric.inside if each > 1 else None
+        fabric,
+        hosts=hosts,
+        ranks=nearest.ranks,
+        ranks_per_host=each,
+        intra_node=fabric.intra_node if each > 1 else None,
     )
     return seconds * seen.seconds(size_bytes) / _nccl_tuned(there, size_bytes)
 
 
 def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
     """Compute the fastest of NCCL's algorithms and protocols by its tuner's model (src/graph/tuning.cc)."""
-    inside = fabric.inside
+    inside = fabric.intra_node
     bus = "nvlink" if inside and inside.kind == "nvlink" else "pcie"
-    rates = [link.bytes_per_second for link in (fabric.wire, inside) if link]
+    rates = [link.bytes_per_second for link in (fabric.network, inside) if link]
     bandwidth = min(rates)
     n, hosts, each = fabric.ranks, fabric.hosts, fabric.ranks_per_host
     # The tuner assumes InfiniBand; TCP has a higher latency.
-    extra_latency = max(0.0, fabric.wire.curve.latency_seconds - 2.7e-6) if fabric.wire else 0.0
+    extra_latency = max(0.0, fabric.network.curve.latency_seconds - 2.7e-6) if fabric.network else 0.0
     # Of two hosts, each is the root of one tree and the leaf of the other; of two GPUs in a host, each is an end of its chain.
-    loads = ((fabric.wire, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
+    loads = ((fabric.network, 1 if hosts == 2 else 2), (inside, 1 if each == 2 else 2))
     tree = max(load / link.bytes_per_second for link, load in loads if link)
     best = math.inf
     for number, protocol in enumerate(("LL", "LL128", "Simple")):
@@ -230,7 +234,7 @@ def _nccl_tuned(fabric: Fabric, size_bytes: float) -> float:
 
 def _nccl_hierarchical(fabric: Fabric, size_bytes: float) -> float:
     """Add three collectives in sequence: the two inside the host together cost one all-reduce there."""
-    host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, wire=None)
-    others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, inside=None)
+    host = msgspec.structs.replace(fabric, hosts=1, ranks=fabric.ranks_per_host, network=None)
+    others = msgspec.structs.replace(fabric, ranks=fabric.hosts, ranks_per_host=1, intra_node=None)
     # The shares of all local ranks use the host's NICs at the same time and take as long as the whole.
     return _nccl_tuned(host, size_bytes) + _nccl_tuned(others, size_bytes)

@@ -1,4 +1,4 @@
-"""What joins the ranks of one job: their wires, the all-reduces that were measured over them, and who computes slower."""
+"""Fabric of a job: its limiting links, measured all-reduces, shared CPUs and slower GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from distrib.bandwidth_model.bottleneck import RingLink, slowest_between_hosts, slowest_inside_host
 from distrib.bandwidth_model.workload import Workload
-from distrib.bandwidth_model.workload_catalog import scaled_error, times_as_long
+from distrib.bandwidth_model.workload_catalog import gpu_scaling_error, step_time_ratio
 from distrib.cluster.hardware_catalog import GpuSpec, find_gpu
 from distrib.cluster.links import intra_node_link
 from distrib.cluster.measurements import Collective
@@ -17,76 +17,89 @@ from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
 
 MEASURED_ERROR, CATALOGUED_ERROR = 0.05, 0.15
-"""Relative errors of a step to expect where links were measured and where they are read from data sheets."""
+"""Expected relative errors of a step with measured links and with data sheets."""
 
-SAME = 0.1
-"""By how much links of one kind may differ for what was measured over some of them to be as good as over the others."""
+SAME_RATE_TOLERANCE = 0.1
+"""Relative difference of rates below which a measured all-reduce is used unscaled."""
 
-MUCH_BYTES, EXPLAINED = 1 << 20, 0.7
-"""Of so many bytes an all-reduce should take little longer than its slowest link, which is to explain so much of it."""
+MIN_LARGE_BYTES, MIN_EXPLAINED_FRACTION = 1 << 20, 0.7
+"""An all-reduce of this size should be explained by its slowest link to this fraction."""
 
-IMAGINED = "imagined"
-"""The name of a cluster that exists in the options of a command alone."""
+HYPOTHETICAL = "hypothetical"
+"""The name of a cluster that is given by options only."""
 
 
 class Fabric(msgspec.Struct, frozen=True, kw_only=True):
-    """The ways between the ranks of a job; `wire` is None for one host, `inside` where each host has one rank."""
+    """The limiting links between the ranks of a job; `network` is None for one host, `intra_node` for one rank per host."""
 
     hosts: int
     ranks: int
     ranks_per_host: int
-    """The most that a host has."""
+    """The most ranks of a host."""
     gpus: bool
-    processors: int | None
-    """What each rank has of a CPU host's, at least; None where nobody says."""
-    ranks_per_processor: float
-    """On the machine where they are most, counting all of the job's hosts that it is; 0 where nobody says. Of a host's own
-    processors, also where ranks compute on GPUs."""
-    wire: RingLink | None
-    inside: RingLink | None
+    cpus_per_rank: int | None
+    """CPUs of each rank on CPU hosts, at least; None if unknown."""
+    ranks_per_cpu: float
+    """Ranks per CPU on the fullest machine, over all hosts of the job on it; 0 if unknown."""
+    network: RingLink | None
+    intra_node: RingLink | None
     collectives: tuple[Collective, ...] = ()
-    """All-reduces measured over hosts of this cluster."""
+    """Measured all-reduces of this cluster."""
     memory_bytes_per_second: float | None = None
-    """Copies in a host's memory, or in a GPU's."""
+    """Rate of copies in host memory, or in GPU memory."""
     memory_bytes: int | None = None
-    """Of the smallest GPU."""
+    """Memory of the smallest GPU."""
     slowness: tuple[tuple[float, int], ...] = ()
-    """Kinds of ranks where they differ: what they take for what takes the workload's own device 1, and how many there are."""
+    """Slowdown and number of each kind of rank, where kinds differ."""
     expected_error: float = MEASURED_ERROR
     notes: tuple[str, ...] = ()
 
     @property
     def crowding(self) -> float:
-        """How many ranks that compute on them want the same processor at once; 1 where each has its own."""
-        return 1.0 if self.gpus else max(1.0, self.ranks_per_processor)
+        """Computing ranks per CPU, 1 if each has its own."""
+        return 1.0 if self.gpus else max(1.0, self.ranks_per_cpu)
 
     @property
     def is_slower_than_links(self) -> bool:
-        """Whether an all-reduce of much took clearly longer than the slowest link does for what it carries."""
-        if self.wire is None:
+        """True if a large all-reduce was measured clearly slower than its slowest link explains."""
+        if self.network is None:
             return False
         for collective in self.collectives:
             n, last = collective.ranks, collective.curve[-1]
-            carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.wire.bytes_per_second
-            if last.size_bytes >= MUCH_BYTES and carried_seconds < EXPLAINED * last.seconds:
+            carried_seconds = 2 * (n - 1) / n * last.size_bytes / self.network.bytes_per_second
+            if last.size_bytes >= MIN_LARGE_BYTES and carried_seconds < MIN_EXPLAINED_FRACTION * last.seconds:
                 return True
         return False
 
-    def with_wire(self, bytes_per_second: float) -> Fabric:
-        """The same job where all links between hosts carry so much."""
-        if self.wire is None:
-            return self
-        factor = self.wire.bytes_per_second / bytes_per_second
-        collectives = tuple(_faster(each, self.wire, factor) for each in self.collectives)
-        wire = msgspec.structs.replace(self.wire, curve=self.wire.curve.slower(factor))
-        return msgspec.structs.replace(self, wire=wire, collectives=collectives)
+    def with_network_bandwidth(self, bytes_per_second: float) -> Fabric:
+        """Change the bandwidth of all links between hosts.
 
-    def with_inside(self, bytes_per_second: float) -> Fabric:
-        """The same job where links inside hosts carry so much."""
-        if self.inside is None:
+        Args:
+            bytes_per_second: The new bandwidth.
+
+        Returns:
+            The changed fabric.
+        """
+        if self.network is None:
             return self
-        curve = self.inside.curve.slower(self.inside.bytes_per_second / bytes_per_second)
-        return msgspec.structs.replace(self, inside=msgspec.structs.replace(self.inside, curve=curve))
+        factor = self.network.bytes_per_second / bytes_per_second
+        collectives = tuple(_faster(each, self.network, factor) for each in self.collectives)
+        network = msgspec.structs.replace(self.network, curve=self.network.curve.slower(factor))
+        return msgspec.structs.replace(self, network=network, collectives=collectives)
+
+    def with_intra_node_bandwidth(self, bytes_per_second: float) -> Fabric:
+        """Change the bandwidth of all links inside hosts.
+
+        Args:
+            bytes_per_second: The new bandwidth.
+
+        Returns:
+            The changed fabric.
+        """
+        if self.intra_node is None:
+            return self
+        curve = self.intra_node.curve.slower(self.intra_node.bytes_per_second / bytes_per_second)
+        return msgspec.structs.replace(self, intra_node=msgspec.structs.replace(self.intra_node, curve=curve))
 
 
 def find_fabric(
@@ -96,9 +109,20 @@ def find_fabric(
     ranks_per_host: int | Sequence[int],
     nodes: int | None = None,
 ) -> Fabric:
-    """What joins these ranks. `nodes`: so many hosts, `hosts` being the first of them; None: no more than those.
+    """Find the links between the ranks of a job.
 
-    Raises ConfigError where nothing is known of a link that is needed.
+    Args:
+        topology: The cluster. None: one host that is not described.
+        workload: One rank's step, with its device.
+        hosts: Host names, or a number of the topology's hosts.
+        ranks_per_host: One number, or one for each host.
+        nodes: The number of hosts, where more than the names.
+
+    Returns:
+        The fabric.
+
+    Raises:
+        ConfigError: A link is neither described nor measured.
     """
     count = nodes or (hosts if isinstance(hosts, int) else len(hosts))
     each = (ranks_per_host,) if isinstance(ranks_per_host, int) else tuple(ranks_per_host)
@@ -107,67 +131,68 @@ def find_fabric(
     gpus = workload.device != "cpu"
     names, notes = _names(topology, hosts, count, gpus)
     most = max(each)
-    wire = slowest_between_hosts(topology, names, gpus=gpus) if count > 1 else None
-    inside = _inside(topology, names, workload, each) if most > 1 else None
-    slowness, said = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
-    notes += said
+    network = slowest_between_hosts(topology, names, gpus=gpus) if count > 1 else None
+    intra_node = _intra_node(topology, names, workload, each) if most > 1 else None
+    slowness, slowness_notes = _slowness(topology, names, workload, each, ranks) if gpus and topology else ((), ())
+    notes += slowness_notes
     if (
-        inside
-        and inside.kind == "nvlink"
+        intra_node
+        and intra_node.kind == "nvlink"
         and topology
-        and (group := topology.group_of(inside.host))
+        and (group := topology.group_of(intra_node.host))
         and not group.links
     ):
-        notes += (f"nobody described the `links` in {inside.host}: {inside.text} is taken, as the catalogue has it",)
-    links = [link for link in (wire, inside) if link]
-    if wire and not gpus:  # ranks of a CPU host share memory
-        links = [wire]
+        notes += (f"`links` are not described for {intra_node.host}: {intra_node.text} is assumed from the catalogue",)
+    links = [link for link in (network, intra_node) if link]
+    if network and not gpus:  # ranks of a CPU host share memory
+        links = [network]
     for link in links:
-        if not link.measured and (gpus or link is wire):
-            notes += (f"{link.name} was not measured: its rate is the catalogue's; distrib-topo probe measures it",)
+        if not link.measured and (gpus or link is network):
+            notes += (f"{link.name} was not measured: the rate is from the catalogue; distrib-topo probe measures it",)
     shares = _shares(topology, names, each, count)
-    most_shared = max((ranks / processors for ranks, processors in shares), default=0.0)
-    if most_shared > 1 and not gpus:
-        notes += (
-            f"{most_shared:.2g} ranks share each processor{_machine_of(topology, names)}: more processors would help",
-        )
+    highest_share = max((ranks / processors for ranks, processors in shares), default=0.0)
+    if highest_share > 1 and not gpus:
+        notes += (f"{highest_share:.2g} ranks share each CPU{_machine_of(topology, names)}: more CPUs would help",)
     known = [link.measured for link in links]
     spec = find_gpu(workload.device) if gpus else None
     if gpus and spec is None:
-        notes += (f"{workload.device} is no GPU of the catalogue: nothing is known of its memory and links",)
+        notes += (f"{workload.device} is not in the catalogue: memory and links are unknown",)
     return Fabric(
         hosts=count,
         ranks=ranks,
         ranks_per_host=most,
         gpus=gpus,
-        processors=None if gpus else min((max(1, count // ranks) for ranks, count in shares), default=None),
-        ranks_per_processor=most_shared,
-        wire=wire,
-        inside=inside,
-        collectives=_collectives(topology, wire, gpus, most),
+        cpus_per_rank=None if gpus else min((max(1, count // ranks) for ranks, count in shares), default=None),
+        ranks_per_cpu=highest_share,
+        network=network,
+        intra_node=intra_node,
+        collectives=_collectives(topology, network, gpus, most),
         memory_bytes_per_second=_memory_rate(topology, names, spec, gpus),
         memory_bytes=_smallest(topology, names, spec) if gpus else None,
         slowness=slowness,
-        expected_error=max(MEASURED_ERROR if all(known) else CATALOGUED_ERROR, scaled_error() if slowness else 0.0),
+        expected_error=max(
+            MEASURED_ERROR if all(known) else CATALOGUED_ERROR, gpu_scaling_error() if slowness else 0.0
+        ),
         notes=notes,
     )
 
 
 def _check(count: int, each: tuple[int, ...]) -> None:
     if count < 1:
-        raise ConfigError(f"{count} hosts: a job has at least one", hint="say how many hosts it has")
+        raise ConfigError(f"{count} hosts, expected 1 or more", hint="say how many hosts it has")
     if min(each, default=0) < 1:
-        raise ConfigError("a host without ranks is none of the job's", hint="leave it out")
+        raise ConfigError("0 ranks on a host, expected 1 or more", hint="leave it out")
     if len(each) > 1 and len(each) != count:
         raise ConfigError(
-            f"{len(each)} counts of ranks for {count} hosts", hint="give one for each host, or one for all"
+            f"{len(each)} counts of ranks, expected {count}, one for each host",
+            hint="give one for each host, or one for all",
         )
 
 
 def _names(
     topology: Topology | None, hosts: Sequence[str] | int, count: int, gpus: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The hosts that are known, at most as many as there shall be, and what to say where they are fewer."""
+    """Select the known hosts of a job; a note if they are fewer than its hosts."""
     if not isinstance(hosts, int):
         known = tuple(hosts)
     elif topology is None:
@@ -177,18 +202,17 @@ def _names(
         if gpus:
             known = tuple(host for host in known if (found := topology.gpus_of(host)) and found.count) or known
     if count > len(known):
-        if topology and topology.name == IMAGINED:
+        if topology and topology.name == HYPOTHETICAL:
             return known, ()  # all of them are
         have = "1 host is known" if len(known) == 1 else f"{len(known)} hosts are known"
-        return known, (f"{have}; {count} are extrapolated: more of the same, joined as these are",)
+        return known, (f"{have}; {count} are extrapolated: more of the same, linked in the same way",)
     return known[:count], ()
 
 
-# What else is known
-
-
-def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]) -> RingLink:
-    """The slowest of what joins the ranks inside the hosts, looked at once for hosts that are built alike."""
+def _intra_node(
+    topology: Topology | None, names: tuple[str, ...], workload: Workload, each: tuple[int, ...]
+) -> RingLink:
+    """Find the slowest link inside hosts, once for each kind of host."""
     places = topology.places if topology else {}
     most: dict[int | None, tuple[int, str]] = {}
     for place, host in enumerate(names or ("localhost",)):
@@ -199,13 +223,13 @@ def _inside(topology: Topology | None, names: tuple[str, ...], workload: Workloa
     wires = [
         slowest_inside_host(topology, host, workload, ranks) for ranks, host in most.values() or [(max(each), names[0])]
     ]
-    return min(wires, key=lambda wire: wire.bytes_per_second)
+    return min(wires, key=lambda network: network.bytes_per_second)
 
 
 def _slowness(
     topology: Topology, names: tuple[str, ...], workload: Workload, each: tuple[int, ...], ranks: int
 ) -> tuple[tuple[tuple[float, int], ...], tuple[str, ...]]:
-    """How long each kind of GPU takes against the one that the workload was measured on, by the catalogue."""
+    """Compute the slowdown of each kind of GPU against the workload's, by the catalogue."""
     own = find_gpu(workload.device)
     places = topology.places
     ranks_of: dict[int, int] = {}
@@ -219,55 +243,54 @@ def _slowness(
         gpus = topology.nodes[number].gpus
         spec = gpus.spec if gpus else None
         if own and spec:
-            factor = times_as_long(own, spec)
+            factor = step_time_ratio(own, spec)
             found[spec.name] = factor, found.get(spec.name, (1.0, 0))[1] + count * ranks // named
     if all(factor == 1.0 for factor, _ in found.values()):
         return (), ()
     kinds = ", ".join(f"{name} takes {factor:.2g} times as long" for name, (factor, _) in found.items() if factor != 1)
     return tuple(found.values()), (
-        f"computed for {workload.device}; by the catalogue's peak throughput and memory bandwidth, {kinds}",
+        f"computed for {workload.device}; by peak throughput and memory bandwidth of the catalogue, {kinds}",
     )
 
 
-def _collectives(topology: Topology | None, wire: RingLink | None, gpus: bool, each: int) -> tuple[Collective, ...]:
-    """The all-reduces that probe measured with the backend that training uses, fewest ranks first.
+def _collectives(topology: Topology | None, network: RingLink | None, gpus: bool, each: int) -> tuple[Collective, ...]:
+    """Select the measured all-reduces of the backend, fewest ranks first.
 
-    Those with as many ranks on each host, where there are any; else those with one; else all. One over hosts whose slowest
-    link is another than the job's is read as if it had been the job's.
+    Preferred: as many ranks per host, else one per host. They are scaled to the slowest link of the job.
     """
-    if topology is None or topology.measured is None or wire is None:
+    if topology is None or topology.measured is None or network is None:
         return ()
     backend = "nccl" if gpus else "gloo"
     found = [
         one for one in topology.measured.collectives if one.backend == backend and len(one.hosts) > 1 and one.curve
     ]
-    direct = wire.gpudirect is not False
+    direct = network.gpudirect is not False
     found = [one for one in found if one.gpudirect in (None, direct)] or found
     for wanted in (each, 1):
         alike = [one for one in found if one.ranks == wanted * len(one.hosts)]
         if alike:
             found = alike
             break
-    over = [_over(topology, one, wire) for one in sorted(found, key=lambda one: one.ranks)]
+    over = [_over(topology, one, network) for one in sorted(found, key=lambda one: one.ranks)]
     return tuple(one for one in over if one)
 
 
-def _over(topology: Topology, collective: Collective, wire: RingLink) -> Collective | None:
-    """What an all-reduce would take if `wire` were the slowest link of its hosts; None where nothing is known of theirs."""
+def _over(topology: Topology, collective: Collective, network: RingLink) -> Collective | None:
+    """Scale an all-reduce to `network` as its slowest link; None if its own links are unknown."""
     try:
         own = slowest_between_hosts(topology, collective.hosts, gpus=collective.backend == "nccl")
     except ConfigError:
         return None
-    factor = own.bytes_per_second / wire.bytes_per_second
-    return collective if abs(factor - 1) <= SAME else _faster(collective, own, factor)
+    factor = own.bytes_per_second / network.bytes_per_second
+    return collective if abs(factor - 1) <= SAME_RATE_TOLERANCE else _faster(collective, own, factor)
 
 
-def _faster(collective: Collective, wire: RingLink, factor: float) -> Collective:
-    """What an all-reduce would take if the wire took `factor` times as long for each byte."""
+def _faster(collective: Collective, network: RingLink, factor: float) -> Collective:
+    """Scale the part of an all-reduce's time that its link explains."""
     n = collective.ranks
     points = []
     for point in collective.curve:
-        carried = 2 * (n - 1) / n * point.size_bytes / wire.bytes_per_second
+        carried = 2 * (n - 1) / n * point.size_bytes / network.bytes_per_second
         busy = min(carried, point.seconds)
         points.append(msgspec.structs.replace(point, seconds=point.seconds + busy * (factor - 1)))
     return msgspec.structs.replace(collective, curve=tuple(points))
@@ -276,10 +299,7 @@ def _faster(collective: Collective, wire: RingLink, factor: float) -> Collective
 def _shares(
     topology: Topology | None, names: tuple[str, ...], each: tuple[int, ...], count: int
 ) -> list[tuple[int, int]]:
-    """The ranks of each machine and its processors, as far as anybody says: probe, else the file of each host.
-
-    Hosts that probe found to be one machine share its processors.
-    """
+    """List ranks and CPUs of each machine; hosts that are one machine share its CPUs."""
     if topology is None:
         return []
     machines = topology.measured.machines if topology.measured else ()
@@ -298,20 +318,20 @@ def _shares(
 
 
 def _machine_of(topology: Topology | None, names: tuple[str, ...]) -> str:
-    """Which of the hosts are one machine, in words; empty where none are."""
+    """Name two hosts that are one machine, empty if there are none."""
     chosen = {name.lower() for name in names}
     for machine in topology.measured.machines if topology and topology.measured else ():
         same = [host for host in machine.hosts if host.lower() in chosen]
         if len(same) > 1:
-            return f" ({same[0]} and {same[-1]}, for one, are the same machine)"
+            return f" ({same[0]} and {same[-1]}, for one, are one machine)"
     return ""
 
 
 def _memory_rate(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None, gpus: bool) -> float | None:
     if gpus:
         return spec.memory_bandwidth_bytes_per_second.value if spec else None
-    ways = [intra_node_link(topology, host, "memory", "memory") for host in names[:1]] if topology else []
-    return min((way.bandwidth_bytes_per_second for way in ways if way), default=None)
+    links = [intra_node_link(topology, host, "memory", "memory") for host in names[:1]] if topology else []
+    return min((link.bandwidth_bytes_per_second for link in links if link), default=None)
 
 
 def _smallest(topology: Topology | None, names: tuple[str, ...], spec: GpuSpec | None) -> int | None:

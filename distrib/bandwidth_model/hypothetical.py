@@ -1,4 +1,4 @@
-"""Clusters that do not exist, or not like that: `--gpu`, `--network`, `--gpudirect` applied to a topology, or made into one."""
+"""Hypothetical clusters: `--gpu`, `--network` and `--gpudirect` applied to a topology, or without one."""
 
 from __future__ import annotations
 
@@ -7,30 +7,42 @@ from collections.abc import Sequence
 
 import msgspec
 
-from distrib.bandwidth_model.fabric import IMAGINED
+from distrib.bandwidth_model.fabric import HYPOTHETICAL
 from distrib.cluster.hardware_catalog import find_gpu, gpu_hint
 from distrib.cluster.node import Gpus, IntraNodeLinks, Nic, NodeGroup
 from distrib.cluster.topology import Switch, Topology
 from distrib.cluster.uplinks import switch_oversubscription
 from distrib.errors import ConfigError
 
-GPUS_PER_NODE = 8
-"""On a node that nobody described."""
+DEFAULT_GPUS_PER_HOST = 8
+"""GPUs of a host that is not described."""
 
 _TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
 _KIND = re.compile(r"(roce|infiniband|ib|ethernet)(?:v2)?(?:[ -]+|(?=[0-9])|$)", re.IGNORECASE)
 
 
-class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """A network as `--network` and `--compare` name it: `100GbE`, `4 x HDR`, `RoCE 100Gb/s`, with `=PRICE` of a node's share."""
+class NetworkOption(msgspec.Struct, frozen=True, kw_only=True):
+    """A network of `--network` and `--compare`: `100GbE`, `4 x HDR`, `RoCE 100Gb/s`, with `=PRICE` per host."""
 
     text: str
     nics: tuple[Nic, ...]
     price: float | None = None
 
 
-def parse_network_option(text: str, gpudirect: bool | None, option: str = "--network") -> Network:
-    """Raises ConfigError for what is no network."""
+def parse_network_option(text: str, gpudirect: bool | None, option: str = "--network") -> NetworkOption:
+    """Parse a network.
+
+    Args:
+        text: The value of the option.
+        gpudirect: True or False to set GPUDirect RDMA, None to leave it open.
+        option: The name of the option.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: The text is not a network.
+    """
     name, priced, price = text.partition("=")
     name = name.strip()
     try:
@@ -42,7 +54,7 @@ def parse_network_option(text: str, gpudirect: bool | None, option: str = "--net
         raise ConfigError(
             f"{option} {text or repr(text)}: {error}", hint="write such as 25GbE, HDR, '4 x NDR' or 'RoCE 100Gb/s'"
         ) from None
-    return Network(text=name, nics=(nic,), price=amount)
+    return NetworkOption(text=name, nics=(nic,), price=amount)
 
 
 def _nic(name: str, gpudirect: bool | None) -> Nic:
@@ -56,30 +68,52 @@ def _nic(name: str, gpudirect: bool | None) -> Nic:
         kind = {"roce": "RoCE", "ethernet": "Ethernet"}.get(given[1].lower(), "InfiniBand")
         rate = rate[given.end() :]
     if not rate:
-        raise ValueError("of which rate?")
+        raise ValueError("the rate is missing")
     if re.fullmatch(r"[0-9.]+", rate) and kind:
         rate += "Gb/s"
     if re.match(r"[0-9.]+ *([kMGT]?(bit|b|B)([/p]s)?)?$", rate) and not kind:
-        raise ValueError(f"{rate!r} leaves open what it is")
+        raise ValueError(f"{rate!r} is ambiguous")
     return Nic(name="nic0" if count == 1 else f"nic[0-{count - 1}]", rate=rate, kind=kind, gpudirect=gpudirect)
 
 
 def _price(text: str) -> float:
     if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text):
-        raise ValueError(f"{text or repr(text)} is no price; a number and nothing else, such as HDR=900")
+        raise ValueError(f"{text or repr(text)} is not a price; write a number such as HDR=900")
     return float(text)
 
 
-def gpu_named(kind: str) -> str:
-    """The catalogue's name of a GPU. Raises ConfigError for others."""
+def catalog_gpu_name(kind: str) -> str:
+    """Look up the catalogue's name of a GPU.
+
+    Args:
+        kind: The value of `--gpu`.
+
+    Returns:
+        The name.
+
+    Raises:
+        ConfigError: The GPU is not in the catalogue.
+    """
     spec = find_gpu(kind)
     if spec is None:
         raise ConfigError(f"--gpu {kind or repr(kind)}: not in the catalogue", hint=gpu_hint(kind))
     return spec.name
 
 
-def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network: Network | None) -> Topology:
-    """A cluster of equal hosts: `gpu` by its catalogue name, None for hosts without; all joined by one network that is not shared."""
+def hypothetical_cluster(
+    hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network: NetworkOption | None
+) -> Topology:
+    """Build a cluster of equal hosts with one network that is not oversubscribed.
+
+    Args:
+        hosts: Host names.
+        ranks_per_node: GPUs of each host.
+        gpu: The catalogue's name; None for hosts without GPUs.
+        network: The network; None for one host.
+
+    Returns:
+        The topology.
+    """
     spec = find_gpu(gpu) if gpu else None
     links = None
     if spec and (spec.nvlink or spec.pcie):
@@ -90,15 +124,22 @@ def imagined(hosts: Sequence[str], ranks_per_node: int, gpu: str | None, network
         links=links,
         nics=network.nics if network else (),
     )
-    return Topology(nodes=(group,), name=IMAGINED, source="the options")
+    return Topology(nodes=(group,), name=HYPOTHETICAL, source="the options")
 
 
 def check_gpudirect(topology: Topology) -> None:
-    """Raises ConfigError where no NIC of a cluster could read its GPUs' memory."""
+    """Check that GPUDirect RDMA is possible on some host.
+
+    Args:
+        topology: The cluster.
+
+    Raises:
+        ConfigError: No host has GPUs and an RDMA NIC.
+    """
     with_gpus = [group for group in topology.nodes if group.gpus and group.gpus.count]
     if all(nic.link.kind == "ethernet" for group in with_gpus for nic in group.nics):
         raise ConfigError(
-            f"--gpudirect on: {topology.source} has no host with GPUs and a NIC of InfiniBand or RoCE",
+            f"--gpudirect on: {topology.source} has no host with GPUs and an InfiniBand or RoCE NIC",
             hint="leave it out, or ask for another network, too: --network HDR",
         )
 
@@ -108,11 +149,25 @@ def _as_oversubscribed(topology: Topology, switch: Switch) -> Switch:
     return msgspec.structs.replace(switch, uplink=None, oversubscription=f"{ratio:.6g}:1" if ratio > 1 else None)
 
 
-def changed(topology: Topology, gpu: str | None, network: Network | None, gpudirect: bool | None) -> Topology:
-    """The topology with other GPUs, another network, or GPUDirect RDMA on or off; what was measured of them falls away."""
+def changed_cluster(
+    topology: Topology, gpu: str | None, network: NetworkOption | None, gpudirect: bool | None
+) -> Topology:
+    """Change the GPUs, the network or GPUDirect RDMA of a cluster, and drop the measurements of what changed.
+
+    Args:
+        topology: The cluster.
+        gpu: The new GPU; None to keep it.
+        network: The new network; None to keep it.
+        gpudirect: The new setting; None to keep it.
+
+    Returns:
+        The changed topology.
+
+    Raises:
+        ConfigError: The options contradict the topology.
+    """
     groups = []
     staged = False
-    """Whether any GPU's gradients take another way to the wire than they did."""
     for number, group in enumerate(topology.nodes):
         try:
             if gpu and group.gpus and group.gpus.count:
@@ -139,7 +194,7 @@ def changed(topology: Topology, gpu: str | None, network: Network | None, gpudir
         inside = tuple(link for link in measured.inside if link.source == link.target == "memory")
         measured = msgspec.structs.replace(measured, inside=inside, collectives=())
     switches = topology.switches
-    if network:  # of another network uplinks would be as much narrower than what is below them as they are of this one
+    if network:  # the oversubscription stays
         switches = tuple(_as_oversubscribed(topology, switch) for switch in switches)
     return Topology(
         nodes=tuple(groups), name=topology.name, switches=switches, measured=measured, source=topology.source

@@ -1,8 +1,6 @@
-"""Link curves: the time that a message takes against its size.
+"""Link curves: time of a message against its size, interpolated between measurements, or from latency and bandwidth.
 
-Where probe has measured, between its samples; else a latency and a bandwidth from the catalogue. The latter alone is off by up to
-41 % in the sizes that buckets have (fits to the sweeps of stas00/ml-engineering@744d01e network/), samples between which
-one interpolates by far less.
+Latency and bandwidth alone are wrong by up to 41 % at bucket sizes (fits to the sweeps of stas00/ml-engineering@744d01e network/).
 """
 
 from __future__ import annotations
@@ -18,20 +16,26 @@ from distrib.cluster.measurements import Point
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds against bytes, never falling.
+    """Seconds against bytes, monotone.
 
-    `logs` are the natural logarithms of (bytes, seconds) of what was measured, and the slope there; empty for a
-    line, which is `latency_seconds` + bytes / `bandwidth_bytes_per_second`.
+    `logs`: logarithms of (bytes, seconds) of the measurements, with slopes; empty for a straight line.
     """
 
     latency_seconds: float
     bandwidth_bytes_per_second: float
     logs: tuple[tuple[float, float, float], ...] = ()
     factor: float = 1.0
-    """By how much what is beyond the latency takes longer than it was measured."""
+    """Factor of the time beyond the latency against the measurement."""
 
     def seconds(self, size_bytes: float) -> float:
-        """How long a message of this size takes."""
+        """Compute the time of a message.
+
+        Args:
+            size_bytes: 0 or more.
+
+        Returns:
+            Seconds.
+        """
         if not self.logs:
             return self.latency_seconds + self.factor * size_bytes / self.bandwidth_bytes_per_second
         taken = self._measured(size_bytes)
@@ -40,7 +44,14 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
     def slower(self, factor: float) -> Curve:
-        """The same way with `factor` times less bandwidth (more of it where `factor` is below 1)."""
+        """Scale the bandwidth.
+
+        Args:
+            factor: The bandwidth is divided by it.
+
+        Returns:
+            The new curve.
+        """
         return msgspec.structs.replace(
             self,
             factor=self.factor * factor,
@@ -48,7 +59,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def large_bytes_per_second(self) -> float:
-        """What large messages get."""
+        """The bandwidth of large messages."""
         return self.bandwidth_bytes_per_second / self.factor
 
     def _measured(self, size_bytes: float) -> float:
@@ -65,19 +76,33 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def linear_curve(latency_seconds: float, bandwidth_bytes_per_second: float) -> Curve:
-    """Hockney's model: a latency, and a bandwidth beyond it."""
+    """Build a curve of Hockney's model: latency and bandwidth.
+
+    Args:
+        latency_seconds: The time of an empty message.
+        bandwidth_bytes_per_second: The bandwidth beyond it.
+
+    Returns:
+        The curve.
+    """
     return Curve(latency_seconds=latency_seconds, bandwidth_bytes_per_second=bandwidth_bytes_per_second)
 
 
 def measured_curve(
     points: Iterable[Point], *, latency_seconds: float | None = None, bandwidth: float | None = None
 ) -> Curve | None:
-    """Through measured points, between them by log-log interpolation; None where there are fewer than two.
+    """Build a curve through measurements, by monotone cubic interpolation of the logarithms (Fritsch and Carlson, 1980).
 
-    The interpolation is cubic and monotone (Fritsch and Carlson, SIAM J. Numer. Anal. 17, 1980): straight lines between
-    samples at four times the size are 5 % off where latency and bandwidth count the same. What disturbs a measurement makes it
-    longer, so a message that took longer than a larger one is taken to take as long as that, and one whose overhead over the best
-    rate stands out from those of its neighbours is taken to have theirs. Beyond the last point the rate is `bandwidth`, or the last point's own.
+    Disturbances make a measurement longer: a message slower than a larger one, or with more overhead than its neighbours, is corrected.
+    Straight lines would be 5 % off where latency and bandwidth weigh the same.
+
+    Args:
+        points: The measurements.
+        latency_seconds: The time of an empty message. None: that of the smallest one.
+        bandwidth: Bytes per second beyond the largest message. None: its own.
+
+    Returns:
+        The curve; None for fewer than two sizes.
     """
     seconds: dict[int, float] = {}
     for point in points:
@@ -102,7 +127,7 @@ def measured_curve(
 
 
 def _straighten(sizes: list[int], seconds: dict[int, float]) -> None:
-    """Takes from a size what it took longer than the median of itself and its two neighbours, beyond the best rate."""
+    """Reduce each overhead beyond the best rate to the median of itself and its neighbours."""
     best = min(seconds[size] / size for size in sizes)
     overheads = [seconds[size] - best * size for size in sizes]
     for place in range(1, len(sizes) - 1):
@@ -111,7 +136,7 @@ def _straighten(sizes: list[int], seconds: dict[int, float]) -> None:
 
 
 def _slopes(logs: list[tuple[float, float]]) -> list[float]:
-    """The slope at each point with which a cubic never turns back."""
+    """Compute slopes with which the cubic stays monotone."""
     steps = [(b[0] - a[0], (b[1] - a[1]) / (b[0] - a[0])) for a, b in itertools.pairwise(logs)]
     slopes = [steps[0][1]]
     for (width, before), (next_width, after) in itertools.pairwise(steps):
@@ -124,7 +149,7 @@ def _slopes(logs: list[tuple[float, float]]) -> list[float]:
 
 
 def _cubic(left: tuple[float, float, float], right: tuple[float, float, float], x: float) -> float:
-    """Hermite's cubic between two points with their slopes."""
+    """Evaluate Hermite's cubic between two points."""
     width = right[0] - left[0]
     part = (x - left[0]) / width
     rise = part * part * (3 - 2 * part)

@@ -1,4 +1,4 @@
-"""What the model predicts of one configuration."""
+"""Predictions: the result types of the bandwidth model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Phase = Literal["loader", "forward", "backward", "communication", "optimizer", "
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that takes time in a step: on the `compute` stream or on the `wire`, seconds since the step began."""
+    """A phase of a step on the `compute` or `network` stream, in seconds since the step began."""
 
-    stream: Literal["compute", "wire"]
+    stream: Literal["compute", "network"]
     phase: Phase
     label: str
     start_seconds: float
     end_seconds: float
 
 
-class Cap(msgspec.Struct, frozen=True, kw_only=True):
-    """The link that holds a job back: its name, what it carries, and what the efficiency that was wanted would need."""
+class Bottleneck(msgspec.Struct, frozen=True, kw_only=True):
+    """The link that limits a job, its bandwidth and the bandwidth for the target efficiency."""
 
     link: str
     """Such as `n1-n2, 10 GbE`."""
@@ -32,49 +32,49 @@ class Cap(msgspec.Struct, frozen=True, kw_only=True):
     needed_bytes_per_second: float | None = None
     wanted_efficiency: float = 0.9
     is_inside: bool = False
-    """Whether the link is one inside a host, whose ends are called such as `n1 gpu0`."""
+    """True for a link inside a host, between ends such as `n1 gpu0`."""
 
 
-class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that makes a step longer than it would be alone: its name, such as `slower GPUs`, and by how much."""
+class Overhead(msgspec.Struct, frozen=True, kw_only=True):
+    """A cause of step time beyond that of one rank alone, such as `slower GPUs`."""
 
     what: str
     seconds: float
 
 
-class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job would reach if wires between its hosts carried any number of bytes, and what would hold it back then."""
+class ScalingLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """The efficiency of a job with unlimited network bandwidth, and the causes of the remaining loss."""
 
     efficiency: float
-    losses: tuple[Loss, ...]
+    losses: tuple[Overhead, ...]
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a job."""
+    """The prediction of one step of a job."""
 
     hosts: int
     ranks_per_host: int
-    """The most that a host has."""
+    """The most ranks of a host."""
     ranks: int
     strategy: Strategy
     step_seconds: float
     compute_seconds: float
-    """What the step takes on one rank alone, its wait for data included."""
+    """The step of one rank alone, with its wait for data."""
     communication_seconds: float
-    """How long the wire is busy."""
+    """Time for which the network is busy."""
     exposed_seconds: float
-    """How much of that nothing hides."""
+    """The part of the communication that computing does not hide."""
     loader_seconds: float = 0.0
-    """How much of the step is waiting for data."""
+    """The wait for data."""
     samples_per_second: float
     efficiency: float
-    """Samples per second and rank against those of one rank alone, 0 to 1."""
-    cap: Cap | None
-    """The link that keeps the step from being shorter; None where that is something else."""
-    losses: tuple[Loss, ...] = ()
-    """What makes it longer than alone, most first."""
+    """Samples per second and rank against one rank alone, 0 to 1."""
+    cap: Bottleneck | None
+    """The limiting link; None if something else limits."""
+    losses: tuple[Overhead, ...] = ()
+    """Causes of the loss, largest first."""
     fits_memory: bool | None = None
     expected_error: float
-    """The relative error of `step_seconds` to expect: small where the links were measured."""
+    """Expected relative error of `step_seconds`: small if links were measured."""
     notes: tuple[str, ...] = ()
     timeline: tuple[Span, ...] = ()

@@ -13,7 +13,7 @@ from distrib.bandwidth_model.fabric import Fabric
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import find_job, predict_on_fabric, predict_step
 from distrib.bandwidth_model.workload import Workload
-from distrib.bandwidth_model.workload_catalog import scaled
+from distrib.bandwidth_model.workload_catalog import scaled_workload
 from distrib.cluster.node import name_hosts, shown_hosts
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
@@ -295,7 +295,7 @@ def _larger_batches(fabric: Fabric, workload: Workload, strategy: Strategy) -> l
     """Double and quadruple the batch of a rank where its device memory allows."""
     found = []
     for times in (2, 4) if fabric.ranks > 1 else ():
-        larger = scaled(workload, batch=times * workload.batch)
+        larger = scaled_workload(workload, batch=times * workload.batch)
         prediction = predict_on_fabric(fabric, larger, strategy)
         if prediction.fits_memory is not False:
             found.append(

@@ -1,4 +1,4 @@
-"""The pictures of `distrib-topo plan`: scaling against the ideal, and the timeline of a step."""
+"""Plots of `distrib-topo plan`: scaling against the ideal, and the timeline of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distrib import units
-from distrib.bandwidth_model.planner import Answer, Question
+from distrib.bandwidth_model.planner import PlanRequest, ScalingPlan
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.scaling import predict_step
 from distrib.utils import plotting
@@ -23,39 +23,55 @@ PHASES = {
 }
 
 
-PALE = ("backward", "wait")
-"""Phases whose colours want dark letters."""
+PALE_PHASES = ("backward", "wait")
+"""Phases with a light colour and dark text."""
 
 
-def draw(path: str, question: Question, answer: Answer) -> None:
-    """Draw scaling, or where the file's name has `timeline` in it, one step on the largest number of hosts."""
+def draw_plan(path: str, request: PlanRequest, plan: ScalingPlan) -> None:
+    """Draw the scaling, or one step on the largest number of hosts if the file name contains `timeline`.
+
+    Args:
+        path: The file.
+        request: The request of the plan.
+        plan: The plan.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if "timeline" in Path(path).stem:
-        step = predict_step(question.topology, question.workload, **question.job(question.largest), timeline=True)
+        step = predict_step(request.topology, request.workload, **request.job(request.largest), timeline=True)
         hosts = f"{step.hosts} host{'' if step.hosts == 1 else 's'}"
-        figure = timeline(step, f"One step of {answer.workload.name} on {hosts}, {step.ranks} ranks")
+        figure = timeline_figure(step, f"One step of {plan.workload.name} on {hosts}, {step.ranks} ranks")
     else:
-        figure = scaling(answer)
+        figure = scaling_figure(plan)
     plotting.save_figure(figure, path)
 
 
-def scaling(answer: Answer) -> Any:
-    """Samples a second against ranks, beside those of as many single ranks."""
-    from matplotlib.figure import Figure
+def scaling_figure(plan: ScalingPlan) -> Any:
+    """Plot samples per second against ranks, beside the ideal.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure  # matplotlib takes a second to import
     from matplotlib.ticker import LogLocator
 
-    work = answer.workload
+    work = plan.workload
     with plotting.plot_style():
         figure = Figure(figsize=(8, 4.8), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
-        ranks = [prediction.ranks for prediction in answer.predictions]
-        ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in answer.predictions]
+        ranks = [prediction.ranks for prediction in plan.predictions]
+        ideal = [prediction.ranks * work.batch / prediction.compute_seconds for prediction in plan.predictions]
         axes.plot(ranks, ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
-        if answer.compared:
-            for number, each in enumerate(answer.compared):
+        if plan.compared:
+            for number, each in enumerate(plan.compared):
                 _curve(axes, ranks, each.predictions, GROUPS[number % len(GROUPS)], each.network)
         else:
-            _curve(axes, ranks, answer.predictions, GROUPS[0], "predicted")
-            for count, prediction in zip(ranks, answer.predictions, strict=True):
+            _curve(axes, ranks, plan.predictions, GROUPS[0], "predicted")
+            for count, prediction in zip(ranks, plan.predictions, strict=True):
                 axes.annotate(
                     f"{prediction.efficiency:.0%}", (count, prediction.samples_per_second), xytext=(0, -14),
                     textcoords="offset points", ha="center", color=INK, size=9,
@@ -79,14 +95,22 @@ def _curve(axes: Any, ranks: Sequence[int], predictions: Sequence[Prediction], c
     axes.plot(ranks, rates, color=colour, marker="o", markersize=4, label=label)
 
 
-def timeline(prediction: Prediction, title: str) -> Any:
-    """What compute and wire do in a step, side by side."""
+def timeline_figure(prediction: Prediction, title: str) -> Any:
+    """Plot the compute and network streams of a step.
+
+    Args:
+        prediction: A prediction with timeline.
+        title: The title.
+
+    Returns:
+        A matplotlib figure.
+    """
     from matplotlib.figure import Figure
 
     with plotting.plot_style():
         figure = Figure(figsize=(10, 2.6), facecolor=PAPER, layout="constrained")
         axes = figure.add_subplot()
-        rows = {"compute": 1, "wire": 0}
+        rows = {"compute": 1, "network": 0}
         for span in prediction.timeline:
             width = span.end_seconds - span.start_seconds
             axes.barh(
@@ -95,9 +119,9 @@ def timeline(prediction: Prediction, title: str) -> Any:
             )  # fmt: skip
             if width > 0.07 * prediction.step_seconds:
                 middle = (span.start_seconds + width / 2) * 1e3
-                colour = INK if span.phase in PALE else "white"
+                colour = INK if span.phase in PALE_PHASES else "white"
                 axes.text(middle, rows[span.stream], span.label, ha="center", va="center", size=8, color=colour)
-        axes.set_yticks([0, 1], ["wire", "compute"])
+        axes.set_yticks([0, 1], ["network", "compute"])
         axes.set_xlim(0, prediction.step_seconds * 1e3)
         axes.set_xlabel("milliseconds")
         what = f"{units.duration_text(prediction.step_seconds)}, {prediction.efficiency:.0%} efficiency"

@@ -1,6 +1,8 @@
-"""A step against parameter servers: nobody waits for the others, but all of them use the servers' wires."""
+"""Steps with asynchronous parameter servers: workers do not wait for each other, but share the links of the servers."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import msgspec
 
@@ -12,95 +14,119 @@ from distrib.bandwidth_model.step_timeline import Step
 from distrib.bandwidth_model.workload import Workload
 from distrib.strategy import Strategy
 
-LARGEST_CHUNK_BYTES = 4 << 20
-SMALLEST_CHUNK_BYTES = 64 << 10
-"""Below it the fixed cost of a chunk (a header, two system calls, one optimizer step) is more than its time on a 1 Gb/s wire."""
+MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 4 << 20
+"""Limits of a chunk. A smaller one costs more in headers, system calls and optimizer steps than its time at 1 Gb/s."""
 
-CHUNKS = 32
-"""Of a model that is large enough: while one is on its way back, others are on theirs, and processors have time to serve them."""
+TARGET_CHUNKS = 32
+"""Chunks of a large model: while one returns, others are under way."""
 
-MOST_IN_FLIGHT, LEAST_IN_FLIGHT = 16, 4
-"""Chunks of each server."""
+MIN_CHUNKS_PER_SERVER, MAX_CHUNKS_PER_SERVER = 4, 16
 
-SMALLEST_SHARED_BYTES = 1 << 20
-"""The same where workers and servers share memory, which is faster than a wire."""
-
-GOODPUT_LOST, LEAST_GOODPUT = 0.05, 0.7
-"""What of the wire each further host leaves unused, as all send to all in their own time, where a host's workers push as one, and what is
-left of it with many: 0.95 with 2 and 0.7 with 7 virtual hosts (benchmarks/prediction.py). Several that push for themselves fill each
-other's pauses."""
-
-TOGETHER = 2.5
-"""Computing and the wire hide each other but for what one waits for the other now and then, most where they take equally long: the
-step is the norm of this order of the two; seen there, too."""
-
-TURNAROUND_SECONDS = 10e-3
-"""From the last gradient to the parameters that it has changed, but for the wire; seen there, too."""
+MIN_SHARED_CHUNK_BYTES = 1 << 20
+"""The lower limit in shared memory, which is faster than a network."""
 
 
-SERVER_BYTES_PER_SECOND = 3.4e9
-"""What a server takes in, adds up and gives back at most, each way: 6.8 GB/s in both together with worker and server on one host
-(docs/parameter_server.md). It works on processors and over TCP, however fast the cards are."""
+@dataclass(frozen=True)
+class ServerModelSettings:
+    """Calibrated behaviour of parameter servers, measured on virtual hosts (benchmarks/prediction.py)."""
+
+    goodput_loss_per_host: float = 0.05
+    """Unused bandwidth per further host, as all send to all at their own pace, if the workers of a host push together."""
+    min_goodput: float = 0.7
+    """Goodput with many hosts: 0.95 with 2 and 0.7 with 7."""
+    overlap_norm: float = 2.5
+    """The step is the norm of this order of computing and communication, which hide each other imperfectly."""
+    turnaround_seconds: float = 10e-3
+    """From the last gradient to the updated parameters, without the network."""
+    server_bytes_per_second: float = 3.4e9
+    """The most that a server receives, adds and returns, each way: 6.8 GB/s for both (docs/benchmarks/parameter-server.md)."""
+
+
+SETTINGS = ServerModelSettings()
 
 
 def chunk_bytes(total_bytes: int, servers: int, *, shared: bool = False) -> int:
-    """How large a chunk of the parameters is at most: what travels and is updated at once.
+    """Compute the size of a chunk of the parameters, the unit of transfer and update.
 
-    `shared`: it does not travel, as workers and servers share memory.
+    Args:
+        total_bytes: All parameters.
+        servers: Servers that share them.
+        shared: True if workers and servers share memory.
+
+    Returns:
+        Bytes, at most.
     """
-    if shared:  # a few: while one is copied another is updated
-        return min(LARGEST_CHUNK_BYTES, max(SMALLEST_SHARED_BYTES, total_bytes // (servers * LEAST_IN_FLIGHT)))
-    each = min(MOST_IN_FLIGHT, max(LEAST_IN_FLIGHT, CHUNKS // servers))
-    return min(LARGEST_CHUNK_BYTES, max(SMALLEST_CHUNK_BYTES, total_bytes // (servers * each)))
+    if shared:  # one chunk is copied while another is updated
+        return min(MAX_CHUNK_BYTES, max(MIN_SHARED_CHUNK_BYTES, total_bytes // (servers * MIN_CHUNKS_PER_SERVER)))
+    each = min(MAX_CHUNKS_PER_SERVER, max(MIN_CHUNKS_PER_SERVER, TARGET_CHUNKS // servers))
+    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, total_bytes // (servers * each)))
 
 
-def pushed_by(fabric: Fabric, strategy: Strategy) -> int:
-    """How many ranks of a host make one push together; 1: each makes its own."""
-    return fabric.ranks_per_host if strategy.host_reduction and fabric.wire else 1
+def ranks_per_push(fabric: Fabric, strategy: Strategy) -> int:
+    """Count the ranks of a host that push together.
 
+    Args:
+        fabric: The links of the job.
+        strategy: The strategy of the job.
 
-def asynchronous(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
-    """A worker's own time, or that for which the wires are busy with a step of every worker, whichever is longer, and a little more.
-
-    Gradients are pushed while backward goes on, and the answer brings the new parameters, for which the next
-    forward pass waits layer by layer; so only what is pushed last is on the way while nothing is computed. With `staleness`
-    0 the slowest worker sets the pace (`slowness` is then that of the slowest).
+    Returns:
+        1 if each rank pushes its own gradients.
     """
-    alone = step_timeline.synchronous(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
-    wire = _way_to_servers(fabric)
-    if wire is None:
+    return fabric.ranks_per_host if strategy.host_reduction and fabric.network else 1
+
+
+def parameter_server_step(fabric: Fabric, workload: Workload, strategy: Strategy, slowness: float) -> Step:
+    """Predict a step: the longer of a worker's own time and the time for which the links serve all workers, and a little more.
+
+    Gradients are pushed during backward, and the next forward waits for the new parameters layer by layer; so only the last push is
+    exposed. With `staleness` 0 the slowest worker sets the pace.
+
+    Args:
+        fabric: The links of the job.
+        workload: One rank's step.
+        strategy: The strategy of the job.
+        slowness: The slowdown of the rank that sets the pace.
+
+    Returns:
+        The step.
+    """
+    alone = step_timeline.synchronous_step(workload, (), batches=strategy.accumulate, slowness=slowness).seconds
+    link = _server_link(fabric)
+    if link is None:
         return Step(seconds=alone, communication_seconds=0.0, exposed_seconds=0.0)
     pushed = sum(
-        payload_of(piece, strategy.gradients).size_bytes for piece in bucketing.ddp_buckets(workload.gradients)
+        payload_of(bucket, strategy.gradients).size_bytes for bucket in bucketing.ddp_buckets(workload.gradients)
     )
-    pushing = fabric.ranks_per_host / pushed_by(fabric, strategy)
-    goodput = max(LEAST_GOODPUT, 1 - GOODPUT_LOST * (fabric.hosts - 1) / pushing)
+    pushing = fabric.ranks_per_host / ranks_per_push(fabric, strategy)
+    goodput = max(SETTINGS.min_goodput, 1 - SETTINGS.goodput_loss_per_host * (fabric.hosts - 1) / pushing)
     busy = _busy_seconds(fabric, strategy, pushed) / goodput
     servers = strategy.servers or fabric.hosts
     chunk = min(chunk_bytes(int(pushed), servers), pushed)
-    own = alone + TURNAROUND_SECONDS + 2 * wire.curve.seconds(chunk)
+    own = alone + SETTINGS.turnaround_seconds + 2 * link.curve.seconds(chunk)
     longer, shorter = max(own, busy), min(own, busy)
-    seconds = longer * (1 + (shorter / longer) ** TOGETHER) ** (1 / TOGETHER)
+    seconds = longer * (1 + (shorter / longer) ** SETTINGS.overlap_norm) ** (1 / SETTINGS.overlap_norm)
     return Step(seconds=seconds, communication_seconds=busy, exposed_seconds=seconds - alone)
 
 
-def _way_to_servers(fabric: Fabric) -> RingLink | None:
-    wire = fabric.wire or fabric.inside
-    if wire is None or wire.bytes_per_second <= SERVER_BYTES_PER_SECOND:
-        return wire
-    return msgspec.structs.replace(wire, curve=wire.curve.slower(wire.bytes_per_second / SERVER_BYTES_PER_SECOND))
+def _server_link(fabric: Fabric) -> RingLink | None:
+    link = fabric.network or fabric.intra_node
+    if link is None or link.bytes_per_second <= SETTINGS.server_bytes_per_second:
+        return link
+    return msgspec.structs.replace(
+        link, curve=link.curve.slower(link.bytes_per_second / SETTINGS.server_bytes_per_second)
+    )
 
 
 def _busy_seconds(fabric: Fabric, strategy: Strategy, size_bytes: float) -> float:
-    """How long one step of every worker keeps the busiest wire busy; parameters come back as large as gradients go."""
-    wire = _way_to_servers(fabric)
-    assert wire is not None
-    together = pushed_by(fabric, strategy)
+    """Compute the time for which one step of all workers occupies the busiest link; parameters are as large as gradients."""
+    link = _server_link(fabric)
+    assert link is not None
+    together = ranks_per_push(fabric, strategy)
     each = fabric.ranks_per_host // together
     if strategy.servers:
-        own = wire.curve.seconds(each * size_bytes)
+        own = link.curve.seconds(each * size_bytes)
         pushes = fabric.hosts if together > 1 else fabric.ranks
-        return max(own, collective_cost.parameter_server(pushes, strategy.servers, size_bytes, wire.curve))
+        return max(own, collective_cost.parameter_server(pushes, strategy.servers, size_bytes, link.curve))
     if fabric.hosts == 1:
-        return 2 * wire.curve.seconds(each * size_bytes)
-    return collective_cost.shared_parameter_server(fabric.hosts, each * size_bytes, wire.curve)
+        return 2 * link.curve.seconds(each * size_bytes)
+    return collective_cost.shared_parameter_server(fabric.hosts, each * size_bytes, link.curve)

@@ -1,4 +1,4 @@
-"""One step as a timeline: what computes, what crosses the wire meanwhile, and what of that nothing hides."""
+"""Timeline of one step: computing, communication beside it, and the exposed part of the communication."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distrib.bandwidth_model.workload import Workload
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """What averaging one piece of the gradients costs.
+    """The cost of averaging one bucket.
 
-    `ready_seconds` since backward began. Packing takes the computing side's time once it is ready, unpacking after backward.
+    `ready_seconds` since backward began. Packing delays computing when the bucket is ready, unpacking after backward.
     """
 
     ready_seconds: float
@@ -25,24 +25,32 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a step takes, how long its wires are busy, how much of that stands alone; seconds."""
+    """A step: its duration, the time for which the network is busy, the exposed part of it; seconds."""
 
     seconds: float
     communication_seconds: float
     exposed_seconds: float
     starved_seconds: float = 0.0
-    """That it waits for data, beyond what it waits alone."""
+    """Wait for data beyond that of one rank alone."""
     spans: tuple[Span, ...] = ()
 
 
 def slowest_of(count: int, variation: float) -> float:
-    """By what factor the slowest of `count` ranks exceeds the median, for normal errors (Blom, 1958)."""
+    """Compute the factor by which the slowest of several ranks exceeds the median, for normal errors (Blom, 1958).
+
+    Args:
+        count: The ranks.
+        variation: The coefficient of variation of their steps.
+
+    Returns:
+        1 or more.
+    """
     if count < 2 or variation <= 0:
         return 1.0
     return 1 + variation * statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def synchronous(
+def synchronous_step(
     workload: Workload,
     transfers: Sequence[Transfer],
     *,
@@ -52,11 +60,19 @@ def synchronous(
     hook_seconds: float = 0.0,
     spans: bool = False,
 ) -> Step:
-    """A step of data-parallel training: pieces in order on one stream, each when it is ready and the one before is through.
+    """Simulate a data-parallel step: buckets in order on one stream, each when it is ready and the one before is done.
 
-    `slowness` is what the slowest rank takes for what the workload says takes 1; `overlap_slowdown` how much longer
-    computing takes while the wire is busy, `hook_seconds` what the last piece takes to the optimizer. All but the last of
-    `batches` are computed without communication.
+    Args:
+        workload: One rank's step.
+        transfers: The buckets in order.
+        batches: Batches per optimizer step; gradients are averaged in the last one.
+        slowness: The slowdown of the slowest rank.
+        overlap_slowdown: Relative slowdown of computing while the network is busy.
+        hook_seconds: The time from the last bucket to the optimizer.
+        spans: True to record the timeline.
+
+    Returns:
+        The step.
     """
     clock = _Clock(draws=spans)
     for number in range(batches):
@@ -70,7 +86,7 @@ def synchronous(
     ends = []
 
     def backward_until(seconds: float) -> None:
-        """Slower as long as the wire is busy."""
+        """Advance backward, slower while the network is busy."""
         nonlocal progress
         left = max(0.0, seconds * slowness - progress)
         overlapped = min(left, max(0.0, free - clock.now) / (1 + overlap_slowdown))
@@ -84,7 +100,7 @@ def synchronous(
         free = start + transfer.network_seconds
         busy += transfer.network_seconds
         ends.append(free)
-        clock.draw("wire", "communication", f"piece {number + 1}", start, free)
+        clock.draw("network", "communication", f"bucket {number + 1}", start, free)
     backward_until(workload.backward_seconds)
     clock.draw("compute", "backward", f"backward {batches}" if batches > 1 else "backward", begun, clock.now)
     waited = clock.now
@@ -93,13 +109,21 @@ def synchronous(
     if transfers:
         clock.now += hook_seconds
     exposed = max(0.0, free - waited)
-    clock.draw("compute", "wait", "wait for the wire", waited, clock.now)
+    clock.draw("compute", "wait", "wait for gradients", waited, clock.now)
     clock.compute("optimizer", "optimizer", workload.optimizer_seconds * slowness)
     return Step(seconds=clock.now, communication_seconds=busy, exposed_seconds=exposed, spans=tuple(clock.spans))
 
 
-def starved(step: Step, seconds: float) -> Step:
-    """The step where its data comes so much later."""
+def delay_for_data(step: Step, seconds: float) -> Step:
+    """Delay a step by a wait for data.
+
+    Args:
+        step: The step.
+        seconds: The wait.
+
+    Returns:
+        The delayed step.
+    """
     late = Span(stream="compute", phase="loader", label="loader", start_seconds=0.0, end_seconds=seconds)
     moved = (
         msgspec.structs.replace(
@@ -113,7 +137,7 @@ def starved(step: Step, seconds: float) -> Step:
 
 
 class _Clock:
-    """How far the computing side is, and what was drawn on the way."""
+    """The clock of the compute stream, and the recorded spans."""
 
     def __init__(self, *, draws: bool) -> None:
         self.now = 0.0
@@ -124,6 +148,6 @@ class _Clock:
         self.draw("compute", phase, label, self.now, self.now + seconds)
         self.now += seconds
 
-    def draw(self, stream: Literal["compute", "wire"], phase: Phase, label: str, start: float, end: float) -> None:
+    def draw(self, stream: Literal["compute", "network"], phase: Phase, label: str, start: float, end: float) -> None:
         if self._draws and end > start:
             self.spans.append(Span(stream=stream, phase=phase, label=label, start_seconds=start, end_seconds=end))

@@ -1,4 +1,4 @@
-"""What one rank does in a step, measured by a profile or taken from the catalogue."""
+"""Workloads: one step of one rank, from a profile or from the catalogue."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import msgspec
 
 from distrib.errors import ConfigError
 
-SHORTEST_STEP_SECONDS, LONGEST_STEP_SECONDS = 1e-9, 1e6
-MOST_GRADIENT_BYTES = 1 << 38
-"""256 GiB: as much as the largest devices hold, of which gradients are a part."""
+MIN_STEP_SECONDS, MAX_STEP_SECONDS = 1e-9, 1e6
+MAX_GRADIENT_BYTES = 1 << 38
+"""256 GiB: the memory of the largest devices."""
 
 ELEMENT_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "complex64": 8, "complex128": 16,
     "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-"""Of the types that gradients have, by torch's names."""
+"""Bytes of an element by torch's names of the types."""
 
 
 class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One parameter's gradient, and when it is ready: seconds since backward began."""
+    """The gradient of a parameter, ready in seconds since backward began."""
 
     name: str
     elements: int
@@ -34,10 +34,10 @@ class Gradient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One step of one rank without any communication: seconds are medians, sizes bytes.
+    """One step of one rank without communication: medians in seconds, sizes in bytes.
 
-    `gradients` stand in the order in which they get ready. `variation` is the coefficient of variation of the
-    step, by its quartiles. `batch` are the samples of all calls of `backward()` in a step.
+    `gradients` are in the order in which they get ready. `variation`: coefficient of variation of the step, by its quartiles.
+    `batch`: samples of all calls of `backward()` in a step.
     """
 
     name: str
@@ -49,25 +49,25 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     backward_seconds: float
     optimizer_seconds: float
     loader_seconds: float = 0.0
-    """That the step waited for its data."""
+    """Wait for data in the step."""
     loading_processor_seconds: float = 0.0
-    """What the processes that load a step's data take of the host's processors meanwhile, all of them together."""
+    """CPU time of the loader processes for the data of a step."""
     gradients: tuple[Gradient, ...]
     parameter_bytes: int
     memory_bytes: int | None = None
-    """The most that the device held."""
+    """Peak memory of the device."""
     variation: float = 0.0
     processor_share: float = 0.0
-    """How busy the step keeps the processors that the rank computes with, 0 to 1; on a CPU, what is left is free for the wire."""
+    """Utilization of the rank's CPUs, 0 to 1; the rest is free for the network."""
     processors: int = 1
-    """How many these are."""
+    """CPUs of the rank."""
     expected_error: float = 0.0
-    """The relative error to expect of the seconds where they were not measured."""
+    """Expected relative error of the seconds, 0 for a measurement."""
     software: dict[str, str] = {}
 
     @property
     def gradient_bytes(self) -> int:
-        """What a rank has to tell the others in a step."""
+        """Bytes of all gradients of a step."""
         return sum(gradient.size_bytes for gradient in self.gradients)
 
     @property
@@ -76,15 +76,13 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         return self.forward_seconds + self.backward_seconds + self.optimizer_seconds
 
 
-MOST_VARIATION = 10.0
-"""Of a machine that stood still for a quarter of the steps; it says no more than that."""
+MAX_VARIATION = 10.0
+"""A larger variation means that the machine hung for a quarter of the steps."""
 
-_MOST = {
-    **dict.fromkeys(
-        ("forward_seconds", "backward_seconds", "optimizer_seconds", "loader_seconds"), LONGEST_STEP_SECONDS
-    ),
-    "loading_processor_seconds": LONGEST_STEP_SECONDS,
-    "variation": MOST_VARIATION,
+_MAX_VALUES = {
+    **dict.fromkeys(("forward_seconds", "backward_seconds", "optimizer_seconds", "loader_seconds"), MAX_STEP_SECONDS),
+    "loading_processor_seconds": MAX_STEP_SECONDS,
+    "variation": MAX_VARIATION,
     "processor_share": 1.0,
     "processors": 1e6,
     "expected_error": 1.0,
@@ -92,11 +90,19 @@ _MOST = {
     "memory_bytes": 1e15,
     "parameter_bytes": 1e15,
 }
-"""What the fields are at most; a larger number is a slip of a unit or of a finger. None of them is less than zero."""
+"""Largest values of fields; larger ones are errors of units or typing. All are 0 or more."""
 
 
 def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
-    """Write a workload as JSON, whole or not at all. Raises ConfigError where it cannot be written."""
+    """Write a workload as JSON, atomically.
+
+    Args:
+        path: The file.
+        workload: The workload.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     partial = Path(f"{os.fspath(path)}.partial")
     try:
         partial.write_bytes(msgspec.json.format(msgspec.json.encode(workload), indent=1) + b"\n")
@@ -105,55 +111,66 @@ def write_workload(path: str | os.PathLike[str], workload: Workload) -> None:
         raise ConfigError(f"cannot write {os.fspath(path)}: {error.strerror}") from None
 
 
-def checked(workload: Workload, source: str = "workload") -> Workload:
-    """`workload` itself. Raises ConfigError, with the path in `source`, for numbers that cannot be and where there are no gradients."""
-    for path, what in _wrong_in(workload):
+def validate_workload(workload: Workload, source: str = "workload") -> Workload:
+    """Validate the numbers of a workload.
+
+    Args:
+        workload: The workload.
+        source: The file, for errors.
+
+    Returns:
+        The workload itself.
+
+    Raises:
+        ConfigError: A number is impossible, or there are no gradients; with the path in the file.
+    """
+    for path, what in _workload_errors(workload):
         raise ConfigError(f"{source}: {path}: {what}", hint="measure it again, or correct the file")
     return workload
 
 
-def _wrong_in(workload: Workload) -> Iterator[tuple[str, str]]:
-    for field, most in _MOST.items():
+def _workload_errors(workload: Workload) -> Iterator[tuple[str, str]]:
+    for field, most in _MAX_VALUES.items():
         value = getattr(workload, field)
         if value is not None and not 0 <= value < math.inf:
-            yield f"$.{field}", f"{value} cannot be; it must be zero or more, and finite"
+            yield f"$.{field}", f"{value}, expected a finite number of 0 or more"
         elif value is not None and value > most:
-            yield f"$.{field}", f"{value:g} cannot be; it is {most:g} at most"
+            yield f"$.{field}", f"{value:g}, expected {most:g} at most"
     for field in ("name", "device"):
         if not (text := getattr(workload, field)).strip() or not text.isprintable():
-            yield f"$.{field}", f"{text[:60]!r} cannot be; it is a name"
+            yield f"$.{field}", f"{text[:60]!r}, expected a printable name"
     if workload.device.lower() == "cpu" and workload.device != "cpu":
-        yield "$.device", f"{workload.device!r} is not known; write 'cpu'"
+        yield "$.device", f"{workload.device!r} is unknown; write 'cpu'"
     if workload.batch < 1:
-        yield "$.batch", f"{workload.batch} samples; a batch has at least one"
-    if workload.compute_seconds + workload.loader_seconds < SHORTEST_STEP_SECONDS:
-        yield "$.forward_seconds", "a step that takes no time at all cannot be"
+        yield "$.batch", f"{workload.batch} samples, expected 1 or more"
+    if workload.compute_seconds + workload.loader_seconds < MIN_STEP_SECONDS:
+        yield "$.forward_seconds", "the step takes no time"
     if workload.processors < 1:
-        yield "$.processors", f"{workload.processors}; a rank computes with one at least"
+        yield "$.processors", f"{workload.processors} CPUs, expected 1 or more"
     if workload.parameter_bytes <= 0:
-        yield "$.parameter_bytes", f"{workload.parameter_bytes} bytes; a model that is trained has some"
+        yield "$.parameter_bytes", f"{workload.parameter_bytes} bytes, expected 1 or more"
     if not workload.gradients:
-        yield "$.gradients", "there are none: nothing is trained, and nothing crosses a wire"
+        yield "$.gradients", "no gradients: nothing is trained"
     total = 0
     for number, gradient in enumerate(workload.gradients):
         total += gradient.size_bytes
-        for field, what in _wrong_in_gradient(gradient, workload.backward_seconds):
+        for field, what in _gradient_errors(gradient, workload.backward_seconds):
             yield f"$.gradients[{number}].{field}", what
-        if total > MOST_GRADIENT_BYTES:
-            what = f"with this there are {total:,} bytes of gradients; no rank holds more than {MOST_GRADIENT_BYTES:,}"
+        if total > MAX_GRADIENT_BYTES:
+            what = f"{total:,} bytes of gradients up to here, expected {MAX_GRADIENT_BYTES:,} at most"
             yield f"$.gradients[{number}].size_bytes", what
 
 
-def _wrong_in_gradient(gradient: Gradient, backward_seconds: float) -> Iterator[tuple[str, str]]:
+def _gradient_errors(gradient: Gradient, backward_seconds: float) -> Iterator[tuple[str, str]]:
     if not gradient.name.isprintable():
-        yield "name", f"{gradient.name[:60]!r} cannot be; it is a name"
+        yield "name", f"{gradient.name[:60]!r}, expected a printable name"
     if gradient.dtype not in ELEMENT_BYTES:
-        yield "dtype", f"{gradient.dtype[:60]!r} is not known; there are {', '.join(ELEMENT_BYTES)}"
+        yield "dtype", f"{gradient.dtype[:60]!r} is unknown; known are {', '.join(ELEMENT_BYTES)}"
     elif gradient.size_bytes <= 0 or gradient.elements <= 0:
-        yield "size_bytes", f"{gradient.elements} elements in {gradient.size_bytes} bytes are no gradient"
+        yield "size_bytes", f"{gradient.elements} elements in {gradient.size_bytes} bytes, expected 1 or more of both"
     elif gradient.size_bytes != gradient.elements * ELEMENT_BYTES[gradient.dtype]:
         yield "size_bytes", f"{gradient.size_bytes} bytes are not {gradient.elements} elements of {gradient.dtype}"
     if not 0 <= gradient.ready_seconds < math.inf:
-        yield "ready_seconds", f"{gradient.ready_seconds} cannot be; it must be zero or more, and finite"
+        yield "ready_seconds", f"{gradient.ready_seconds}, expected a finite number of 0 or more"
     elif gradient.ready_seconds > 2 * backward_seconds:  # medians of different steps may differ
-        yield "ready_seconds", f"{gradient.ready_seconds:g} is long after backward, which takes {backward_seconds:g}"
+        yield "ready_seconds", f"{gradient.ready_seconds:g} is after the end of backward, {backward_seconds:g}"

@@ -1,6 +1,6 @@
-"""Workloads to plan with: those of the catalogue, for any GPU that it has, and profiles in files.
+"""Workload catalogue: published training speeds, scaled to any catalogued GPU, and profiles in files.
 
-The figures and their sources are in `workloads.yaml`. A measured profile beats all of it.
+The figures and their sources are in `workload_catalog.yaml`. A measured profile is more accurate.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import msgspec
 
 from distrib import units
 from distrib.bandwidth_model import architectures
-from distrib.bandwidth_model.architectures import Network
-from distrib.bandwidth_model.workload import Gradient, Workload, checked
+from distrib.bandwidth_model.architectures import NetworkArithmetic
+from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
 from distrib.cluster.hardware_catalog import GpuSpec, catalog, find_gpu, gpu_hint
 from distrib.errors import ConfigError
 from distrib.utils import files
@@ -28,11 +28,11 @@ Precision = Literal["amp", "tf32", "fp32"]
 PATH = Path(__file__).with_name("workload_catalog.yaml")
 
 STATE_BYTES = {"sgd": 12, "adam": 16}
-"""Of a parameter: itself, its gradient and what the optimizer keeps (a momentum; two moments), 4 bytes each."""
+"""Bytes per parameter: value, gradient and optimizer state (one momentum; two moments), 4 each."""
 STEP_BYTES = {"sgd": 20, "adam": 28}
-"""What an optimizer reads and writes of a parameter in a step: all of that, and back what it changes."""
-STREAM = 0.75
-"""The part of a GPU's memory bandwidth that such passes reach (BabelStream reports 0.7 to 0.9)."""
+"""Bytes that an optimizer reads and writes per parameter and step."""
+STREAM_FRACTION = 0.75
+"""Fraction of the memory bandwidth that such passes reach (BabelStream: 0.7 to 0.9)."""
 
 
 class _Source(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,8 +54,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     like: str | None = None
 
 
-class Speed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A published training speed of one GPU."""
+class PublishedSpeed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A published training speed of a network on one GPU."""
 
     network: str
     gpu: str
@@ -76,32 +76,51 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
     sources: dict[str, _Source]
     others: dict[str, _Other]
     networks: dict[str, _Entry]
-    speeds: tuple[Speed, ...]
+    speeds: tuple[PublishedSpeed, ...]
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a GPU trains a network: operations a second that it really does, the error to expect, and where from."""
+class ComputeRate(msgspec.Struct, frozen=True, kw_only=True):
+    """Operations per second of a GPU training a network, with expected error and origin."""
 
     flop_per_second: float
     expected_error: float
     origin: str
 
 
-def names() -> tuple[str, ...]:
-    """The networks of the catalogue."""
+def network_names() -> tuple[str, ...]:
+    """List the networks of the catalogue."""
     return tuple(_file().networks)
 
 
-def network(name: str) -> Network:
-    """The arithmetic of a network of the catalogue. Raises ConfigError for any other name."""
+def network_arithmetic(name: str) -> NetworkArithmetic:
+    """Return the arithmetic of a catalogued network.
+
+    Args:
+        name: Its name, in any spelling.
+
+    Returns:
+        The arithmetic.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     return _network(_named(name))
 
 
-def workload(name: str, gpu: str, batch: int | None = None, *, precision: Precision | None = None) -> Workload:
-    """What a step of `batch` samples of a catalogued network takes on one `gpu`.
+def catalog_workload(name: str, gpu: str, batch: int | None = None, *, precision: Precision | None = None) -> Workload:
+    """Estimate a step of a catalogued network on a GPU.
 
-    `precision` is amp where the GPU has tensor cores, else fp32. A step's time grows
-    with its batch. Raises ConfigError for networks and GPUs that are not in the catalogues.
+    Args:
+        name: The network, in any spelling.
+        gpu: The GPU.
+        batch: Samples. None: the usual batch. Time grows in proportion.
+        precision: None: amp on GPUs with tensor cores, else fp32.
+
+    Returns:
+        The workload.
+
+    Raises:
+        ConfigError: The network or the GPU is not in the catalogue.
     """
     key = _named(name)
     spec = find_gpu(gpu)
@@ -110,15 +129,17 @@ def workload(name: str, gpu: str, batch: int | None = None, *, precision: Precis
     entry = _file().networks[key]
     samples = entry.batch if batch is None else batch
     if samples < 1:
-        raise ConfigError(f"a batch of {samples} samples", hint="give 1 or more")
+        raise ConfigError(f"batch of {samples} samples, expected 1 or more", hint="raise --batch")
     chosen: Precision = precision or ("amp" if "fp16" in spec.tflops and not spec.name.startswith("P100") else "fp32")
     arithmetic = _network(key)
-    pace = _pace(key, spec.name, chosen)
+    rate_of_gpu = _compute_rate(key, spec.name, chosen)
     optimizer_seconds = (
-        arithmetic.elements * STEP_BYTES[entry.optimizer] / (spec.memory_bandwidth_bytes_per_second.value * STREAM)
+        arithmetic.elements
+        * STEP_BYTES[entry.optimizer]
+        / (spec.memory_bandwidth_bytes_per_second.value * STREAM_FRACTION)
     )
-    # Published speeds are of many samples between two steps of the optimizer, which is little of them; here it adds.
-    passes_seconds = samples * arithmetic.training_flop / pace.flop_per_second
+    # Published speeds contain little optimizer time: their batches are large.
+    passes_seconds = samples * arithmetic.training_flop / rate_of_gpu.flop_per_second
     backward_seconds = passes_seconds * 2 / 3
     element_bytes = 2 if chosen == "amp" else 4
     state_bytes = STATE_BYTES[entry.optimizer] + (2 if chosen == "amp" else 0)
@@ -133,22 +154,32 @@ def workload(name: str, gpu: str, batch: int | None = None, *, precision: Precis
         gradients=_gradients(arithmetic, backward_seconds),
         parameter_bytes=4 * arithmetic.elements,
         memory_bytes=state_bytes * arithmetic.elements + samples * element_bytes * arithmetic.activation_elements,
-        expected_error=pace.expected_error,
-        software={"precision": chosen, "speed": pace.origin},
+        expected_error=rate_of_gpu.expected_error,
+        software={"precision": chosen, "speed": rate_of_gpu.origin},
     )
 
 
-def speeds() -> tuple[Speed, ...]:
-    """The published speeds."""
+def published_speeds() -> tuple[PublishedSpeed, ...]:
+    """List the published training speeds."""
     return _file().speeds
 
 
 def read_workload(path: str | os.PathLike[str]) -> Workload:
-    """A profile that `distrib-launch --profile` wrote. Raises ConfigError, with the path inside, for what is none."""
+    """Read a profile that `distrib-launch --profile` wrote.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The workload.
+
+    Raises:
+        ConfigError: The file is not a valid profile; with the path inside.
+    """
     shown = os.fspath(path)
     again = "write one with distrib-launch --profile FILE SCRIPT"
     try:
-        # Python's reads NaN and infinities too, so that what they stand for can be named.
+        # json reads NaN and infinities, which are then reported by field.
         found = msgspec.convert(json.loads(Path(path).read_bytes()), Workload)
     except OSError as error:
         raise ConfigError(f"cannot read {shown}: {error.strerror}", hint=again) from None
@@ -158,24 +189,41 @@ def read_workload(path: str | os.PathLike[str]) -> Workload:
         near = difflib.get_close_matches(unknown[1], fields, n=1) if unknown else []
         raise ConfigError(f"{shown}: {error}", hint=f"did you mean {near[0]}?" if near else again) from None
     except json.JSONDecodeError as error:
-        what = f"{shown}:{error.lineno}: is no JSON: {error.msg}"
+        what = f"{shown}:{error.lineno}: is not valid JSON: {error.msg}"
         raise ConfigError(what, hint=again) from None
     except (ValueError, RecursionError) as error:
-        what = "is nested too deeply" if isinstance(error, RecursionError) else "is no JSON in UTF-8"
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "is not UTF-8 JSON"
         raise ConfigError(f"{shown}: {what}", hint=again) from None
-    return checked(found, shown)
+    return validate_workload(found, shown)
 
 
-def is_file(given: str) -> bool:
-    """Whether `--workload` names a file, not a network of the catalogue."""
+def is_workload_file(given: str) -> bool:
+    """Test if `--workload` names a file, not a catalogued network.
+
+    Args:
+        given: The value of the option.
+
+    Returns:
+        True for a file.
+    """
     return files.is_file(given) or "/" in given or given.endswith(".json")
 
 
-def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = None) -> Workload:
-    """`workload` with another batch or on another GPU.
+def scaled_workload(workload: Workload, *, batch: int | None = None, gpu: str | None = None) -> Workload:
+    """Scale a workload to another batch or GPU.
 
-    Time grows in proportion to the batch. Between two GPUs of the catalogue it goes with the geometric mean of peak
-    throughput and memory bandwidth. Raises ConfigError where the workload's device is in no catalogue.
+    Time grows in proportion to the batch. Between GPUs it follows the geometric mean of peak throughput and memory bandwidth.
+
+    Args:
+        workload: The workload.
+        batch: The new batch; None to keep it.
+        gpu: The new GPU; None to keep it.
+
+    Returns:
+        The scaled workload.
+
+    Raises:
+        ConfigError: A GPU is not in the catalogue.
     """
     factor, device, error = 1.0, workload.device, workload.expected_error
     if gpu is not None:
@@ -184,20 +232,20 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
             raise ConfigError(f"GPU {gpu!r} is not in the catalogue", hint=gpu_hint(gpu))
         if before is None:
             raise ConfigError(
-                f"{workload.name} was measured on {workload.device}, from which no GPU's time follows",
+                f"{workload.name} was measured on {workload.device}, expected a catalogued GPU",
                 hint="profile the script on a GPU of the catalogue, or leave out --gpu",
             )
         if before is not after:
-            factor = times_as_long(before, after)
-            device, error = after.name, max(error, scaled_error())
+            factor = step_time_ratio(before, after)
+            device, error = after.name, max(error, gpu_scaling_error())
     optimizer = workload.optimizer_seconds * factor
     samples = workload.batch if batch is None else batch
     if samples < 1:
-        raise ConfigError(f"--batch {samples}: no samples", hint="give 1 or more")
+        raise ConfigError(f"--batch {samples}, expected 1 or more", hint="give a larger batch")
     factor *= samples / workload.batch
     memory = workload.memory_bytes
     if memory is not None and samples != workload.batch:
-        # What is not the state of the parameters grows with the batch.
+        # Activations grow with the batch, the state of the parameters does not.
         state = min(memory, 4 * workload.parameter_bytes)
         memory = state + round((memory - state) * samples / workload.batch)
     return msgspec.structs.replace(
@@ -212,22 +260,34 @@ def scaled(workload: Workload, *, batch: int | None = None, gpu: str | None = No
     )
 
 
-def times_as_long(before: GpuSpec, after: GpuSpec) -> float:
-    """What a step takes on another GPU for what it took: by the geometric mean of peak throughput and memory bandwidth."""
+def step_time_ratio(before: GpuSpec, after: GpuSpec) -> float:
+    """Estimate the step time on another GPU, by the geometric mean of peak throughput and memory bandwidth.
+
+    Args:
+        before: The GPU of the measurement.
+        after: The other GPU.
+
+    Returns:
+        The time on `after` for 1 on `before`.
+    """
     precision: Precision = "amp" if "fp16" in before.tflops and "fp16" in after.tflops else "fp32"
     return 1.0 if before is after else _strength(before.name, precision) / _strength(after.name, precision)
 
 
-def scaled_error() -> float:
-    """The relative error to expect of a step that was measured on one GPU and predicted for another."""
+def gpu_scaling_error() -> float:
+    """Return the expected relative error of a step scaled from one GPU to another."""
     return _file().errors.scaled
 
 
-def on_processors(workload: Workload, processors: int) -> Workload:
-    """`workload` where a rank computes with fewer processors than it was profiled with; with as many or more, itself.
+def on_cpus(workload: Workload, processors: int) -> Workload:
+    """Scale a workload to fewer CPUs per rank, by Amdahl's law; the parallel part follows from their utilization.
 
-    What kept all of them busy takes longer in proportion, the rest kept one: so far Amdahl, and how much that is follows from
-    the share of them that was busy.
+    Args:
+        workload: The workload.
+        processors: CPUs of the rank.
+
+    Returns:
+        The scaled workload; itself with as many CPUs or more, and on GPUs.
     """
     before = workload.processors
     if workload.device != "cpu" or processors >= before:
@@ -244,7 +304,7 @@ def on_processors(workload: Workload, processors: int) -> Workload:
 
 
 def _slower(workload: Workload, factor: float) -> Workload:
-    """Its passes, and with them its gradients, take `factor` times as long."""
+    """Multiply the time of the passes and the ready times of the gradients."""
     return msgspec.structs.replace(
         workload,
         forward_seconds=workload.forward_seconds * factor,
@@ -256,9 +316,6 @@ def _slower(workload: Workload, factor: float) -> Workload:
     )
 
 
-# -- inside -----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _file() -> _File:
     import yaml
@@ -268,32 +325,34 @@ def _file() -> _File:
 
 
 def _named(name: str) -> str:
-    """The catalogue's name of a network, however it is written."""
+    """Find the catalogue's name of a network, in any spelling."""
 
     def plain(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower())
 
-    known = {plain(each): each for each in names()}
+    known = {plain(each): each for each in network_names()}
     known |= {"gpt2small": "GPT-2", "vitb16": "ViT-B", "vitbase": "ViT-B"}
     if plain(name) in known:
         return known[plain(name)]
     near = difflib.get_close_matches(plain(name), list(known), n=1, cutoff=0.5)
     raise ConfigError(
         f"--workload {name}: no such file, and not in the catalogue",
-        hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(names())}",
+        hint=(f"did you mean {known[near[0]]}? It" if near else "it") + f" has {', '.join(network_names())}",
     )
 
 
 @functools.cache
-def _network(key: str) -> Network:
+def _network(key: str) -> NetworkArithmetic:
     entry = _file().networks[key]
     build: Any = getattr(architectures, entry.kind)
-    built: Network = build(**{field: tuple(v) if isinstance(v, list) else v for field, v in entry.shape.items()})
+    built: NetworkArithmetic = build(
+        **{field: tuple(v) if isinstance(v, list) else v for field, v in entry.shape.items()}
+    )
     return built
 
 
-def _gradients(arithmetic: Network, backward_seconds: float) -> tuple[Gradient, ...]:
-    """Each parameter's gradient is ready when backward has done the work of its layer and of those behind it."""
+def _gradients(arithmetic: NetworkArithmetic, backward_seconds: float) -> tuple[Gradient, ...]:
+    """List the gradients, ready when backward has finished their layer."""
     total = arithmetic.forward_products
     done = arithmetic.tail_products
     found = []
@@ -310,53 +369,55 @@ def _gradients(arithmetic: Network, backward_seconds: float) -> tuple[Gradient, 
     return tuple(found)
 
 
-def _pace(key: str, gpu: str, precision: Precision, without: Speed | None = None) -> Pace:
-    """The pace of a GPU; `without` is left out of what is known, to see what would be said of it."""
+def _compute_rate(key: str, gpu: str, precision: Precision, excluded: PublishedSpeed | None = None) -> ComputeRate:
+    """Estimate the rate of a GPU; `excluded` is left out, for validation."""
     file = _file()
     titles = file.sources
     looked = key
     borrowed = False
     while True:
-        known = [s for s in file.speeds if s.network == looked and s.precision == precision and s is not without]
+        known = [s for s in file.speeds if s.network == looked and s.precision == precision and s is not excluded]
         if known:
             break
         onwards = file.networks[looked].like
         if onwards is None:
-            # Nobody has published any in this precision: as part of the peak it is what it is in another.
-            known = [s for s in file.speeds if s.network == looked and s is not without]
+            # Not published in this precision: the fraction of the peak is taken from another.
+            known = [s for s in file.speeds if s.network == looked and s is not excluded]
             borrowed = True
             break
         looked, borrowed = onwards, True
     for speed in known:
         if speed.gpu == gpu and not borrowed:
             flop = speed.samples_per_second * _network(looked).training_flop
-            return Pace(
+            return ComputeRate(
                 flop_per_second=flop, expected_error=file.errors.published,
                 origin=f"published: {titles[speed.source].title}",
             )  # fmt: skip
     strength = _strength(gpu, precision)
-    below = max((s for s in known if _strength_of(s) <= strength), key=_strength_of, default=None)
-    above = min((s for s in known if _strength_of(s) > strength), key=_strength_of, default=None)
-    nearest = above if below is None or (above and _strength_of(above) * _strength_of(below) < strength**2) else below
+    below = max((s for s in known if _speed_strength(s) <= strength), key=_speed_strength, default=None)
+    above = min((s for s in known if _speed_strength(s) > strength), key=_speed_strength, default=None)
+    nearest = (
+        above if below is None or (above and _speed_strength(above) * _speed_strength(below) < strength**2) else below
+    )
     assert nearest is not None
-    rate = nearest.samples_per_second * strength / _strength_of(nearest)
-    if below and above:  # between two that are known: a straight line, in logarithms
-        part = math.log(strength / _strength_of(below)) / math.log(_strength_of(above) / _strength_of(below))
+    rate = nearest.samples_per_second * strength / _speed_strength(nearest)
+    if below and above:  # between two published GPUs: linear in logarithms
+        part = math.log(strength / _speed_strength(below)) / math.log(_speed_strength(above) / _speed_strength(below))
         rate = below.samples_per_second ** (1 - part) * above.samples_per_second**part
     flop = rate * _network(looked).training_flop
-    return Pace(
+    return ComputeRate(
         flop_per_second=flop,
         expected_error=file.errors.borrowed if borrowed else file.errors.scaled,
         origin=f"scaled from {nearest.network} on {nearest.gpu}: {titles[nearest.source].title}",
     )
 
 
-def _strength_of(speed: Speed) -> float:
+def _speed_strength(speed: PublishedSpeed) -> float:
     return _strength(speed.gpu, speed.precision)
 
 
 def _strength(gpu: str, precision: Precision) -> float:
-    """The geometric mean of peak operations and bytes a second."""
+    """Compute the geometric mean of peak operations and memory bandwidth."""
     other = _file().others.get(gpu)
     bandwidth = (
         units.parse_rate(other.memory_bandwidth) if other else _spec(gpu).memory_bandwidth_bytes_per_second.value
@@ -365,7 +426,7 @@ def _strength(gpu: str, precision: Precision) -> float:
 
 
 def _peak(gpu: str, precision: Precision) -> float:
-    """Operations a second by data sheet."""
+    """Return the operations per second of the data sheet."""
     other = _file().others.get(gpu)
     if other:
         return other.amp * 1e12

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from distrib._version import __version__
-from distrib.bandwidth_model.workload import MOST_VARIATION, Gradient, Workload
+from distrib.bandwidth_model.workload import MAX_VARIATION, Gradient, Workload
 from distrib.cluster.hardware_catalog import find_gpu
 from distrib.errors import TrainingError
 from distrib.training.telemetry.device_timer import Clock, usual
@@ -326,7 +326,7 @@ def _processor_seconds_of_children() -> float:
 def _variation(seconds: Sequence[float]) -> float:
     """The coefficient of variation, by the quartiles as those of normal errors: one hiccup in 20 steps does not count."""
     low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return min(MOST_VARIATION, (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
+    return min(MAX_VARIATION, (high - low) / (2 * statistics.NormalDist().inv_cdf(0.75)) / median)
 
 
 def samples_of(batch: Any) -> int:

@@ -10,8 +10,8 @@ import msgspec
 
 from distrib import units
 from distrib.bandwidth_model import workload_catalog
-from distrib.bandwidth_model.planner import first_kind, workload_of
-from distrib.bandwidth_model.prediction import Limit, Prediction
+from distrib.bandwidth_model.planner import first_gpu_kind, select_workload
+from distrib.bandwidth_model.prediction import Prediction, ScalingLimit
 from distrib.bandwidth_model.recommendations import (
     HostSubset,
     Recommendation,
@@ -23,7 +23,7 @@ from distrib.bandwidth_model.recommendations import (
     launch_options,
     recommend,
 )
-from distrib.bandwidth_model.scaling import note_on_processors, predict_step, unlimited
+from distrib.bandwidth_model.scaling import fewer_cpus_notes, predict_limit, predict_step
 from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
@@ -66,9 +66,9 @@ def find_workload(
         if found is None:
             return None
         given = str(found)
-    origin = given if workload_catalog.is_file(given) else "the catalogue"
+    origin = given if workload_catalog.is_workload_file(given) else "the catalogue"
     hint = "describe the hosts' GPUs in a topology file (--topology)"
-    return workload_of(given, None, first_kind(topology, hosts), None, hint=hint), origin
+    return select_workload(given, None, first_gpu_kind(topology, hosts), None, hint=hint), origin
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ def _predict(
 ) -> Forecast:
     """Run the model. Raises DistribError if it does not cover the job."""
     workload = _on_ranks(plan, profiled, source)
-    notes = note_on_processors(profiled, workload)
+    notes = fewer_cpus_notes(profiled, workload)
     strategy, as_placed = plan.strategy, _as_placed(plan, workload)
     working = [host for host in plan.hosts if host.workers]
     hosts = tuple(host.name for host in working)
@@ -131,7 +131,7 @@ def _predict(
         few = find_faster_subset(topology, workload, as_placed, hosts=hosts, ranks_per_host=each, baseline=prediction)
     limit = None
     if len(working) > 1 and prediction.cap and not prediction.cap.needed_bytes_per_second:
-        limit = unlimited(topology, workload, prediction.strategy, hosts=hosts, ranks_per_host=each)
+        limit = predict_limit(topology, workload, prediction.strategy, hosts=hosts, ranks_per_host=each)
     # Beside these options `--include` would be refused, or select other ranks.
     hosts_chosen = options.host_filter
     restricted = any(
@@ -164,7 +164,7 @@ def _on_ranks(plan: LaunchPlan, workload: Workload, source: str) -> Workload:
         other = "GPUs" if "cuda" in devices else "CPUs"
         raise ConfigError(f"{source} is of {workload.device}, the ranks run on {other}")
     threads = [rank.threads for rank in plan.ranks if rank.role == "worker" and rank.threads]
-    return workload_catalog.on_processors(workload, min(threads)) if threads else workload
+    return workload_catalog.on_cpus(workload, min(threads)) if threads else workload
 
 
 def _as_placed(plan: LaunchPlan, workload: Workload) -> Strategy:
@@ -205,7 +205,7 @@ def _choose(
 def _warning(
     plan: LaunchPlan,
     prediction: Prediction,
-    limit: Limit | None,
+    limit: ScalingLimit | None,
     advice: Sequence[Recommendation],
     few: HostSubset | None,
     threshold: float,

@@ -13,7 +13,7 @@ from itertools import groupby
 
 import msgspec
 
-from distrib.bandwidth_model.server_throughput import SMALLEST_CHUNK_BYTES, chunk_bytes
+from distrib.bandwidth_model.server_throughput import MIN_CHUNK_BYTES, chunk_bytes
 from distrib.errors import TrainingError
 
 ALIGNMENT = 64
@@ -111,7 +111,7 @@ def _whole(parameters: Sequence[Parameter], servers: int) -> tuple[Chunk, ...]:
 
 def _count(size: int, aim: int, servers: int) -> int:
     """Into how many chunks `size` bytes are cut: as many for every server, unless they would be very small."""
-    if size >= servers * SMALLEST_CHUNK_BYTES // 4:
+    if size >= servers * MIN_CHUNK_BYTES // 4:
         return -(-size // (aim * servers)) * servers
     return -(-size // aim) or 1
 

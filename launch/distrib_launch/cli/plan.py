@@ -38,23 +38,23 @@ def run(options: argparse.Namespace) -> int:
     """Plan, and tell; returns the exit code. Raises `DistribError` for what cannot be planned."""
     from distrib.bandwidth_model import planner, scaling_plot
     from distrib.utils import plotting
-    from distrib_launch.cli import plan_report
+    from distrib_launch.cli import plan_report, plan_request
     from distrib_launch.console import tolerate_closed_pipe
 
     for path in options.plot:
         plotting.check_plot_path(path)
-    question = planner.question(options, host_filter(options))
-    answer = planner.answer(question)
+    request = plan_request.build_plan_request(options, host_filter(options))
+    plan = planner.make_plan(request)
     for path in options.plot:
-        scaling_plot.draw(path, question, answer)
+        scaling_plot.draw_plan(path, request, plan)
     if options.json:
         import msgspec
 
         with tolerate_closed_pipe():
-            print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+            print(msgspec.json.format(msgspec.json.encode(plan), indent=2).decode())
         return 0
     with tolerate_closed_pipe():
-        print("\n".join([*plan_report.lines(question, answer), *(f"drawn in {path}" for path in options.plot)]))
+        print("\n".join([*plan_report.lines(request, plan), *(f"drawn in {path}" for path in options.plot)]))
     return 0
 
 

@@ -1,59 +1,59 @@
-"""The answer of `distrib-topo plan` as text."""
+"""The plan of `distrib-topo plan` as text."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
 
-from distrib.bandwidth_model.fabric import IMAGINED
-from distrib.bandwidth_model.planner import Answer, Compared, Question
+from distrib.bandwidth_model.fabric import HYPOTHETICAL
+from distrib.bandwidth_model.planner import NetworkComparison, PlanRequest, ScalingPlan
 from distrib.bandwidth_model.prediction import Prediction
 from distrib.bandwidth_model.recommendations import Recommendation, faster_subset_text, include_option
-from distrib.bandwidth_model.scaling import NEGLIGIBLE
+from distrib.bandwidth_model.scaling import NEGLIGIBLE_FRACTION
 from distrib.units import duration_text, number_text, rate_text, size_text
 
 COLUMNS = 100
 
 
-def lines(question: Question, answer: Answer) -> list[str]:
+def lines(request: PlanRequest, plan: ScalingPlan) -> list[str]:
     """Everything that is told, in `COLUMNS`; only tables may be wider."""
-    work = answer.workload
+    work = plan.workload
     told = [
         *_wrapped(
             f"{work.name} on {work.device}, {work.batch} samples a rank ({work.origin}): "
             f"{duration_text(work.compute_seconds + work.loader_seconds)} a step alone, {size_text(work.gradient_bytes)} of gradients; "
-            f"{_ranks(question)} a host"
+            f"{_ranks(request)} a host"
         ),
         "",
         *table(
             ("hosts", "ranks", "step", "samples/s", "efficiency", "exposed", "capped by"),
-            [_row(prediction) for prediction in answer.predictions],
+            [_row(prediction) for prediction in plan.predictions],
         ),
         "",
-        *_wrapped(_needed(question, answer)),
-        *_wrapped(_memory(answer)),
-        *_wrapped(_fewer(question, answer)),
+        *_wrapped(_needed(request, plan)),
+        *_wrapped(_memory(plan)),
+        *_wrapped(_fewer(request, plan)),
     ]
-    if answer.compared:
-        told += ["", *_comparison(answer.compared)]
-    if answer.advice:
-        told += ["", f"what to do on {question.largest} host{'' if question.largest == 1 else 's'}, best first:"]
-        told += advice_table(answer.advice)
+    if plan.compared:
+        told += ["", *_comparison(plan.compared)]
+    if plan.advice:
+        told += ["", f"what to do on {request.largest} host{'' if request.largest == 1 else 's'}, best first:"]
+        told += advice_table(plan.advice)
     told += [""]
-    links = answer.predictions[-1].expected_error
+    links = plan.predictions[-1].expected_error
     told += _wrapped(
-        f"error to expect of a step: {answer.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
+        f"error to expect of a step: {plan.expected_error:.0%} (of what is between ranks {links:.0%}, of what each computes "
         f"{work.expected_error:.0%}: {work.source})"
     )
-    return told + [line for note in answer.notes for line in _wrapped(f"note: {note}")]
+    return told + [line for note in plan.notes for line in _wrapped(f"note: {note}")]
 
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, COLUMNS, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _ranks(question: Question) -> str:
-    fewest, most = min(question.ranks), max(question.ranks)
+def _ranks(request: PlanRequest) -> str:
+    fewest, most = min(request.ranks), max(request.ranks)
     return f"{most} rank{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} ranks"
 
 
@@ -72,50 +72,50 @@ def _row(prediction: Prediction) -> tuple[str, ...]:
 def _held_by(prediction: Prediction) -> str:
     """What costs a job most: a link with what it carries, or something else."""
     cap, most = prediction.cap, next(iter(prediction.losses), None)
-    if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE * prediction.step_seconds):
+    if prediction.loader_seconds > max(most.seconds if most else 0.0, NEGLIGIBLE_FRACTION * prediction.step_seconds):
         return "loading data"
     if cap and (most is None or most.what == f"link {cap.link}"):
         return f"{cap.link}, {rate_text(cap.bandwidth_bytes_per_second)}"
-    return most.what if most and most.seconds > NEGLIGIBLE * prediction.step_seconds else "compute"
+    return most.what if most and most.seconds > NEGLIGIBLE_FRACTION * prediction.step_seconds else "compute"
 
 
-def _needed(question: Question, answer: Answer) -> str:
-    last = answer.predictions[-1]
-    wanted = f"{100 * answer.wanted_efficiency:.6g}%"
-    where = f"{wanted} on {question.largest} host{'' if question.largest == 1 else 's'}"
-    if answer.limit:
-        held = f", held back by {answer.limit.losses[0].what}" if answer.limit.losses else ""
-        return f"{where}: no network reaches that; the fastest would bring {answer.limit.efficiency:.0%}{held}"
-    if answer.needed_bytes_per_second is None:
+def _needed(request: PlanRequest, plan: ScalingPlan) -> str:
+    last = plan.predictions[-1]
+    wanted = f"{100 * plan.wanted_efficiency:.6g}%"
+    where = f"{wanted} on {request.largest} host{'' if request.largest == 1 else 's'}"
+    if plan.limit:
+        held = f", held back by {plan.limit.losses[0].what}" if plan.limit.losses else ""
+        return f"{where}: no network reaches that; the fastest would bring {plan.limit.efficiency:.0%}{held}"
+    if plan.needed_bytes_per_second is None:
         held = ""
-        if last.efficiency < answer.wanted_efficiency:
+        if last.efficiency < plan.wanted_efficiency:
             most = last.losses[0].what if last.losses else "compute"
             held = f", but it reaches {last.efficiency:.0%}: held back by {most}"
         return f"{where}: no wire between hosts is needed{held}"
     has = ""
     if last.cap and not last.cap.is_inside:
         has = f"; {last.cap.link} has {rate_text(last.cap.bandwidth_bytes_per_second)}"
-    reached = " (reached)" if last.efficiency >= answer.wanted_efficiency else ""
-    return f"{where} needs {rate_text(answer.needed_bytes_per_second)} a host{has}{reached}"
+    reached = " (reached)" if last.efficiency >= plan.wanted_efficiency else ""
+    return f"{where} needs {rate_text(plan.needed_bytes_per_second)} a host{has}{reached}"
 
 
-def _fewer(question: Question, answer: Answer) -> str:
-    if answer.fewer is None:
+def _fewer(request: PlanRequest, plan: ScalingPlan) -> str:
+    if plan.fewer is None:
         return ""
-    option = "" if question.topology.name == IMAGINED else f": distrib-launch {include_option(answer.fewer)}"
-    return faster_subset_text(answer.fewer, answer.predictions[-1]) + option
+    option = "" if request.topology.name == HYPOTHETICAL else f": distrib-launch {include_option(plan.fewer)}"
+    return faster_subset_text(plan.fewer, plan.predictions[-1]) + option
 
 
-def _memory(answer: Answer) -> str:
-    fits = answer.predictions[-1].fits_memory
-    memory = answer.workload.memory_bytes
+def _memory(plan: ScalingPlan) -> str:
+    fits = plan.predictions[-1].fits_memory
+    memory = plan.workload.memory_bytes
     if fits is None or memory is None:
         return ""
-    held = f"memory: a rank holds {size_text(memory)} alone, and buckets of {size_text(answer.workload.gradient_bytes)} beside others"
-    return f"{held}; it fits" if fits else f"{held}: more than {answer.workload.device} has; take a smaller --batch"
+    held = f"memory: a rank holds {size_text(memory)} alone, and buckets of {size_text(plan.workload.gradient_bytes)} beside others"
+    return f"{held}; it fits" if fits else f"{held}: more than {plan.workload.device} has; take a smaller --batch"
 
 
-def _comparison(compared: Sequence[Compared]) -> list[str]:
+def _comparison(compared: Sequence[NetworkComparison]) -> list[str]:
     counts = [prediction.hosts for prediction in compared[0].predictions]
     priced = any(each.price is not None for each in compared)
     head = ["efficiency with", *(f"{count} host{'' if count == 1 else 's'}" for count in counts), "samples/s"]

@@ -1,0 +1,153 @@
+"""Request of `distrib-topo plan`: hosts, ranks, networks and the workload, from the options."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from distrib.bandwidth_model import hypothetical
+from distrib.bandwidth_model.hypothetical import NetworkOption
+from distrib.bandwidth_model.planner import PlanRequest, first_gpu_kind, select_workload
+from distrib.bandwidth_model.workload import Workload
+from distrib.cluster.hostfile import HostList
+from distrib.cluster.hosts import Host
+from distrib.cluster.node import MAX_GPUS
+from distrib.cluster.topology import Topology, check_hosts
+from distrib.errors import ConfigError
+from distrib_launch.host_selection import HostFilter, SelectedHost, select_hosts
+from distrib_launch.runner import read_hosts, read_topology_for
+
+MAX_NAMED_HOSTS = 64
+"""Hosts of a hypothetical cluster with a name; further ones are extrapolated."""
+
+DEFAULT_MAX_HOSTS = 16
+"""The largest prediction if the number of hosts is unknown."""
+
+
+def build_plan_request(options: argparse.Namespace, host_filter: HostFilter) -> PlanRequest:
+    """Build the request from the options of `distrib-topo plan`.
+
+    Args:
+        options: The parsed options.
+        host_filter: Selects hosts as in a launch.
+
+    Returns:
+        The request.
+
+    Raises:
+        ConfigError: An option is missing, or names something unknown.
+    """
+    gpudirect = None if options.gpudirect is None else options.gpudirect == "on"
+    listed = read_hosts(options.hosts) if options.hosts else None
+    topology = read_topology_for(options.topology, options.hosts)
+    if listed and topology:
+        check_hosts(topology, listed)
+    gpu = hypothetical.catalog_gpu_name(options.gpu) if options.gpu is not None else None
+    choices = _selected_hosts(listed, topology, host_filter)
+    cluster_gpu = first_gpu_kind(topology, [choice.host.name for choice in choices])
+    workload = select_workload(options.workload, gpu, cluster_gpu, options.batch, hint="add --gpu, such as A100")
+    network = hypothetical.parse_network_option(options.network, gpudirect) if options.network is not None else None
+    networks = _parse_compared_networks(options.compare, gpudirect) if options.compare is not None else []
+    hosts = _ranks(choices, listed, topology, workload)
+    most = options.ranks_per_node or max(hosts.values(), default=0)
+    if most > MAX_GPUS:
+        raise ConfigError(
+            f"{options.hosts or '--ranks-per-node'}: {most} ranks on a host, expected {MAX_GPUS} at most",
+            hint="lower --ranks-per-node, or the slots in the hostfile",
+        )
+    nodes = options.nodes or _powers_of_two(len(hosts) or DEFAULT_MAX_HOSTS)
+    if max(nodes) > 1 and not network and not networks:
+        _check_network(topology)
+    if topology:
+        if gpudirect and not network and not networks:
+            hypothetical.check_gpudirect(topology)
+        compared = [(each, hypothetical.changed_cluster(topology, gpu, each, gpudirect)) for each in networks]
+        assumed = network or (None if _describes_network(topology) else next(iter(networks), None))
+        is_changed = bool(gpu or assumed or gpudirect is not None)
+        base = hypothetical.changed_cluster(topology, gpu, assumed, gpudirect) if is_changed else topology
+    else:
+        hosts = hosts or {f"node{n + 1}": _default_ranks(workload) for n in range(min(max(nodes), MAX_NAMED_HOSTS))}
+        device = None if workload.device == "cpu" else workload.device
+        most = most or _default_ranks(workload)
+        compared = [(each, hypothetical.hypothetical_cluster(tuple(hosts), most, device, each)) for each in networks]
+        base = hypothetical.hypothetical_cluster(tuple(hosts), most, device, network or next(iter(networks), None))
+    return PlanRequest(
+        workload=workload, topology=base, hosts=tuple(hosts), nodes=nodes, efficiency=options.efficiency,
+        ranks=(options.ranks_per_node,) if options.ranks_per_node else tuple(hosts.values()), networks=tuple(compared),
+    )  # fmt: skip
+
+
+def _describes_network(topology: Topology) -> bool:
+    return bool(topology.measured) or any(group.nics for group in topology.nodes)
+
+
+def _check_network(topology: Topology | None) -> None:
+    """Raises ConfigError where nobody has slots what joins the hosts."""
+    if topology is None:
+        raise ConfigError(
+            "the network is unknown",
+            hint="add --network, such as 100GbE or HDR, or name a described cluster with -H or --topology",
+        )
+    if not _describes_network(topology):
+        raise ConfigError(
+            f"{topology.source} describes no network",
+            hint="describe the NICs there, measure the links with distrib-topo probe, or add --network, such as HDR",
+        )
+
+
+def _parse_compared_networks(given: str, gpudirect: bool | None) -> list[NetworkOption]:
+    if re.search(r"=[^,]*[0-9],[0-9]{3} *(,|$)", given):
+        raise ConfigError(f"--compare {given}: a comma ends a network", hint="write prices without any: HDR=1000")
+    texts = [text.strip() for text in given.split(",") if text.strip()]
+    if not texts:
+        raise ConfigError(f"--compare {given or repr(given)}: no network", hint="write such as 100GbE,HDR")
+    return [hypothetical.parse_network_option(text, gpudirect, "--compare") for text in texts]
+
+
+def _selected_hosts(
+    listed: HostList | None, topology: Topology | None, host_filter: HostFilter
+) -> tuple[SelectedHost, ...]:
+    """Select hosts as a launch would; none if no hosts are named."""
+    every = (
+        listed.hosts if listed else tuple(Host(name=name, slots=None) for name in (topology.hosts if topology else ()))
+    )
+    if not every:
+        if host_filter != HostFilter():
+            raise ConfigError("there are no hosts to choose from", hint="name them with -H or --topology")
+        return ()
+    workers = [host for host in every if host.role == "worker"]
+    known = {host.name: topology.gpus_of(host.name) if topology else None for host in workers}
+    slots = {host.name: host.slots or _gpus(topology, host.name) or 1 for host in workers}
+    servers = tuple(host.name for host in every if host.role == "server")
+    return select_hosts(workers, known, slots, msgspec.structs.replace(host_filter, server_hosts=servers))
+
+
+def _ranks(
+    choices: Sequence[SelectedHost], listed: HostList | None, topology: Topology | None, workload: Workload
+) -> dict[str, int]:
+    """Count the ranks that a launch gives each host."""
+    counts = {}
+    for choice in choices:
+        slots = choice.slots if choice.indices is not None else choice.host.slots
+        counts[choice.host.name] = slots or (_gpus(topology, choice.host.name) if workload.device != "cpu" else 0)
+    if listed is None:  # a file server without GPUs trains nothing
+        counts = {host: count for host, count in counts.items() if count} or counts
+    return {host: count or _default_ranks(workload) for host, count in counts.items()}
+
+
+def _gpus(topology: Topology | None, host: str) -> int:
+    gpus = topology.gpus_of(host) if topology else None
+    return gpus.count if gpus else 0
+
+
+def _default_ranks(workload: Workload) -> int:
+    """Return the ranks of a host without slots and GPUs."""
+    return 1 if workload.device == "cpu" else hypothetical.DEFAULT_GPUS_PER_HOST
+
+
+def _powers_of_two(last: int) -> tuple[int, ...]:
+    """List 1, 2, 4, ... and the last number."""
+    return tuple(sorted({1, last} | {1 << power for power in range(30) if 1 << power < last}))
