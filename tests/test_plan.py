@@ -331,7 +331,7 @@ def test_networks_by_kind_and_rate(said, same):
 def test_a_cluster_without_nics_is_asked_for_a_network(tmp_path):
     (tmp_path / "t.yaml").write_text("nodes: [{hosts: 'a[1-2]', gpus: {kind: V100, count: 8}}]")
     words = ["--workload", "ResNet-50", "--topology", tmp_path / "t.yaml"]
-    assert "t.yaml says nothing of a network; describe the NICs there" in plan(*words).stderr
+    assert "t.yaml describes no network; describe the NICs there" in plan(*words).stderr
     assert [each["network"] for each in planned(*words, "--compare", "HDR,NDR")["compared"]] == ["HDR", "NDR"]
 
 
