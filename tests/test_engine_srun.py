@@ -16,14 +16,14 @@ import msgspec
 import pytest
 
 from distrib.errors import ConfigError
-from distrib.utils.mpi_env import identity
+from distrib.utils.mpi_env import rank_identity
 from distrib_launch import runner as job
 from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import srun
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
 from distrib_launch.rank_agent.affinity import count_gpus
-from distrib_launch.rank_agent.sockets import call_back
+from distrib_launch.rank_agent.control_channel import connect_to_launcher
 from tests.cluster import Cluster, slurm
 from tests.conftest import LAUNCH, ROOT, SCRIPTS, TOPO
 
@@ -474,10 +474,10 @@ def test_identity_of_a_slurm_task():
     told = {
         "SLURM_PROCID": "2", "SLURM_NTASKS": "9", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "1", "SLURM_GTIDS": "1,2,3",
     }  # fmt: skip
-    assert identity(told) == (2, 6, 1, 3)
-    assert identity({**told, "SLURM_GTIDS": "2"}) == (2, 6, 1, 1)
+    assert rank_identity(told) == (2, 6, 1, 3)
+    assert rank_identity({**told, "SLURM_GTIDS": "2"}) == (2, 6, 1, 1)
     mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    assert identity({**told, **mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (0, 2, 0, 2)
+    assert rank_identity({**told, **mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}) == (0, 2, 0, 2)
 
 
 def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
@@ -494,10 +494,10 @@ def test_gpus_that_the_cgroup_of_a_job_forbids_do_not_count(monkeypatch):
 
 @pytest.mark.parametrize(("engine", "advice"), [("OMPI_COMM_WORLD_RANK", True), ("SLURM_PROCID", False)])
 def test_another_network_is_advised_only_where_one_can_be_chosen(monkeypatch, engine, advice):
-    monkeypatch.setattr("distrib_launch.rank_agent.sockets.CALL_BACK_SECONDS", 0.1)
+    monkeypatch.setattr("distrib_launch.rank_agent.control_channel.CONNECT_SECONDS", 0.1)
     monkeypatch.setenv(engine, "0")
     with pytest.raises(SystemExit) as refused:
-        call_back("127.0.0.1:1", "token")
+        connect_to_launcher("127.0.0.1:1", "token")
     assert ("--interface" in str(refused.value)) == advice
 
 

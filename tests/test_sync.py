@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distrib.errors import ConfigError, PreflightError
-from distrib.utils.local_addresses import is_here
+from distrib.utils.netif import is_here
 from distrib_launch.engines import ssh_wrapper
 from distrib_launch.rsync import check_folder, sync
 from tests.conftest import LAUNCH, SCRIPTS

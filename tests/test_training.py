@@ -55,6 +55,7 @@ from distrib.training.strategies.ddp import wrap_model
 from distrib.training.sync_batchnorm import with_synchronized_batches
 from distrib.training.to_device import moved
 from distrib.training.world import World, _from_mpi, find_device, find_world
+from distrib.utils import netif
 from tests import fork_server
 
 ROOT = Path(__file__).parent.parent
@@ -655,15 +656,9 @@ def test_addresses(monkeypatch):
     monkeypatch.setenv("DISTRIB_ADDRESS", "198.18.0.1")
     assert own_address(True) == "198.18.0.1"
     monkeypatch.delenv("DISTRIB_ADDRESS")
-    cards = {"lo": ["127.0.0.1", "::1"], "eth0": ["fe80::1%eth0", "2001:db8::1"]}
-    addresses = {
-        name: [
-            types.SimpleNamespace(address=one, family=socket.AF_INET6 if ":" in one else socket.AF_INET) for one in own
-        ]
-        for name, own in cards.items()
-    }
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(cards, types.SimpleNamespace(isup=True)))
+    addresses = [("lo", "127.0.0.1"), ("lo", "::1"), ("eth0", "fe80::1"), ("eth0", "2001:db8::1")]
+    monkeypatch.setattr(netif, "interface_addresses", lambda: addresses)
+    monkeypatch.setattr(netif, "is_up", lambda name: True)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert own_address(False) == "2001:db8::1"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

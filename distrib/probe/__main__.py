@@ -34,6 +34,7 @@ from distrib.probe.records import Record, decode, encode
 from distrib.probe.secondary_networks import secondary_addresses
 from distrib.probe.settings import TIMEOUTS
 from distrib.probe.worker import Worker
+from distrib.utils.mpi_env import OMPI_RANK
 
 
 def main() -> int:
@@ -87,7 +88,7 @@ def _coordinate(comm: Any, worker: Worker, spec: ProbeSpec, hello: RankHello) ->
 
 def _report_wrong_size(started: int, planned: int) -> int:
     """Report that MPI started each rank as a world of its own. Returns the exit code."""
-    by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ
+    by_mpirun = OMPI_RANK in os.environ
     hint = "is this another MPI's mpirun?" if by_mpirun else "this Slurm has no PMIx: use --engine mpirun"
     print(f"MPI started {started} of {planned} ranks; {hint}", file=sys.stderr, flush=True)
     return 1

@@ -52,6 +52,7 @@ from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy, 
 from distrib.training.telemetry.status_pipe import StatusPipe
 from distrib.training.telemetry.step_timer import Meter
 from distrib.training.world import find_device, find_world, planned_world
+from distrib.utils.mpi_env import OMPI_SIZE
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
 
 
 def _refuse_readers() -> None:
-    several = any(os.environ.get(size, "1") != "1" for size in (WORLD_SIZE, "OMPI_COMM_WORLD_SIZE"))
+    several = any(os.environ.get(size, "1") != "1" for size in (WORLD_SIZE, OMPI_SIZE))
     reads = getattr(multiprocessing.current_process(), "_inheriting", False)  # by which multiprocessing knows it itself
     if several and reads:
         raise TrainingError(

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
 import os
 import socket
 import sys
 import threading
 from datetime import timedelta
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -26,7 +24,7 @@ from distrib.environment import DISTRIB_ADDRESS, MASTER_ADDR, MASTER_PORT
 from distrib.errors import TrainingError
 from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.world import World
-from distrib.utils.netif import interface_of
+from distrib.utils.netif import LOOPBACK, interface_of, reachable_address, resolve, source_addresses
 
 NOTICE_SECONDS = 60.0
 """How long ranks at their end wait for the others before they say so."""
@@ -147,21 +145,12 @@ def choose_interface(on_one_host: bool, first: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # '=': this name, not every one that begins so
         return
-    named = _addresses_of_name()
-    if not named or named[0].is_loopback:
-        with contextlib.suppress(OSError, TrainingError):  # Gloo tells what it cannot do
-            name = interface_of(_own_end(first))
-            if name is not None:
-                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def _own_end(other: str) -> str:
-    """The address of this host from which packets go to the host `other`."""
-    family, kind, _, _, target = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(target)  # sends nothing
-        address = str(way.getsockname()[0])
-    return own_address(False) if ipaddress.ip_address(address.split("%")[0]).is_loopback else address
+    named = resolve(socket.gethostname())
+    if not named or named[0].startswith(LOOPBACK):
+        own = next(iter(source_addresses([first])), None) or reachable_address()
+        name = interface_of(own) if own else None
+        if name is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
@@ -206,36 +195,21 @@ def _meet(world: World, timeout: timedelta) -> tuple[Store, str]:
 
 
 def own_address(on_one_host: bool) -> str:
-    """The address by which the other ranks reach this host.
+    """Return the address by which the other ranks reach this host.
 
-    DISTRIB_ADDRESS where it is set; else loopback for a job on one host; else what the hostname stands for,
-    or the first other address of an interface that is up where that is loopback, as on Debian. IPv4 goes first.
+    Args:
+        on_one_host: Whether all ranks run on this host.
+
+    Raises:
+        TrainingError: The host has only loopback addresses.
     """
     if address := os.environ.get(DISTRIB_ADDRESS):
         return address
     if on_one_host:
         return "127.0.0.1"
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    of_cards = [
-        ipaddress.ip_address(entry.address.split("%")[0])
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if name in up and entry.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    for addresses in (_addresses_of_name(), of_cards):
-        for each in sorted(addresses, key=lambda one: (one.is_link_local, one.version)):
-            if not (each.is_loopback or (each.is_link_local and each.version == 6)):  # which need their card named
-                return str(each)
+    if address := reachable_address():
+        return address
     raise TrainingError(
         f"{socket.gethostname()} has no address but loopback",
         hint="bring a network up, or set DISTRIB_ADDRESS to one that the other hosts reach",
     )
-
-
-def _addresses_of_name() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """What the name of this host stands for, the likeliest first."""
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [ipaddress.ip_address(str(info[4][0]).split("%")[0]) for info in found]

@@ -20,6 +20,7 @@ from distrib.environment import (
     WORLD_SIZE,
 )
 from distrib.errors import TrainingError
+from distrib.utils.mpi_env import OMPI_LOCAL_RANK, OMPI_LOCAL_SIZE, OMPI_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
     planned = RANK in environ and WORLD_SIZE in environ
     if planned and TORCHELASTIC_RUN_ID in environ and DISTRIB_JOB not in environ:
         return planned_world(environ)  # torchrun's, which MPI or Slurm may have started: its variables are still there
-    if "OMPI_COMM_WORLD_SIZE" in environ or "PMIX_RANK" in environ:
+    if OMPI_SIZE in environ or "PMIX_RANK" in environ:
         try:
             comm, started = _start_mpi(threads)
         except (ImportError, RuntimeError) as error:
@@ -153,9 +154,9 @@ def _start_mpi(threads: bool) -> tuple[Any, bool]:
 
 def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
     # Of another MPI than that of mpirun, each process would be a world of its own.
-    planned_size = _first_integer(environ, WORLD_SIZE, "OMPI_COMM_WORLD_SIZE", default=comm.size)
+    planned_size = _first_integer(environ, WORLD_SIZE, OMPI_SIZE, default=comm.size)
     if planned_size != comm.size:
-        name = WORLD_SIZE if WORLD_SIZE in environ else "OMPI_COMM_WORLD_SIZE"
+        name = WORLD_SIZE if WORLD_SIZE in environ else OMPI_SIZE
         raise TrainingError(
             f"MPI started {comm.size} rank(s), but {planned_size} were planned ({name})",
             hint="the MPI of mpi4py must be the one whose mpirun started the job",
@@ -166,8 +167,8 @@ def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
             f"MPI says that this is rank {comm.rank}, the plan says {planned_rank} (RANK)",
             hint="leave RANK to whoever starts the ranks",
         )
-    local_rank = _first_integer(environ, LOCAL_RANK, "OMPI_COMM_WORLD_LOCAL_RANK", default=-1)
-    local_size = _first_integer(environ, LOCAL_WORLD_SIZE, "OMPI_COMM_WORLD_LOCAL_SIZE", default=-1)
+    local_rank = _first_integer(environ, LOCAL_RANK, OMPI_LOCAL_RANK, default=-1)
+    local_size = _first_integer(environ, LOCAL_WORLD_SIZE, OMPI_LOCAL_SIZE, default=-1)
     if local_rank < 0 or local_size < 0:  # started by nobody who tells, such as srun itself
         place, count = _place_on_host(comm)
         local_rank = place if local_rank < 0 else local_rank

@@ -1,4 +1,4 @@
-"""Whole numbers as people and the kernel list them. Standard library only: it runs around every rank too."""
+"""Lists of whole numbers as people and the kernel write them. Standard library only: rank agents import it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """`0-3,7` for 0, 1, 2, 3 and 7."""
+    """Return `0-3,7` for 0, 1, 2, 3 and 7.
+
+    Args:
+        numbers: Whole numbers in any order, each once.
+    """
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][1] + 1:

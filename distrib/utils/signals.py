@@ -1,4 +1,4 @@
-"""Signals as events of a selector: a loop hears of them between its other events, and nothing is interrupted."""
+"""Signals as events of a selector: a loop handles them between its other events, and nothing is interrupted."""
 
 from __future__ import annotations
 
@@ -11,30 +11,37 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 
-def interrupt() -> None:
-    """From now on SIGTERM and SIGHUP end the command as Ctrl-C does, by a KeyboardInterrupt that has their number; nohup's wish is left alone."""
+def raise_on_termination() -> None:
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt with their number, as Ctrl-C does, unless they are ignored (nohup)."""
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) == signal.SIG_DFL:
-                signal.signal(number, _interrupted)
+                signal.signal(number, _raise_interrupt)
 
 
 def exit_code(interrupted: KeyboardInterrupt) -> int:
-    """What a command that was interrupted exits with: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP."""
+    """Return the exit code of an interrupted command: 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP.
+
+    Args:
+        interrupted: The exception that ended it.
+    """
     return 128 + int((interrupted.args or (signal.SIGINT,))[0])
 
 
-def _interrupted(number: int, _: object) -> NoReturn:
+def _raise_interrupt(number: int, _: object) -> NoReturn:
     raise KeyboardInterrupt(number)
 
 
 @contextlib.contextmanager
-def heard(
-    selector: selectors.BaseSelector, numbers: Iterable[signal.Signals], hear: Callable[[int], None]
+def on_selector(
+    selector: selectors.BaseSelector, numbers: Iterable[signal.Signals], handler: Callable[[int], None]
 ) -> Iterator[None]:
-    """While this lasts, `selector` wakes up for `numbers`; its event's data, called with any arguments, calls `hear` for each.
+    """Deliver signals through a selector. Does nothing outside the main thread, which alone receives signals.
 
-    SIGHUP stays ignored where it is: after nohup a job outlives its terminal. In a thread no signal can be had, and none is.
+    Args:
+        selector: Wakes up for a signal; the data of its event is a function that calls `handler`.
+        numbers: Signals to deliver. SIGHUP stays ignored if it is: after nohup a job outlives its terminal.
+        handler: Called with the number of each signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -46,7 +53,7 @@ def heard(
     def wake(*_: Any) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(wake_read, 64):
-                hear(number)
+                handler(number)
 
     before = signal.set_wakeup_fd(wake_write)
     handlers = {
@@ -59,16 +66,20 @@ def heard(
         yield
     finally:
         selector.unregister(wake_read)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, previous in handlers.items():
+            signal.signal(number, previous)
         signal.set_wakeup_fd(before)
         os.close(wake_read)
         os.close(wake_write)
 
 
 @contextlib.contextmanager
-def passed_over(number: signal.Signals) -> Iterator[None]:
-    """While this lasts, `number` does nothing here; programs that are started meanwhile have it as ever, and `heard` hears it."""
+def ignored(number: signal.Signals) -> Iterator[None]:
+    """Ignore a signal in this process alone: programs that it starts get it, and so does `on_selector`.
+
+    Args:
+        number: The signal.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -17,7 +17,7 @@ import msgspec
 
 from distrib.errors import ConfigError, PreflightError
 from distrib.utils import files as paths
-from distrib.utils.local_addresses import is_here
+from distrib.utils.netif import is_here
 from distrib_launch.preflight.check_result import fold_by_host
 
 EXCLUDED = (".git", "__pycache__", ".venv*", "distrib-runs")

@@ -92,12 +92,12 @@ def local_machine(environment: Mapping[str, str]) -> LocalMachine:
     Args:
         environment: Variables that the ranks get from the user.
     """
-    from distrib.utils import local_addresses
+    from distrib.utils import netif
     from distrib_launch import launch_plan
     from distrib_launch.rank_agent import affinity
 
     return launch_plan.LocalMachine(
-        names=local_addresses.own_names(),
+        names=netif.own_names(),
         gpus=affinity.count_gpus({**os.environ, **environment}),
         machine=affinity.read_machine(),
     )

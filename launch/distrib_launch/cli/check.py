@@ -88,10 +88,10 @@ def queried_hosts(
     import msgspec
 
     from distrib.strategy import Strategy
-    from distrib.utils import rlimits
     from distrib_launch import engines, launch_plan, rank_environment
     from distrib_launch.engines.mpirun import write_ssh_config
     from distrib_launch.launch_options import LaunchOptions
+    from distrib_launch.open_files import require_open_files
     from distrib_launch.preflight import preflight
     from distrib_launch.preflight.host_sessions import HostSessions
     from distrib_launch.runner import local_machine
@@ -115,7 +115,7 @@ def queried_hosts(
         question = preflight.question_of(plan)
         if script is None:
             question = msgspec.structs.replace(question, script=None, directory=None)
-        rlimits.allow(len(plan.hosts), 0)
+        require_open_files(len(plan.hosts), 0)
         with HostSessions() as sessions:
             remote = engines.shell_to_hosts(plan)
             assert remote

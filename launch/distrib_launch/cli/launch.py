@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    signals.interrupt()  # until a job runs, which handles signals itself
+    signals.raise_on_termination()  # until a job runs, which handles signals itself
     arguments = None
     ignore_closed_streams()
     try:

@@ -15,7 +15,7 @@ from distrib_launch.console import ignore_closed_streams, tolerate_closed_pipe
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
-    signals.interrupt()  # as long as no job runs, which hears them itself
+    signals.raise_on_termination()  # as long as no job runs, which hears them itself
     ignore_closed_streams()
     try:
         return _run(argv)

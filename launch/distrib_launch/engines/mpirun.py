@@ -22,7 +22,7 @@ import msgspec
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.errors import ConfigError
-from distrib.utils.local_addresses import is_here
+from distrib.utils.netif import is_here
 from distrib_launch.engines.remote_shell import RemoteShell
 from distrib_launch.rank_agent import daemonize
 

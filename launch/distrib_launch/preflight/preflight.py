@@ -13,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from distrib.cluster.inventory import Gpu, Inventory, InventoryQuery, own_inventory
-from distrib.errors import PreflightError
-from distrib.utils.local_addresses import address_of, is_here, own_addresses, own_names, sources
+from distrib.cluster.node import name_hosts
+from distrib.errors import LaunchError, PreflightError
+from distrib.utils.netif import is_here, own_addresses, own_names, resolve, source_addresses
 from distrib_launch import engines
 from distrib_launch.engines.remote_shell import RemoteShell, Transport
 from distrib_launch.launch_plan import LaunchPlan
@@ -303,12 +304,28 @@ def check_hosts(
             return report, replies
         targets = _host_targets(report.network, replies)
         if not replies.own_names.intersection(requirements):
-            own = own_addresses(apply_network(plan, report, replies, environ))
+            own = launcher_addresses(apply_network(plan, report, replies, environ))
             targets += _local_target(own, sessions)
         tested = connect_all(targets, list(requirements), report.network.subnet, sessions)
         if not tested.failures:
             return report, replies
         replies = msgspec.structs.replace(replies, rounds=(*replies.rounds, tested))
+
+
+def launcher_addresses(plan: LaunchPlan) -> set[str]:
+    """Return the addresses of this machine by which the hosts of a plan reach it.
+
+    Args:
+        plan: Plan of the job; what its hosts saw counts most, as their names may be known to ssh alone.
+
+    Raises:
+        LaunchError: No network leads to them.
+    """
+    names = [host.name for host in plan.hosts]
+    found = set(plan.seen_as) or own_addresses(names, [host.address for host in plan.hosts if host.address])
+    if not found:
+        raise LaunchError(f"no network leads from here to {name_hosts(names)}", hint="check names and routes")
+    return found
 
 
 def _host_targets(network: ClusterNetwork, replies: HostReplies) -> list[ProbeTarget]:
@@ -342,13 +359,13 @@ def clock_offset(reply: HostReply) -> float:
 def _reached_at(inventories: Mapping[str, Inventory], replies: HostReplies) -> dict[str, str]:
     """Return the address at which each host was reached: as sshd reports it, or by its name under Slurm."""
     if replies.transport == "srun":
-        return {host: address for host in inventories if (address := address_of(host))}
+        return {host: address for host in inventories if (address := next(iter(resolve(host)), ""))}
     found = {host: facts.ssh_connection[2] for host, facts in inventories.items() if len(facts.ssh_connection) == 4}
     for host in inventories:
         if host in replies.own_names:
             found.pop(host, None)  # this launcher itself may run in an ssh session
             others = list(found.values())
-            if own := next(iter(sources(others[:1])), None):
+            if own := next(iter(source_addresses(others[:1])), None):
                 found[host] = own
     return found
 
@@ -422,7 +439,7 @@ def apply_network(
     """
     network = report.network
     if network is None:  # every host is this machine, be it by a name that ssh alone knows
-        alone = report.inventories and not sources([host.name for host in plan.hosts])
+        alone = report.inventories and not source_addresses([host.name for host in plan.hosts])
         return msgspec.structs.replace(plan, listen=("127.0.0.1",)) if alone else plan
     choices = {choice.host: choice for choice in network.hosts}
     hosts = tuple(
@@ -481,7 +498,7 @@ def diagnose(plan: LaunchPlan, hosts: Sequence[str], say: Callable[[str], None])
         replies = query_plan_hosts(plan, silent, question, remote, sessions, say)
         of_plan = requirements_of(plan, replies, os.environ)
         requirements = {host: needs for host, needs in of_plan.items() if host in hosts}
-        target = _local_target(plan.listen or own_addresses(plan), sessions)
+        target = _local_target(plan.listen or launcher_addresses(plan), sessions)
         tested = connect_all(target, list(requirements), None, sessions)
         replies = msgspec.structs.replace(replies, rounds=(tested,))
     report = evaluate(replies, requirements, question=question, interface=None, environ=os.environ)

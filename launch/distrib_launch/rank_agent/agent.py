@@ -1,120 +1,101 @@
-"""The small process around each rank: `python -m distrib_launch.rank_agent`, started by the engine on every host.
+"""Rank agent: the process around each rank, `python -m distrib_launch.rank_agent`, started by the engine on every host.
 
-It calls the launcher back, learns what to run, runs it in a session of its own, passes its output and progress on, and
-tells how it ended. When the script ends, or the launcher is gone, or this process itself is killed, every process of
-the rank goes too. Standard library only, so that it starts in milliseconds.
+It connects to the launcher, learns what to run, runs it in a session of its own, forwards output and progress, and reports its end.
+When the script ends, the launcher is gone, or the agent itself is killed, every process of the rank ends too. Standard library only, so
+that it starts in milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
 import hmac
 import json
 import os
-import resource
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distrib.environment import (
-    DISTRIB_CONTROL,
-    DISTRIB_DEVICE,
-    DISTRIB_EVENTS_FD,
-    DISTRIB_KEY,
-    DISTRIB_PROCESS_TAG,
-    DISTRIB_RESULT_FD,
-    DISTRIB_SERVER,
-    DISTRIB_SERVERS,
-    DISTRIB_STATUS_FD,
-    DISTRIB_TOKEN,
-    TORCHELASTIC_ERROR_FILE,
-)
+from distrib.environment import DISTRIB_CONTROL, DISTRIB_KEY, DISTRIB_SERVERS, DISTRIB_TOKEN
 from distrib.utils.framing import ProtocolError
-from distrib.utils.mpi_env import identity
-from distrib.utils.ranges import ranges
-from distrib_launch.rank_agent import affinity, daemonize, reaper
-from distrib_launch.rank_agent.control_channel import Assignment, Channel, Kind, Silence
-from distrib_launch.rank_agent.oom import OutOfMemory
-from distrib_launch.rank_agent.sockets import call_back, hold_port, interface_with
-from distrib_launch.rank_agent.stack_dump import PR_SET_PTRACER, Spies
+from distrib.utils.mpi_env import rank_identity
+from distrib.utils.netif import interface_of
+from distrib_launch.rank_agent import daemonize
+from distrib_launch.rank_agent.control_channel import (
+    Assignment,
+    Channel,
+    Kind,
+    SilenceMonitor,
+    connect_to_launcher,
+    reserve_port,
+)
+from distrib_launch.rank_agent.script_process import Refused, ScriptProcess
+from distrib_launch.rank_agent.stack_dump import StackDumper
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 LAUNCHER_SILENCE_SECONDS = 6.0
-"""After which a rank that cannot reach the launcher ends: long enough for lost packets, not for an orphan."""
+"""Time after which a rank that cannot reach the launcher ends: longer than lost packets, shorter than an orphan."""
 
-OPEN_FILES = 65536
+LOST_GRACE_SECONDS = 2.0
+"""Time between SIGTERM and SIGKILL if the launcher is lost."""
 
 BUFFER_LIMIT_BYTES = 16 << 20
-"""Output kept for the launcher while the wire is slow; beyond it the script waits in its `print`."""
+"""Output kept for the launcher while the network is slow; beyond it the script waits in its `print`."""
 
-CHUNK_BYTES = 1 << 18
-RUN_SCRIPT = Path(__file__).with_name("run_script.py")
-ERROR_LIMIT_BYTES = 1 << 20
 DRAIN_SECONDS = 2.0
+"""Longest time for the rest of the output of a script that has ended."""
 
-RETURN_SECONDS = 3600.0
-"""How long a rank that was cut off asks to be let in again, by a job that goes on without it."""
-RETURN_INTERVAL_SECONDS = 2.0
+REJOIN_LIMIT_SECONDS = 3600.0
+"""Time in which a rank that was cut off tries to rejoin a job that continues without it."""
 
-
-class Refused(Exception):
-    """Why this rank cannot run its script here."""
+REJOIN_INTERVAL_SECONDS = 2.0
 
 
-class Rank:
-    """One rank's script and the channel to the launcher; `run` returns when the launcher has all it needs."""
+class RankAgent:
+    """One rank's script, and the channel to the launcher."""
 
     def __init__(self) -> None:
         environ = dict(os.environ)
-        self.environ = {k: v for k, v in environ.items() if k not in (DISTRIB_CONTROL, DISTRIB_TOKEN)}
-        self.rank, self.world_size, self.local_rank, self.local_world_size = identity(environ)
-        self.token = environ[DISTRIB_TOKEN]
-        self.channel = call_back(environ[DISTRIB_CONTROL], self.token)
-        self.launcher = self.channel.sock.getpeername()[:2]
-        self.introduced = False
-        self.silence = Silence(self.channel.sock, LAUNCHER_SILENCE_SECONDS)
-        self.port = hold_port()
-        self.key = hmac.digest(self.token.encode(), b"parameter servers", "sha256").hex()
-        self.selector = selectors.DefaultSelector()
-        self.child: subprocess.Popen[bytes] | None = None
-        self.guard: reaper.Guard | None = None
-        self.mark = ""
-        self.started = 0.0
-        self.device = ""
-        self.stopping = ""  # who asked for the end: "launcher", "engine", "lost"
-        self.may_return = False  # where the launcher is lost, the job goes on without this rank
-        self.call_at = self.give_up_at = float("inf")  # when it tries to return, and until when
-        self.grace_seconds = 0.0  # between SIGTERM and SIGKILL when the engine ends the job; known with the script
-        self.kill_at = float("inf")
-        self.streams: dict[int, Kind] = {}
-        self.parent = os.getppid()
-        self.finished = False  # the exit record is sent
-        self.ended = False  # the launcher has said goodbye, or is gone
-        self.tail = bytearray()
-        self.placed: dict[str, Any] = {}
-        self.input: int | None = None  # what the launcher has for the script's standard input
-        self.value: int | None = None  # what the script has for the launcher
-        self.news: socket.socket | None = None  # by which a parameter server hears what the launcher knows of workers
-        self.error_file: int | None = None  # to which the script's process writes its uncaught exception
-        self.memory: OutOfMemory | None = None
-        self.spies = Spies(self.selector, self._tell_stack)
+        self._environ = {k: v for k, v in environ.items() if k not in (DISTRIB_CONTROL, DISTRIB_TOKEN)}
+        identity = rank_identity(environ)
+        if identity is None:
+            raise SystemExit("distrib: neither mpirun nor srun started this process: its environment has no rank")
+        self._identity = identity
+        self._token = environ[DISTRIB_TOKEN]
+        self._channel = connect_to_launcher(environ[DISTRIB_CONTROL], self._token)
+        self._launcher = self._channel.sock.getpeername()[:2]
+        self._silence = SilenceMonitor(self._channel.sock, LAUNCHER_SILENCE_SECONDS)
+        self._said_hello = False
+        self._port = reserve_port()
+        self._selector = selectors.DefaultSelector()
+        self._stacks = StackDumper(self._selector, self._send_stack)
+        self._script: ScriptProcess | None = None
+        self._script_input: int | None = None
+        self._device = ""
+        self._stopped_by = ""  # "launcher", "engine" or "lost"
+        self._grace_seconds = 0.0  # if the engine ends the job
+        self._kill_at = float("inf")
+        self._may_return = False  # the job continues without this rank if the launcher is lost
+        self._rejoin_at = self._give_up_at = float("inf")
+        self._engine_pid = os.getppid()
+        self._sent_exit = False
+        self._done = False  # the launcher needs nothing more, or is gone
 
     @property
-    def is_away(self) -> bool:
-        """Whether it was cut off, and has not been told to go on since."""
-        return self.give_up_at < float("inf")
+    def _is_away(self) -> bool:
+        """Whether it was cut off and has no new assignment since."""
+        return self._give_up_at < float("inf")
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    @property
+    def _running(self) -> ScriptProcess | None:
+        """The script whose exit record was not sent."""
+        return None if self._sent_exit else self._script
 
     def run(self) -> int:
+        """Run until the launcher has everything that it needs. Return the exit code of the agent."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -123,147 +104,146 @@ class Rank:
             signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2,
         ):  # fmt: skip
             signal.signal(number, lambda *_: None)
-        self.selector.register(wake_read, selectors.EVENT_READ, self._wake)
-        self.selector.register(self.channel.sock, selectors.EVENT_READ, self._converse)
+        self._selector.register(wake_read, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._channel.sock, selectors.EVENT_READ, self._on_messages)
         next_beat = 0.0
-        while not self.ended:
-            for key, _ in self.selector.select(timeout=0.2):
+        while not self._done:
+            for key, _ in self._selector.select(timeout=0.2):
                 key.data(key.fd)
             now = time.monotonic()
-            if self.channel.proven and not self.channel.closed:
-                if not self.introduced:
-                    self.channel.send(Kind.HELLO, self._hello())
-                    self.introduced = True
+            if self._channel.proven and not self._channel.closed:
+                if not self._said_hello:
+                    self._channel.send(Kind.HELLO, self._hello())
+                    self._said_hello = True
                 elif now >= next_beat:
-                    self.channel.send(Kind.HEARTBEAT, {"time": time.time()})
-                    next_beat = now + BEAT_SECONDS
+                    self._channel.send(Kind.HEARTBEAT, {"time": time.time()})
+                    next_beat = now + HEARTBEAT_SECONDS
             self._flush()
-            if self.child and not self.finished:
-                if self.child.poll() is not None:
-                    self._finish()
-                elif now >= self.kill_at:
-                    self._signal_child(signal.SIGKILL)
-            elif self.is_away and (now >= self.give_up_at or os.getppid() != self.parent):
-                self.ended = True
-            elif now >= self.call_at:
-                self._call_again()
-        if self.child and not self.finished:
-            self._finish()
-        if self.guard:
-            self.guard.dismiss()
-        if self.stopping == "lost" and not self.may_return:
+            if script := self._running:
+                if script.has_ended:
+                    self._finish(script)
+                elif now >= self._kill_at:
+                    script.signal(signal.SIGKILL)
+            elif self._is_away and (now >= self._give_up_at or os.getppid() != self._engine_pid):
+                self._done = True
+            elif now >= self._rejoin_at:
+                self._rejoin()
+        if script := self._running:
+            self._finish(script)
+        if self._script:
+            self._script.close()
+        if self._stopped_by == "lost" and not self._may_return:
             self._end_daemon()
         return 0
 
     def _hello(self) -> dict[str, Any]:
+        address = self._channel.sock.getsockname()[0]
         return {
-            "rank": self.rank, "world_size": self.world_size,
-            "local_rank": self.local_rank, "local_world_size": self.local_world_size,
-            "host": socket.gethostname(), "port": self.port.getsockname()[1], "returns": self.may_return,
-            "cpus": len(os.sched_getaffinity(0)), "interface": interface_with(self.channel.sock.getsockname()[0]),
+            **self._identity._asdict(), "host": socket.gethostname(), "port": self._port.getsockname()[1],
+            "returns": self._may_return, "cpus": len(os.sched_getaffinity(0)), "interface": interface_of(address),
         }  # fmt: skip
 
-    # -- what arrives -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------
 
-    def _wake(self, descriptor: int) -> None:
+    def _on_signals(self, descriptor: int) -> None:
         with contextlib.suppress(BlockingIOError):
             for number in os.read(descriptor, 64):
                 if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                    self._stop("engine", signal.SIGTERM, self.grace_seconds)
-                elif number in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to its tasks, which we are
-                    self._signal_child(number)
+                    self._stop("engine", signal.SIGTERM, self._grace_seconds)
+                elif number in (signal.SIGUSR1, signal.SIGUSR2) and self._script:
+                    self._script.signal(number)  # Slurm's --signal goes to its tasks, which agents are
 
-    def _converse(self, _: int) -> None:
-        hung_up = True
+    def _on_messages(self, _: int) -> None:
+        is_refusal = True
         try:
-            for kind, payload in self.channel.receive():
+            for kind, payload in self._channel.receive():
                 if kind is Kind.INPUT:
                     self._keep_input(payload)
                     continue
                 self._obey(kind, json.loads(payload) if payload else {})
-        except OSError:  # the launcher is gone, or the wire is broken: the engine could not pass on a word about it
-            self.channel.closed = True
-            hung_up = False
+        except OSError:  # the launcher is gone or the network is broken; the engine could pass no message on
+            self._channel.closed = True
+            is_refusal = False
         except (ProtocolError, ValueError) as error:
             with contextlib.suppress(OSError):  # the engine may be gone
-                print(f"distrib: rank {self.rank}: control channel: {error}", file=sys.stderr, flush=True)
-            self.channel.closed = True
-        if self.channel.closed and not self.ended:
-            self._launcher_lost(turned_away=hung_up and self.is_away and self.introduced)
+                print(f"distrib: rank {self._identity.rank}: control channel: {error}", file=sys.stderr, flush=True)
+            self._channel.closed = True
+        if self._channel.closed and not self._done:
+            self._on_launcher_lost(refused=is_refusal and self._is_away and self._said_hello)
 
     def _obey(self, kind: Kind, order: dict[str, Any]) -> None:
-        if kind is Kind.ASSIGN and not self.ended:
+        if kind is Kind.ASSIGN and not self._done:
             try:
                 self._start(Assignment(**order))
             except Refused as why:
-                self._refuse(str(why))
+                self._send_exit(exit_code=1, number=None, message=str(why))
             except OSError as error:  # too many open files or processes
-                self._signal_child(signal.SIGKILL)
-                self._refuse(f"{socket.gethostname()}: cannot start rank {self.rank}: {error}")
+                message = f"{socket.gethostname()}: cannot start rank {self._identity.rank}: {error}"
+                self._send_exit(exit_code=1, number=None, message=message)
         elif kind is Kind.PING:
-            self.channel.send(Kind.HEARTBEAT, {"time": time.time(), "ping": order["time"]})
-        elif kind is Kind.SIGNAL:
-            self._signal_child(order["signal"])
-        elif kind is Kind.TAKE_STACKS:
-            if self.child and not self.finished:
-                self.spies.take(self.child.pid)
-        elif kind is Kind.EVENT and self.news:
-            with contextlib.suppress(OSError):
-                self.news.send(json.dumps(order).encode())
+            self._channel.send(Kind.HEARTBEAT, {"time": time.time(), "ping": order["time"]})
+        elif kind is Kind.SIGNAL and self._script:
+            self._script.signal(order["signal"])
+        elif kind is Kind.TAKE_STACKS and self._running:
+            self._stacks.take(self._running.pid)
+        elif kind is Kind.EVENT and self._script:
+            self._script.send_event(order)
         elif kind is Kind.STOP:
             self._stop("launcher", order["signal"], order["grace_seconds"])
         elif kind is Kind.END:
-            self.ended = True
+            self._done = True
 
-    def _keep_input(self, piece: bytes) -> None:
-        """A piece of what the script reads; it stays in memory, for there may be no folder to write to."""
-        if self.input is None:
-            self.input = os.memfd_create("distrib-input")
-        with open(self.input, "ab", closefd=False) as file:
-            file.write(piece)
+    def _keep_input(self, chunk: bytes) -> None:
+        """Keep a part of the script's standard input in memory: there may be no folder to write to."""
+        if self._script_input is None:
+            self._script_input = os.memfd_create("distrib-input")
+        with open(self._script_input, "ab", closefd=False) as file:
+            file.write(chunk)
 
-    def _launcher_lost(self, *, turned_away: bool = False) -> None:
+    # -- the launcher is lost -----------------------------------------------------------------------------------
+
+    def _on_launcher_lost(self, *, refused: bool = False) -> None:
         with contextlib.suppress(KeyError, ValueError):
-            self.selector.unregister(self.channel.sock)
-        self.stopping = "lost"
-        if self.child and not self.finished:
-            self._stop("lost", signal.SIGTERM, 2.0)
-            deadline = time.monotonic() + 2.0
-            while self.child.poll() is None and time.monotonic() < deadline:
+            self._selector.unregister(self._channel.sock)
+        self._stopped_by = "lost"
+        if script := self._running:
+            self._stop("lost", signal.SIGTERM, LOST_GRACE_SECONDS)
+            deadline = time.monotonic() + LOST_GRACE_SECONDS
+            while not script.has_ended and time.monotonic() < deadline:
                 time.sleep(0.02)
-        if not self.may_return or turned_away:
-            self.ended = True
-        elif self.is_away:  # the wire broke again
-            self.call_at = time.monotonic() + RETURN_INTERVAL_SECONDS
+        if not self._may_return or refused:
+            self._done = True
+        elif self._is_away:  # the network broke again
+            self._rejoin_at = time.monotonic() + REJOIN_INTERVAL_SECONDS
         else:
-            self.call_at = time.monotonic()
-            self.parent = os.getppid()  # the engine's process, if it is there still
-            self.give_up_at = self.call_at + RETURN_SECONDS
+            self._rejoin_at = time.monotonic()
+            self._engine_pid = os.getppid()
+            self._give_up_at = self._rejoin_at + REJOIN_LIMIT_SECONDS
 
-    def _call_again(self) -> None:
-        """Try to return to the launcher, which tells what to run as it did at first, or hangs up."""
-        self.call_at = time.monotonic() + RETURN_INTERVAL_SECONDS
+    def _rejoin(self) -> None:
+        """Try to reconnect; the launcher sends a new assignment, or closes the connection."""
+        self._rejoin_at = time.monotonic() + REJOIN_INTERVAL_SECONDS
         try:
-            sock = socket.create_connection(self.launcher, timeout=RETURN_INTERVAL_SECONDS)
+            sock = socket.create_connection(self._launcher, timeout=REJOIN_INTERVAL_SECONDS)
         except ConnectionRefusedError:
-            self.ended = True
+            self._done = True
             return
         except OSError:
             return
-        self.call_at = float("inf")
-        self.stopping = ""
-        self.introduced = False
-        for descriptor in list(self.streams):  # what the script before has left unread, where much waited for the wire
-            self._forget(descriptor)
-        self.channel.close()
-        self.channel = Channel(sock, self.token, listener=False)
-        self.silence = Silence(sock, LAUNCHER_SILENCE_SECONDS)
-        self.selector.register(sock, selectors.EVENT_READ, self._converse)
+        self._rejoin_at = float("inf")
+        self._stopped_by, self._said_hello = "", False
+        if self._script:
+            self._script.close()
+            self._script = None
+        self._channel.close()
+        self._channel = Channel(sock, self._token, listener=False)
+        self._silence = SilenceMonitor(sock, LAUNCHER_SILENCE_SECONDS)
+        self._selector.register(sock, selectors.EVENT_READ, self._on_messages)
 
     def _end_daemon(self) -> None:
-        """On a host that was cut off, the engine's daemon does not notice for minutes: end it.
+        """End the engine's daemon on a host that was cut off: it would not notice for minutes.
 
-        Not where the job goes on: should the host be reached again, the engine would end all ranks for it.
+        A job that continues needs it: if the host came back, the engine would end all ranks for the daemon's loss.
         """
         with contextlib.suppress(OSError):
             parent = os.getppid()
@@ -271,291 +251,118 @@ class Rank:
                 parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
             if Path(f"/proc/{parent}/comm").read_text().strip() == "prted":
                 os.kill(parent, signal.SIGKILL)
-                folder = Path(self.environ.get("PMIX_SERVER_TMPDIR", ""))
+                folder = Path(self._environ.get("PMIX_SERVER_TMPDIR", ""))
                 if folder.name == f"prted.{parent}":
-                    import shutil  # what takes long to load is loaded when it is needed
+                    import shutil  # not at the start, which must be quick
 
                     shutil.rmtree(folder, ignore_errors=True)
 
     # -- the script ---------------------------------------------------------------------------------------------
 
     def _start(self, assignment: Assignment) -> None:
-        """Run what is assigned. Raises Refused where it cannot be, and OSError where too many files are open, or processes there."""
-        if self.guard:
-            self._forget_start()
-        self.grace_seconds = assignment.grace_seconds
-        self.may_return, self.give_up_at = assignment.may_return, float("inf")
-        self.silence = Silence(self.channel.sock, max(LAUNCHER_SILENCE_SECONDS, 2 * assignment.host_timeout_seconds))
-        environ = {**self.environ, **assignment.environment}
+        """Run the script, in place of the one before in mode async."""
+        if self._script:
+            self._script.close()
+            self._script = None
+        self._stopped_by, self._kill_at, self._sent_exit = "", float("inf"), False
+        self._grace_seconds = assignment.grace_seconds
+        self._may_return, self._give_up_at = assignment.may_return, float("inf")
+        silence_seconds = max(LAUNCHER_SILENCE_SECONDS, 2 * assignment.host_timeout_seconds)
+        self._silence = SilenceMonitor(self._channel.sock, silence_seconds)
+        environ = {**self._environ, **assignment.environment}
         if DISTRIB_SERVERS in environ:
-            environ[DISTRIB_KEY] = self.key
-        self.mark = environ[DISTRIB_PROCESS_TAG] = assignment.tag
-        gpus = self._choose_device(assignment, environ)
-        share = affinity.share_of(
-            affinity.read_machine(), self.local_rank, assignment.cpu_sharers, environ, assignment.bind, on_gpus=gpus > 0
-        )
-        environ.setdefault("OMP_NUM_THREADS", str(share.threads))
-        with self._channels(assignment, environ) as (status, passed):
-            self.child = self._spawn(assignment, environ, share, passed)
-        mark, session = self.mark, self.child.pid
-        self.guard = reaper.Guard(lambda: reaper.sweep(mark, session))
-        assert self.child.stdout and self.child.stderr
-        for descriptor, kind in (
-            (self.child.stdout.fileno(), Kind.OUT),
-            (self.child.stderr.fileno(), Kind.ERR),
-            (status, Kind.STATUS),
-        ):
-            os.set_blocking(descriptor, False)
-            self.streams[descriptor] = kind
-            self.selector.register(descriptor, selectors.EVENT_READ, self._pass_on)
-
-    def _forget_start(self) -> None:
-        """It has run before, and is started again."""
-        assert self.guard
-        self.guard.dismiss()
-        if self.error_file is not None:
-            os.close(self.error_file)
-        self.guard, self.finished, self.stopping, self.kill_at = None, False, "", float("inf")
-        self.tail.clear()
-
-    def _choose_device(self, assignment: Assignment, environ: dict[str, str]) -> int:
-        """Set this rank's device, and what `environ` says of devices; returns how many GPUs its host shows the job."""
-        gpus = affinity.count_gpus(environ)
-        if gpus and assignment.gpus is not None:
-            try:
-                environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, assignment.gpus, gpus)
-            except IndexError as missing:
-                raise Refused(f"{socket.gethostname()} has no GPU {missing}: it shows {gpus}, counted from 0") from None
-            gpus = len(assignment.gpus)
-        self.device = assignment.device
-        if self.device == "auto":
-            self.device = f"cuda:{self.local_rank}" if gpus else "cpu"
-        if self.device.startswith("cuda:") and int(self.device[5:]) >= gpus:
-            raise Refused(
-                f"rank {self.rank} wants {self.device}, but {socket.gethostname()} shows {gpus} GPU(s) for "
-                f"{self.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
-                "-x CUDA_VISIBLE_DEVICES="
-            )
-        environ[DISTRIB_DEVICE] = self.device
-        if gpus:  # count them as nvidia-smi does, not the fastest first
-            environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-        if self.device == "cpu":
-            # A rank that waits must not take the core from one that computes.
-            environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        own = Path(sys.executable).parent.parent
-        if not Path(environ.get("OPAL_PREFIX", "/")).is_dir() and (own / "bin/prted").exists():
-            environ["OPAL_PREFIX"] = str(own)  # Open MPI is elsewhere here than where the job was started
-        return gpus
-
-    @contextlib.contextmanager
-    def _channels(self, assignment: Assignment, environ: dict[str, str]) -> Iterator[tuple[int, list[int]]]:
-        """Open what the script talks through besides its output, and name it in `environ`.
-
-        Yields where its status is read, and the descriptors to pass on to it, whose ends here are closed then.
-        """
-        status, theirs = os.pipe()
-        os.set_blocking(theirs, False)
-        with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
-            fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
-        environ[DISTRIB_STATUS_FD] = str(theirs)
-        passed = [theirs]
-        if self.input is not None:
-            os.lseek(self.input, 0, os.SEEK_SET)
-        if assignment.keep_result:
-            self.value = os.memfd_create("distrib-value")
-            environ[DISTRIB_RESULT_FD] = str(self.value)
-            passed.append(self.value)
-        # Reached through this process, so that the script inherits no descriptor for it.
-        self.error_file = os.memfd_create("distrib-error")
-        environ[TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self.error_file}"
-        news: socket.socket | None = None
-        if DISTRIB_SERVER in environ:
-            if self.news:
-                self.news.close()
-            self.news, news = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.news.setblocking(False)
-            environ[DISTRIB_EVENTS_FD] = str(news.fileno())
-            passed.append(news.fileno())
-        try:
-            yield status, passed
-        except BaseException:
-            os.close(status)
-            raise
-        finally:
-            os.close(theirs)
-            if news:
-                news.close()
-
-    def _spawn(
-        self, assignment: Assignment, environ: dict[str, str], share: affinity.Share, passed: list[int]
-    ) -> subprocess.Popen[bytes]:
-        """Start the script, on its share of the processors."""
-        self.started = time.time()
-        self.memory = OutOfMemory()
-        command = assignment.command
-        if assignment.is_python:
-            command = [command[0], str(RUN_SCRIPT), *command[1:]]
-        libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
-        _allow_files()
-        try:
-            with affinity.bound(share.cpus) as problem:
-                child = subprocess.Popen(
-                    command, cwd=assignment.directory, env=environ,
-                    stdin=subprocess.DEVNULL if self.input is None else self.input,
-                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
-                    preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
-                )  # fmt: skip
-        except OSError as error:
-            what = error.filename if isinstance(error.filename, str) else assignment.command[0]
-            raise Refused(
-                f"{socket.gethostname()}: cannot start {assignment.command[0]}: {what}: {error.strerror}"
-            ) from None
-        threads = environ["OMP_NUM_THREADS"]
-        self.placed = {
-            "cpus": "" if problem else ranges(share.cpus),
-            "threads": int(threads) if threads.isdigit() else None, "problem": problem,
-        }  # fmt: skip
-        return child
-
-    def _refuse(self, why: str) -> None:
-        self._send_exit(exit_code=1, number=None, message=why)
-
-    def _pass_on(self, descriptor: int) -> None:
-        kind = self.streams[descriptor]
-        try:
-            data = os.read(descriptor, CHUNK_BYTES)
-        except BlockingIOError:
-            return
-        if not data:
-            self._forget(descriptor)
-            return
-        if kind is Kind.STATUS:  # whole lines only
-            data = bytes(self.tail) + data
-            whole, newline, rest = data.rpartition(b"\n")
-            self.tail = bytearray(rest[-4096:])
-            data = whole + newline
-        if data and not self.channel.closed:
-            self.channel.send(kind, data)
-
-    def _forget(self, descriptor: int) -> None:
-        with contextlib.suppress(KeyError):  # not watched while too much waits for the wire
-            self.selector.unregister(descriptor)
-        if self.streams.pop(descriptor) is Kind.STATUS:
-            os.close(descriptor)  # the others belong to the child's object
-
-    def _signal_child(self, number: int) -> None:
-        """The script alone, whose loader's workers would die of it, or run the handler that they inherited; SIGKILL is for all."""
-        if self.child and self.child.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                (os.killpg if number == signal.SIGKILL else os.kill)(self.child.pid, number)
-
-    def _tell_stack(self, printed: bytes) -> None:
-        if self.channel.proven and not self.channel.closed and not self.is_away:
-            self.channel.send(Kind.STACKS, printed)
+            environ[DISTRIB_KEY] = hmac.digest(self._token.encode(), b"parameter servers", "sha256").hex()
+        self._script = ScriptProcess(
+            assignment, environ, self._identity,
+            script_input=self._script_input, selector=self._selector, on_output=self._send_output,
+        )  # fmt: skip
+        self._device = self._script.device
 
     def _stop(self, who: str, number: int, grace_seconds: float) -> None:
-        self.stopping = self.stopping or who
-        if self.child is None or self.is_away:
+        self._stopped_by = self._stopped_by or who
+        if self._script is None or self._is_away:
             if who == "engine":
-                # Without a word it would look as if this process had been killed.
-                if not self.finished and self.channel.proven and not self.is_away:
+                # Without an exit record it would look as if this process had been killed.
+                if not self._sent_exit and self._channel.proven and not self._is_away:
                     self._send_exit(exit_code=128 + number, number=number)
-                self.ended = True
+                self._done = True
             return
-        self._signal_child(number)
-        self.kill_at = min(self.kill_at, time.monotonic() + grace_seconds)
+        self._script.signal(number)
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
-    def _finish(self) -> None:
-        """The script has ended, or must: clear what is left of it, send the rest of its output, then its record."""
-        assert self.child
+    def _finish(self, script: ScriptProcess) -> None:
+        """Clear what is left of the script, send the rest of its output, its result and its exit record."""
         ended = time.time()
-        reaper.sweep(self.mark, self.child.pid)
-        code = self.child.wait()
+        code = script.end()
         deadline = time.monotonic() + DRAIN_SECONDS
-        while self.streams and time.monotonic() < deadline:
-            for descriptor in list(self.streams):
-                self._pass_on(descriptor)
+        while time.monotonic() < deadline and script.read_rest() and self._flush(wait=True):
+            pass
+        for chunk in script.result_chunks():
             if not self._flush(wait=True):
                 break
-        if self.value is not None:
-            os.lseek(self.value, 0, os.SEEK_SET)
-            while (piece := os.read(self.value, CHUNK_BYTES)) and self._flush(wait=True):
-                self.channel.send(Kind.RESULT, piece)
-        message = self.memory.why_killed() if self.memory and code == -signal.SIGKILL and not self.stopping else ""
+            self._channel.send(Kind.RESULT, chunk)
         self._send_exit(
             exit_code=code if code >= 0 else 128 - code,
             number=-code if code < 0 else None,
-            message=message,
+            message=script.why_killed() if code == -signal.SIGKILL and not self._stopped_by else "",
             ended=ended,
         )
 
+    # -- to the launcher ----------------------------------------------------------------------------------------
+
+    def _send_output(self, kind: Kind, data: bytes) -> None:
+        if not self._channel.closed:
+            self._channel.send(kind, data)
+
+    def _send_stack(self, dump: bytes) -> None:
+        if self._channel.proven and not self._channel.closed and not self._is_away:
+            self._channel.send(Kind.STACKS, dump)
+
     def _send_exit(self, *, exit_code: int, number: int | None, message: str = "", ended: float = 0.0) -> None:
-        self.finished = True
-        if self.channel.closed:
+        self._sent_exit = True
+        if self._channel.closed:
             return
-        self.channel.send(
-            Kind.EXIT,
-            {
-                "exit_code": exit_code, "signal": number, "started": self.started, "ended": ended or time.time(),
-                "stopped_by": self.stopping, "message": message, "device": self.device,
-                "placed": self.placed, "error": self._read_error(),
-            },
-        )  # fmt: skip
+        script = self._script
+        record = {
+            "exit_code": exit_code, "signal": number, "started": script.started if script else 0.0,
+            "ended": ended or time.time(), "stopped_by": self._stopped_by, "message": message, "device": self._device,
+            "placed": script.placed if script else {}, "error": script.error() if script else "",
+        }  # fmt: skip
+        self._channel.send(Kind.EXIT, record)
         self._flush()
 
-    def _read_error(self) -> str:
-        if self.error_file is None:
-            return ""
-        os.lseek(self.error_file, 0, os.SEEK_SET)
-        return os.read(self.error_file, ERROR_LIMIT_BYTES).decode(errors="replace")
-
-    # -- the wire -----------------------------------------------------------------------------------------------
-
     def _flush(self, *, wait: bool = False) -> bool:
-        """Write what the wire takes; stop reading the script's output while too much waits. False: the wire is gone."""
-        if self.channel.closed:
+        """Send what the network takes; stop reading the script while too much waits. Return False if the launcher is lost."""
+        if self._channel.closed:
             return False
         try:
-            self._send_on()
-            while wait and self.channel.waiting_bytes > BUFFER_LIMIT_BYTES // 2:
+            self._send_pending()
+            while wait and self._channel.waiting_bytes > BUFFER_LIMIT_BYTES // 2:
                 with selectors.DefaultSelector() as writable:
-                    writable.register(self.channel.sock, selectors.EVENT_WRITE)
-                    writable.select(Silence.LOOK_SECONDS)
-                self._send_on()
+                    writable.register(self._channel.sock, selectors.EVENT_WRITE)
+                    writable.select(SilenceMonitor.LOOK_SECONDS)
+                self._send_pending()
         except OSError:
-            self.channel.closed = True
-            self._launcher_lost()
+            self._channel.closed = True
+            self._on_launcher_lost()
             return False
-        waiting = self.channel.waiting_bytes
+        waiting = self._channel.waiting_bytes
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waiting else 0)
-        if self.selector.get_key(self.channel.sock).events != events:
-            self.selector.modify(self.channel.sock, events, self._converse)
-        full = waiting > BUFFER_LIMIT_BYTES
-        for descriptor in self.streams:
-            watched = descriptor in self.selector.get_map()
-            if full and watched:
-                self.selector.unregister(descriptor)
-            elif not full and not watched:
-                self.selector.register(descriptor, selectors.EVENT_READ, self._pass_on)
+        if self._selector.get_key(self._channel.sock).events != events:
+            self._selector.modify(self._channel.sock, events, self._on_messages)
+        if self._script:
+            self._script.set_reading(enabled=waiting <= BUFFER_LIMIT_BYTES)
         return True
 
-    def _send_on(self) -> None:
-        """Raises OSError where nobody hears it."""
-        if self.silence.too_long():
+    def _send_pending(self) -> None:
+        """Raise OSError if the launcher is lost."""
+        if self._silence.too_long():
             raise TimeoutError
-        self.channel.flush()
-
-
-def _allow_files() -> None:
-    """As many open files as may be: a rank is connected with every other one, for each of its groups, and 1024 is the usual limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        self._channel.flush()
 
 
 def main() -> int:
+    """Run the agent of this process's rank. Return its exit code."""
     if daemonize.FLAG in sys.argv:
-        daemonize.step_apart()
-    return Rank().run()
+        daemonize.detach_from_engine()
+    return RankAgent().run()

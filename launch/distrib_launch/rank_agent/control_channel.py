@@ -12,6 +12,7 @@ import contextlib
 import enum
 import hmac
 import json
+import os
 import socket
 import struct
 import time
@@ -19,16 +20,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from distrib.utils.framing import Handshake, ProtocolError
+from distrib.utils.mpi_env import OMPI_RANK
 
 GREETING = b"distrib1"
 MAC_BYTES = 16
+CONNECT_SECONDS = 20.0
+"""Time in which the launcher must accept the connection of a rank."""
+
 HEADER = struct.Struct("!IB")
 PAYLOAD_LIMIT_BYTES = 4 << 20
 """No frame is larger; a header that announces more is an attack or a bug."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. Rank to launcher: HELLO to EXIT; launcher to rank: ASSIGN to EVENT."""
+    """Kind of a frame. Rank to launcher: HELLO to RESULT; launcher to rank: ASSIGN to EVENT."""
 
     HELLO = 1
     OUT = 2
@@ -49,7 +54,7 @@ class Kind(enum.IntEnum):
 
 
 class Assignment(NamedTuple):
-    """The payload of ASSIGN: what the process around a rank is to run."""
+    """Payload of ASSIGN: what a rank agent runs, and how."""
 
     command: list[str]
     is_python: bool
@@ -66,12 +71,12 @@ class Assignment(NamedTuple):
     cpu_sharers: int
     """Number of ranks that share the host's CPUs."""
     grace_seconds: float
-    """Between SIGTERM and SIGKILL when the engine ends the job."""
+    """Time between SIGTERM and SIGKILL when the engine ends the job."""
     host_timeout_seconds: float
     may_return: bool
-    """Whether the job goes on without it where the launcher is lost."""
+    """Whether the job continues without the rank if the launcher is lost."""
     keep_result: bool
-    """Whether the launcher gets what the script writes to DISTRIB_RESULT_FD."""
+    """Whether what the script writes to DISTRIB_RESULT_FD is sent to the launcher."""
 
 
 class Channel:
@@ -106,11 +111,19 @@ class Channel:
 
     @property
     def waiting_bytes(self) -> int:
-        """How much `flush` has still to write."""
+        """Number of bytes that `flush` has still to write."""
         return len(self._out)
 
     def send(self, kind: Kind, payload: bytes | dict[str, Any] = b"") -> None:
-        """Queue one frame; a dict goes as JSON."""
+        """Queue one frame.
+
+        Args:
+            kind: Kind of the frame.
+            payload: Bytes, or an object that is sent as JSON.
+
+        Raises:
+            ValueError: The payload is larger than `PAYLOAD_LIMIT_BYTES`.
+        """
         body = payload if isinstance(payload, bytes) else json.dumps(payload, separators=(",", ":")).encode()
         if len(body) > PAYLOAD_LIMIT_BYTES:
             raise ValueError(f"a frame of {len(body)} bytes; at most {PAYLOAD_LIMIT_BYTES} fit")
@@ -119,7 +132,7 @@ class Channel:
         self._sent += 1
 
     def flush(self) -> None:
-        """Write what the socket takes now."""
+        """Write as much as the socket accepts now."""
         while self._out:
             try:
                 # A slice, because a memoryview would lock the buffer that `send` extends.
@@ -131,8 +144,8 @@ class Channel:
     # -- in -----------------------------------------------------------------------------------------------------
 
     def receive(self) -> Iterator[tuple[Kind, bytes]]:
-        """Read what has arrived and yield its frames; sets `closed` when the other side has hung up."""
-        for _ in range(16):  # a fast talker must not starve the others
+        """Read what has arrived and yield its frames; set `closed` if the peer has closed the connection."""
+        for _ in range(16):  # a fast sender must not starve the others
             try:
                 data = self.sock.recv(1 << 18)
             except (BlockingIOError, InterruptedError):
@@ -183,35 +196,85 @@ class Channel:
         return hmac.digest(key, number.to_bytes(8, "big") + header + body, "sha256")[:MAC_BYTES]
 
     def close(self) -> None:
+        """Close the connection."""
         self.closed = True
         self.sock.close()
 
 
-def give_up_on_silence(sock: socket.socket, seconds: float) -> None:
-    """Have the kernel fail the connection when what was sent stays unacknowledged, or unread, for `seconds`.
+def connect_to_launcher(addresses: str, token: str) -> Channel:
+    """Connect to the first address of the launcher that accepts.
 
-    The other machine's kernel acknowledges even while its processes are starved of CPU, so this tells a lost machine
-    or wire from a busy one, which no heartbeat between processes can. It is for little that is read soon: for the kernel,
-    one that leaves its window closed is gone, too.
+    Args:
+        addresses: `host:port` of each address, separated by commas.
+        token: Secret of the job.
+
+    Raises:
+        SystemExit: None accepted within `CONNECT_SECONDS`.
+    """
+    deadline = time.monotonic() + CONNECT_SECONDS
+    last: OSError | None = None
+    while time.monotonic() < deadline:
+        for address in addresses.split(","):
+            host, _, port = address.rpartition(":")
+            try:
+                sock = socket.create_connection((host.strip("[]"), int(port)), timeout=5)
+            except OSError as error:
+                last = error
+                continue
+            return Channel(sock, token, listener=False)
+        time.sleep(0.2)
+    hint = " --interface chooses another network" if OMPI_RANK in os.environ else ""  # with srun it does not
+    raise SystemExit(
+        f"distrib: {socket.gethostname()} cannot reach the launcher at {addresses} ({last}); "
+        f"is a firewall between them?{hint}"
+    )
+
+
+def reserve_port() -> socket.socket:
+    """Bind a free port for the script's rendezvous, without listening.
+
+    With SO_REUSEADDR on both sides the script can bind it, while the kernel gives it to no process that asks for any free port.
+    """
+    sock = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    sock.bind(("", 0))
+    return sock
+
+
+def set_dead_peer_timeout(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel fail a connection whose bytes stay unacknowledged, or unread.
+
+    The peer's kernel acknowledges even while its processes get no CPU, so this tells a lost host or network from a busy one, which
+    heartbeats between processes cannot. Only for small messages: to the kernel, a peer that reads nothing is lost, too.
+
+    Args:
+        sock: A connected socket.
+        seconds: Time without acknowledgement.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
-class Silence:
-    """Tells a machine that is gone from one whose process does not read, as when it is stopped or its disk hangs.
+class SilenceMonitor:
+    """Distinguishes a lost peer from one whose process does not read, as when it is stopped or its disk hangs.
 
-    The kernel of the latter acknowledges what it has room for, and answers when it is asked whether there is more. It is
-    asked ever less often; one answer may get lost.
+    The kernel of the latter acknowledges what it has room for, and replies to window probes. These come ever less often, and one reply
+    may be lost.
+
+    Args:
+        sock: A connected socket.
+        patience_seconds: Silence after which the peer is lost.
     """
 
     LOOK_SECONDS = 1.0
-    """More than this is not counted between two looks: whoever was stopped itself has heard nothing either."""
+    """Longest time counted between two looks: a process that was stopped itself has received nothing either."""
 
     INFO_BYTES = 60
     TICK_MILLISECONDS = 10
-    """How exactly the kernel knows times, at worst."""
+    """Resolution of the kernel's times, at worst."""
     TCP_RTO_MAX_MS = 44
-    """The longest time between two questions (linux/tcp.h, from 6.15 on); before, it is 120 s."""
+    """Socket option for the longest time between two probes (linux/tcp.h, from 6.15 on); before, it is 120 s."""
 
     def __init__(self, sock: socket.socket, patience_seconds: float) -> None:
         self._sock, self._patience_seconds = sock, patience_seconds
@@ -221,7 +284,11 @@ class Silence:
         self._silent_seconds = 0.0
 
     def too_long(self) -> bool:
-        """Whether nothing was heard of what is under way for that time. Look often, and before something is sent. Raises OSError."""
+        """Return True if nothing was acknowledged for too long. Call often, and before something is sent.
+
+        Raises:
+            OSError: The connection has failed.
+        """
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         # struct tcp_info of linux/tcp.h: tcpi_probes, of a closed window; tcpi_unacked; tcpi_last_ack_recv in ms.

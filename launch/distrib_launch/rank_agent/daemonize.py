@@ -1,7 +1,7 @@
-"""Keeps a rank out of the hands of the engine that started it, for jobs that go on without the engine (mode async).
+"""Run the agent in a process of its own that the engine does not know, for jobs that continue without the engine (mode async).
 
-PRRTE ends every rank it knows when one of its daemons ends, as where a host that lost its power is up again. What it knows is a
-process that waits; the rank goes on in another one, and obeys the launcher alone.
+PRRTE ends every rank that it knows when one of its daemons ends. It knows a process that waits; the agent runs in another one and obeys
+the launcher alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import signal
 FLAG = "--apart"
 
 
-def step_apart() -> None:
-    """Returns in a process of its own. The engine's stays, with the same end; what ends that one before ends no more than it."""
+def detach_from_engine() -> None:
+    """Return in a new process and session. The engine's process waits for it and ends with the same exit code."""
     rank = os.fork()
     if not rank:
         os.setsid()

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process for want of memory. Standard library only."""
+"""Detect that the kernel killed a process for lack of memory. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOST = Path("/proc/vmstat")
 
 
 class OutOfMemory:
-    """Counts the kernel's kills from now on."""
+    """Counter of the kernel's out-of-memory kills, from its creation on."""
 
     def __init__(self) -> None:
         self._before = _counts()
 
     def why_killed(self) -> str:
-        """What to say of a process that was killed since, by whom nobody told; empty where the kernel has killed none."""
+        """Return why a process that got SIGKILL was killed, empty if the kernel killed none."""
         own, limits, host = (after - before for before, after in zip(self._before, _counts(), strict=True))
         if own > 0 and limits > 0:
             return "killed by SIGKILL: out of memory, it went over the memory limit of its cgroup (job or container)"
@@ -30,8 +30,7 @@ class OutOfMemory:
 
 
 def _counts() -> tuple[int, int, int]:
-    """How often the kernel has killed for want of memory in this process's cgroup, how often a limit of that or of one around it
-    was met, and how often it has killed on the whole host."""
+    """Return out-of-memory kills in this process's cgroup, times that a memory limit was met there or above, and kills on the host."""
     own = limits = host = 0
     with contextlib.suppress(OSError, ValueError):
         for line in OWN.read_text().splitlines():
@@ -48,7 +47,7 @@ def _counts() -> tuple[int, int, int]:
 
 
 def _value(file: Path, key: str = "") -> int:
-    """What a file of the kernel's counts under that key, or alone; 0 where there is none."""
+    """Return the count in a file of the kernel, under a key or alone; 0 if there is none."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         words = (line.split() for line in file.read_text().splitlines())
         return int(next(line[-1] for line in words if not key or line[0] == key))

@@ -1,7 +1,4 @@
-"""Nothing outlives its job: find the processes of a rank, end them, and do so even after our own death.
-
-Standard library only, like all that runs around a rank.
-"""
+"""End all processes of a rank, even after the death of its agent. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +13,13 @@ from pathlib import Path
 from distrib.environment import DISTRIB_PROCESS_TAG
 
 
-def marked(mark: str) -> set[int]:
-    """Processes of this user that were started with `DISTRIB_PROCESS_TAG` set to `mark`, whoever their parent is now."""
-    wanted = f"{DISTRIB_PROCESS_TAG}={mark}".encode()
+def tagged(tag: str) -> set[int]:
+    """Return the processes of this user that were started with a value of DISTRIB_PROCESS_TAG, whatever their parent is now.
+
+    Args:
+        tag: The value.
+    """
+    wanted = f"{DISTRIB_PROCESS_TAG}={tag}".encode()
     found = set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
@@ -30,7 +31,11 @@ def marked(mark: str) -> set[int]:
 
 
 def in_session(session: int) -> set[int]:
-    """Processes whose session is `session`."""
+    """Return the processes of a session.
+
+    Args:
+        session: Process id of its leader.
+    """
     found = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -42,30 +47,42 @@ def in_session(session: int) -> set[int]:
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Signal processes; those that are gone already are passed over."""
+    """Signal processes that still run.
+
+    Args:
+        pids: Process ids.
+        number: Number of the signal.
+    """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
-def sweep(mark: str, session: int | None = None) -> None:
-    """SIGKILL whatever is left of a rank: what carries its mark and what is in its session."""
-    calm = False
+def sweep(tag: str, session: int | None = None) -> None:
+    """Kill everything that is left of a rank.
+
+    Args:
+        tag: Its value of DISTRIB_PROCESS_TAG.
+        session: Its session, None for none.
+    """
+    was_empty = False
     for _ in range(50):
-        left = marked(mark) | (in_session(session) if session else set())
-        if calm and not left:
+        left = tagged(tag) | (in_session(session) if session else set())
+        if was_empty and not left:
             return
-        calm = not left  # a process that is at its exec shows no environment for a moment: look twice
+        was_empty = not left  # during its exec a process shows no environment: look twice
         send(left, signal.SIGKILL)
         time.sleep(0.01)
 
 
 class Guard:
-    """A process that waits for this one to die and then runs `cleanup`.
+    """Process that waits for this one to die, and then cleans up.
 
-    The two hold the ends of a pair of sockets; death by any signal, SIGKILL included, closes this one's. The guard is a child
-    of init: Slurm and others that end all descendants of a process would else end it in the middle of its work.
-    `dismiss` sends it home without a cleanup.
+    The two hold the ends of a pair of sockets; any death, by SIGKILL too, closes this one's. The guard is a child of init, so that Slurm
+    does not end it with the descendants of this process.
+
+    Args:
+        cleanup: Called in the guard.
     """
 
     def __init__(self, cleanup: Callable[[], None]) -> None:
@@ -91,7 +108,7 @@ class Guard:
             os._exit(0)
 
     def dismiss(self) -> None:
-        """End the guard without its cleanup; it is gone afterwards."""
+        """End the guard without its cleanup, and wait for its end."""
         with contextlib.suppress(OSError):
             self._here.send(b".")
             self._here.recv(1)

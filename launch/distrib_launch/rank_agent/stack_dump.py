@@ -1,4 +1,4 @@
-"""Reads the stack of a rank's script with py-spy, without stopping the script. Standard library only."""
+"""Stacks of a rank's script, by py-spy and without stopping the script. Standard library only."""
 
 from __future__ import annotations
 
@@ -17,27 +17,37 @@ LIMIT_BYTES = 1 << 18
 _ACCELERATORS = "/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg", "/dev/accel", "/dev/habanalabs"
 
 
-class Spies:
-    """The py-spys that run; `told` is given what each has printed, or why there is none."""
+class StackDumper:
+    """Runs py-spy in the background.
 
-    def __init__(self, selector: selectors.BaseSelector, told: Callable[[bytes], None]) -> None:
-        self._selector, self._told = selector, told
+    Args:
+        selector: Selector of the agent's loop.
+        on_dump: Called with the stacks as JSON, or with an error message.
+    """
+
+    def __init__(self, selector: selectors.BaseSelector, on_dump: Callable[[bytes], None]) -> None:
+        self._selector, self._on_dump = selector, on_dump
         self._running: dict[int, tuple[subprocess.Popen[bytes], int, bytearray]] = {}
 
     def take(self, pid: int) -> None:
+        """Begin to read the stacks of a process.
+
+        Args:
+            pid: Its process id.
+        """
         beside = Path(sys.executable).with_name("py-spy")
         command = [str(beside) if beside.exists() else "py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid)]
         try:
             spy = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         except OSError as error:
-            self._told(f"cannot run py-spy: {error.strerror}".encode())
+            self._on_dump(f"cannot run py-spy: {error.strerror}".encode())
             return
         assert spy.stdout
         descriptor = spy.stdout.fileno()
         self._running[descriptor] = (spy, pid, bytearray())
-        self._selector.register(descriptor, selectors.EVENT_READ, self._hear)
+        self._selector.register(descriptor, selectors.EVENT_READ, self._read)
 
-    def _hear(self, descriptor: int) -> None:
+    def _read(self, descriptor: int) -> None:
         spy, pid, printed = self._running[descriptor]
         data = os.read(descriptor, LIMIT_BYTES)
         printed += data
@@ -45,17 +55,20 @@ class Spies:
             self._selector.unregister(descriptor)
             del self._running[descriptor]
             spy.communicate()
-            self._told(with_state(bytes(printed), pid)[:LIMIT_BYTES])
+            self._on_dump(with_state(bytes(printed), pid)[:LIMIT_BYTES])
 
 
 def with_state(dump: bytes, pid: int) -> bytes:
-    """py-spy's stacks, with what the kernel says of the main thread: `state` where it is stopped (T) or waits for a disk (D); `gpu`
-    is false where its process can use none; and whether it is active where py-spy does not know
-    which of the kernel's threads it is.
+    """Add the kernel's state of the main thread to the stacks.
 
-    That is so before Python 3.11, unless the script is stopped for it; py-spy then says of every thread that it is active.
+    `state` is set if it is stopped (T, t) or waits for a disk (D); `gpu` is false if no GPU device is open. `active` is corrected if
+    py-spy does not know the kernel's thread: before Python 3.11 it reports every thread as active.
+
+    Args:
+        dump: Output of py-spy; an error message is returned as it is.
+        pid: Process id of the script.
     """
-    # What py-spy complains of is no JSON, and another py-spy's may be of another form.
+    # Error messages are no JSON, and another version of py-spy may write other fields.
     with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
         threads = json.loads(dump)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # proc(5): the third field
@@ -63,22 +76,22 @@ def with_state(dump: bytes, pid: int) -> bytes:
             # A script that has not imported threading has one thread, and no name for it.
             if thread["thread_name"] not in ("MainThread", None):
                 continue
-            told: dict[str, object] = {}
+            facts: dict[str, object] = {}
             if thread["os_thread_id"] is None:
-                told["active"] = state == "R"
+                facts["active"] = state == "R"
             if state in "TtD":
-                told["state"] = state
+                facts["state"] = state
             files = _open_files(pid)
             if files and not any(file.startswith(_ACCELERATORS) for file in files):
-                told["gpu"] = False
-            if told:
-                thread.update(told)
+                facts["gpu"] = False
+            if facts:
+                thread.update(facts)
                 dump = json.dumps(threads).encode()
     return dump
 
 
 def _open_files(pid: int) -> set[str]:
-    """What a process has open, as the kernel names it; nothing where that cannot be seen."""
+    """Return the names of a process's open files, none if they cannot be read."""
     files = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():

@@ -8,7 +8,7 @@ import socket
 import time
 
 from distrib import strategy
-from distrib.utils import local_addresses
+from distrib.utils import netif
 from distrib_launch import engines, results
 from distrib_launch.engines import mpirun
 from distrib_launch.forecast_record import MeasuredPerformance
@@ -132,7 +132,7 @@ class JobOutcome:
             return status, code, self._failure
         plan = self._job.plan
         interpreter = plan.script_on(self._job.hosts[first.host])[0]
-        lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", plan, os.environ) and not local_addresses.is_here(first.host)
+        lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", plan, os.environ) and not netif.is_here(first.host)
         log = self._job.ranks[first.rank].error_log
         exits = self._tolerance.first_exits
         return (

@@ -10,7 +10,7 @@ from typing import Any
 
 from distrib.errors import LaunchError
 from distrib.utils.framing import ProtocolError
-from distrib_launch.rank_agent.control_channel import Channel, Kind, give_up_on_silence
+from distrib_launch.rank_agent.control_channel import Channel, Kind, set_dead_peer_timeout
 from distrib_launch.supervisor.host_health import HostHealth
 from distrib_launch.supervisor.listener import OnFrame
 from distrib_launch.supervisor.rank_exit import Lost
@@ -81,7 +81,7 @@ class RankConnections:
                 f"{hello['host']}, not {state.plan.local_rank} of {host.ranks} on {state.plan.host}"
             )
         state.channel, state.hello, state.address = channel, hello, channel.sock.getpeername()[0]
-        give_up_on_silence(channel.sock, DEAD_CONNECTION_SECONDS)
+        set_dead_peer_timeout(channel.sock, DEAD_CONNECTION_SECONDS)
         if not job.is_local:
             # With srun or a jump host sshd may not be reachable from here; the other port is the rank's, or its script's.
             self._health.watch(host.name, state.address, host.port, hello["port"])

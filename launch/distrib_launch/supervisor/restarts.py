@@ -12,12 +12,13 @@ from typing import NamedTuple
 import msgspec
 
 from distrib.errors import DistribError
-from distrib.utils import rlimits, signals
+from distrib.utils import signals
 from distrib_launch import engines, results, runner
 from distrib_launch.console import Console
 from distrib_launch.engines import mpirun
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan, without_secrets
+from distrib_launch.open_files import require_open_files
 from distrib_launch.preflight.gate import PreflightGate
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
@@ -112,7 +113,7 @@ class RestartLoop:
         """
         self._options = msgspec.structs.replace(self._options, run_dir=plan.run_dir)
         # SIGUSR1 asks scripts to save; between two starts there are none.
-        with signals.passed_over(signal.SIGUSR1):
+        with signals.ignored(signal.SIGUSR1):
             ended = self._keep(self._start(plan))
             before: CompletedStart | None = None
             while ended.result.status == "failed" and len(self._earlier) < self._options.max_restarts:
@@ -189,7 +190,7 @@ class RestartLoop:
         """Run one start of the job; move the files of `last` aside when the hosts are healthy."""
         options, run_dir = self._options, Path(plan.run_dir)
         self._print_notes(plan)
-        rlimits.allow(len(plan.hosts), len(plan.ranks))
+        require_open_files(len(plan.hosts), len(plan.ranks))
         with HostSessions(mpirun.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:

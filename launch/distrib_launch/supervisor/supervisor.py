@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
-from distrib.utils import local_addresses, signals
+from distrib.utils import signals
 from distrib.utils.framing import new_token
 from distrib_launch import engines, results
 from distrib_launch.console import Console
@@ -143,7 +143,7 @@ class Supervisor:
         """
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
         try:
-            with contextlib.closing(self.selector), signals.heard(self.selector, numbers, self._on_signal):
+            with contextlib.closing(self.selector), signals.on_selector(self.selector, numbers, self._on_signal):
                 self._run()
         except _NotStarted as failed:  # the hosts are asked where a signal can interrupt that
             if not self._interrupts:
@@ -172,7 +172,7 @@ class Supervisor:
         plan = self.job.plan
         addresses = set(plan.listen)
         if not addresses:
-            addresses = {"127.0.0.1"} if self.job.is_local else local_addresses.own_addresses(plan)
+            addresses = {"127.0.0.1"} if self.job.is_local else preflight.launcher_addresses(plan)
         return ControlListener(self.selector, self._token, addresses, self._connections.accept)
 
     def _start_engine(self, listener: ControlListener) -> EngineProcess:

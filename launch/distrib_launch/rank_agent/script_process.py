@@ -1,0 +1,323 @@
+"""Process of a rank's script: device, CPUs, pipes, start and end."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distrib.environment import (
+    DISTRIB_DEVICE,
+    DISTRIB_EVENTS_FD,
+    DISTRIB_PROCESS_TAG,
+    DISTRIB_RESULT_FD,
+    DISTRIB_SERVER,
+    DISTRIB_STATUS_FD,
+    TORCHELASTIC_ERROR_FILE,
+)
+from distrib.utils.mpi_env import RankIdentity
+from distrib.utils.ranges import ranges
+from distrib.utils.rlimits import raise_open_files
+from distrib_launch.rank_agent import affinity, reaper
+from distrib_launch.rank_agent.control_channel import Assignment, Kind
+from distrib_launch.rank_agent.oom import OutOfMemory
+from distrib_launch.rank_agent.stack_dump import PR_SET_PTRACER
+
+OPEN_FILES = 65536
+"""Open files that a script may have if the hard limit allows it: a rank is connected to every other one, once per process group."""
+
+CHUNK_BYTES = 1 << 18
+STATUS_LINE_BYTES = 4096
+ERROR_LIMIT_BYTES = 1 << 20
+RUN_SCRIPT = Path(__file__).with_name("run_script.py")
+
+
+class Refused(Exception):
+    """Reason why a rank cannot run its script on this host."""
+
+
+class ScriptProcess:
+    """The script of a rank, running on its share of the CPUs.
+
+    Args:
+        assignment: What to run.
+        environ: Environment of the script; what this host decides is added.
+        identity: Number of the rank.
+        script_input: Descriptor of its standard input, None for none.
+        selector: Selector of the agent's loop.
+        on_output: Called with output, errors and status lines.
+
+    Raises:
+        Refused: The host lacks a GPU, or the command cannot be started.
+        OSError: Too many files are open, or too many processes run.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        environ: dict[str, str],
+        identity: RankIdentity,
+        *,
+        script_input: int | None,
+        selector: selectors.BaseSelector,
+        on_output: Callable[[Kind, bytes], None],
+    ) -> None:
+        self._selector, self._on_output = selector, on_output
+        self._tag = environ[DISTRIB_PROCESS_TAG] = assignment.tag
+        self.device, gpus = choose_device(assignment, environ, identity)
+        share = affinity.share_of(
+            affinity.read_machine(), identity.local_rank, assignment.cpu_sharers, environ, assignment.bind,
+            on_gpus=gpus > 0,
+        )  # fmt: skip
+        environ.setdefault("OMP_NUM_THREADS", str(share.threads))
+        self._streams: dict[int, Kind] = {}
+        self._status_tail = b""
+        self._result: int | None = None
+        self._events: socket.socket | None = None
+        # Reached through this process, so that the script inherits no descriptor for it.
+        self._error_file = os.memfd_create("distrib-error")
+        environ[TORCHELASTIC_ERROR_FILE] = f"/proc/{os.getpid()}/fd/{self._error_file}"
+        self.started = time.time()
+        self._memory = OutOfMemory()
+        with self._pipes(assignment, environ) as (status, passed):
+            self._process = self._spawn(assignment, environ, share, passed, script_input)
+        try:
+            tag, session = self._tag, self._process.pid
+            self._guard = reaper.Guard(lambda: reaper.sweep(tag, session))
+            assert self._process.stdout and self._process.stderr
+            for descriptor, kind in (
+                (self._process.stdout.fileno(), Kind.OUT),
+                (self._process.stderr.fileno(), Kind.ERR),
+                (status, Kind.STATUS),
+            ):
+                os.set_blocking(descriptor, False)
+                self._streams[descriptor] = kind
+                selector.register(descriptor, selectors.EVENT_READ, self._read)
+        except OSError:
+            self.signal(signal.SIGKILL)
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the script."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended; its children may run."""
+        return self._process.poll() is not None
+
+    @contextlib.contextmanager
+    def _pipes(self, assignment: Assignment, environ: dict[str, str]) -> Iterator[tuple[int, list[int]]]:
+        """Open the script's descriptors and name them in `environ`; yield the status pipe, and what to pass on and close then."""
+        status, script_status = os.pipe()
+        os.set_blocking(script_status, False)
+        with contextlib.suppress(OSError):  # a user who has many pipes gets small ones
+            fcntl.fcntl(status, fcntl.F_SETPIPE_SZ, 1 << 16)
+        environ[DISTRIB_STATUS_FD] = str(script_status)
+        passed = [script_status]
+        if assignment.keep_result:
+            self._result = os.memfd_create("distrib-result")
+            environ[DISTRIB_RESULT_FD] = str(self._result)
+            passed.append(self._result)
+        script_events: socket.socket | None = None
+        if DISTRIB_SERVER in environ:
+            self._events, script_events = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._events.setblocking(False)
+            environ[DISTRIB_EVENTS_FD] = str(script_events.fileno())
+            passed.append(script_events.fileno())
+        try:
+            yield status, passed
+        except BaseException:
+            os.close(status)
+            raise
+        finally:
+            os.close(script_status)
+            if script_events:
+                script_events.close()
+
+    def _spawn(
+        self, assignment: Assignment, environ: dict[str, str], share: affinity.Share, passed: list[int],
+        script_input: int | None,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        command = assignment.command
+        if assignment.is_python:
+            command = [command[0], str(RUN_SCRIPT), *command[1:]]
+        if script_input is not None:
+            os.lseek(script_input, 0, os.SEEK_SET)
+        libc, parent = ctypes.CDLL(None), ctypes.c_ulong(os.getpid())
+        raise_open_files(OPEN_FILES)
+        try:
+            with affinity.bound(share.cpus) as problem:
+                process = subprocess.Popen(
+                    command, cwd=assignment.directory, env=environ,
+                    stdin=subprocess.DEVNULL if script_input is None else script_input,
+                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, pass_fds=passed,
+                    preexec_fn=lambda: libc.prctl(PR_SET_PTRACER, parent, 0, 0, 0),
+                )  # fmt: skip
+        except OSError as error:
+            what = error.filename if isinstance(error.filename, str) else command[0]
+            raise Refused(f"{socket.gethostname()}: cannot start {command[0]}: {what}: {error.strerror}") from None
+        threads = environ["OMP_NUM_THREADS"]
+        self.placed = {
+            "cpus": "" if problem else ranges(share.cpus),
+            "threads": int(threads) if threads.isdigit() else None, "problem": problem,
+        }  # fmt: skip
+        return process
+
+    # -- while it runs --------------------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the script alone; SIGKILL to its whole session.
+
+        A DataLoader's workers would die of another signal, or run a handler that they inherited.
+
+        Args:
+            number: Number of the signal.
+        """
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                (os.killpg if number == signal.SIGKILL else os.kill)(self._process.pid, number)
+
+    def send_event(self, event: dict[str, Any]) -> None:
+        """Report an event of the job to a parameter server; other scripts get none.
+
+        Args:
+            event: JSON object.
+        """
+        if self._events:
+            with contextlib.suppress(OSError):
+                self._events.send(json.dumps(event).encode())
+
+    def set_reading(self, *, enabled: bool) -> None:
+        """Read the script's output, or stop reading, so that it waits in its `print`.
+
+        Args:
+            enabled: Whether to read.
+        """
+        for descriptor in self._streams:
+            is_read = descriptor in self._selector.get_map()
+            if is_read and not enabled:
+                self._selector.unregister(descriptor)
+            elif enabled and not is_read:
+                self._selector.register(descriptor, selectors.EVENT_READ, self._read)
+
+    def _read(self, descriptor: int) -> None:
+        kind = self._streams[descriptor]
+        try:
+            data = os.read(descriptor, CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            self._close_stream(descriptor)
+            return
+        if kind is Kind.STATUS:  # whole lines only
+            whole, newline, rest = (self._status_tail + data).rpartition(b"\n")
+            self._status_tail = rest[-STATUS_LINE_BYTES:]
+            data = whole + newline
+        if data:
+            self._on_output(kind, data)
+
+    def _close_stream(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError):  # not read at present
+            self._selector.unregister(descriptor)
+        if self._streams.pop(descriptor) is Kind.STATUS:
+            os.close(descriptor)  # the others belong to the process object
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def end(self) -> int:
+        """Kill everything that is left of the script.
+
+        Returns:
+            Its exit code; negative for the signal that ended it.
+        """
+        reaper.sweep(self._tag, self._process.pid)
+        return self._process.wait()
+
+    def read_rest(self) -> bool:
+        """Read output that has arrived. Return True if there may be more."""
+        for descriptor in list(self._streams):
+            self._read(descriptor)
+        return bool(self._streams)
+
+    def result_chunks(self) -> Iterator[bytes]:
+        """Yield what the script wrote to DISTRIB_RESULT_FD."""
+        if self._result is not None:
+            os.lseek(self._result, 0, os.SEEK_SET)
+            while chunk := os.read(self._result, CHUNK_BYTES):
+                yield chunk
+
+    def error(self) -> str:
+        """Return the content of the error file."""
+        os.lseek(self._error_file, 0, os.SEEK_SET)
+        return os.read(self._error_file, ERROR_LIMIT_BYTES).decode(errors="replace")
+
+    def why_killed(self) -> str:
+        """Return why the kernel may have killed the script, empty if it did not."""
+        return self._memory.why_killed()
+
+    def close(self) -> None:
+        """Dismiss the guard and close what is open; the script has ended."""
+        self._guard.dismiss()
+        for descriptor in list(self._streams):  # unread output, if much waited for the network
+            self._close_stream(descriptor)
+        os.close(self._error_file)
+        if self._result is not None:
+            os.close(self._result)
+        if self._events:
+            self._events.close()
+
+
+def choose_device(assignment: Assignment, environ: dict[str, str], identity: RankIdentity) -> tuple[str, int]:
+    """Choose the device of a rank, and set the variables that depend on it.
+
+    Args:
+        assignment: What the launcher planned.
+        environ: Environment of the script, which is changed.
+        identity: Number of the rank.
+
+    Returns:
+        `cpu` or `cuda:N`, and the number of GPUs that the host shows the job.
+
+    Raises:
+        Refused: The host has fewer GPUs than planned.
+    """
+    host = socket.gethostname()
+    gpus = affinity.count_gpus(environ)
+    if gpus and assignment.gpus is not None:
+        try:
+            environ["CUDA_VISIBLE_DEVICES"] = affinity.take_gpus(environ, assignment.gpus, gpus)
+        except IndexError as missing:
+            raise Refused(f"{host} has no GPU {missing}: it shows {gpus}, counted from 0") from None
+        gpus = len(assignment.gpus)
+    device = assignment.device
+    if device == "auto":
+        device = f"cuda:{identity.local_rank}" if gpus else "cpu"
+    if device.startswith("cuda:") and int(device[5:]) >= gpus:
+        raise Refused(
+            f"rank {identity.rank} wants {device}, but {host} shows {gpus} GPU(s) for "
+            f"{identity.local_world_size} rank(s); give the host fewer slots, or run on its CPUs with "
+            "-x CUDA_VISIBLE_DEVICES="
+        )
+    environ[DISTRIB_DEVICE] = device
+    if gpus:  # count them as nvidia-smi does, not the fastest first
+        environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    if device == "cpu":
+        # A rank that waits must not take the core from one that computes.
+        environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    own = Path(sys.executable).parent.parent
+    if not Path(environ.get("OPAL_PREFIX", "/")).is_dir() and (own / "bin/prted").exists():
+        environ["OPAL_PREFIX"] = str(own)  # Open MPI is elsewhere here than on the launcher's machine
+    return device, gpus
