@@ -15,8 +15,20 @@ import msgspec
 from distrib.environment import DISTRIB_STRATEGY
 from distrib.errors import ConfigError
 
-Mode = Literal["sync", "async", "local"]
+Mode = str
+"""A name in `STRATEGIES`."""
 AllReduce = Literal["auto", "flat", "hierarchical"]
+
+
+STRATEGIES = {
+    "sync": "distrib.training.strategies.ddp:DdpStrategy",
+    "horovod": "distrib.training.strategies.horovod:HorovodStrategy",
+    "local": "distrib.training.strategies.local_sgd:LocalSgdStrategy",
+    "async": "distrib.training.strategies.parameter_server:ParameterServerStrategy",
+}
+"""Module and class of each `--mode`, and of each backend other than torch. The ranks import them when chosen."""
+
+MODES = tuple(name for name in STRATEGIES if name != "horovod")
 
 
 class Gradients(msgspec.Struct, frozen=True):
@@ -159,6 +171,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """A way of training together. What is None is the library's to choose."""
 
     mode: Mode = "sync"
+    """A key of `STRATEGIES`."""
     backend: Literal["torch", "horovod"] = "torch"
     gradients: Gradients = Gradients()
     all_reduce: AllReduce = "auto"
@@ -187,6 +200,10 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Whether each worker's updates have a momentum of their own that looks ahead, not one that all share (mode async, SGD)."""
     host_reduction: bool = True
     """Whether the workers of a host average their gradients and push them as one, where they would cross a wire (mode async)."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode {self.mode!r}, expected one of {', '.join(MODES)}")
 
     @property
     def in_step(self) -> bool:

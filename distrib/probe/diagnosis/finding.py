@@ -7,11 +7,6 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal[
-    "slow_host", "slow_link", "below_nominal", "asymmetric_link", "oversubscribed_uplink", "mtu", "noisy_link",
-    "wrong_interface", "gpudirect_off", "narrow_pcie", "host_lost", "not_measured", "worse_than_baseline", "mixed_nics",
-    "not_compared", "unknown_nic", "slow_copies",
-]  # fmt: skip
 Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
@@ -19,7 +14,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A defect of the cluster."""
 
-    kind: Kind
+    kind: str
+    """Name of the defect, such as `slow_host` or `noisy_link`."""
     severity: Severity
     what: str
     """The affected host or link, and the defect."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from distrib.probe.diagnosis.check_inputs import CheckInputs
-from distrib.probe.diagnosis.finding import Finding, Kind, Severity
+from distrib.probe.diagnosis.finding import Finding, Severity
 from distrib.probe.records import NO_REPLY, STALL_MESSAGES
 
 PROBABLY_MTU = "small messages pass, large ones hardly: MTU mismatch or a nearly dead link?"
@@ -45,7 +45,7 @@ def find_unmeasured_pairs(inputs: CheckInputs) -> Iterator[Finding]:
     for (source, target), why in bad.items():
         if not lost.isdisjoint((source, target)):
             continue
-        kind: Kind = "not_measured"
+        kind: str = "not_measured"
         what, advice = "could not be measured", "check firewalls between them"
         if _stalled(why):
             kind, what, advice = "mtu", PROBABLY_MTU, f"{CHECK_MTU}; else check rate, duplex and errors (ethtool -S)"

@@ -1,6 +1,6 @@
 """The interface of a training strategy, and the registry of the strategies.
 
-To add a strategy, write a module with a subclass of `TrainingStrategy` and register it in `STRATEGIES`.
+To add a strategy, write a module with a subclass of `TrainingStrategy` and register it in `distrib.strategy.STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
-from distrib.strategy import Strategy
+from distrib.strategy import STRATEGIES, Strategy
 from distrib.training.model_parameters import move_optimizer_state
 from distrib.training.rendezvous import timeout_of_job
 from distrib.training.world import World
@@ -26,14 +26,6 @@ from distrib.training.world import World
 T = TypeVar("T")
 
 torch.serialization.add_safe_globals([nullcontext])  # files of whole models have it as their no_sync
-
-STRATEGIES = {
-    "sync": "distrib.training.strategies.ddp:DdpStrategy",
-    "horovod": "distrib.training.strategies.horovod:HorovodStrategy",
-    "local": "distrib.training.strategies.local_sgd:LocalSgdStrategy",
-    "async": "distrib.training.strategies.parameter_server:ParameterServerStrategy",
-}
-"""Module and class by the mode of the settings, or by their backend other than torch. Imported when chosen."""
 
 
 class TrainingStrategy:

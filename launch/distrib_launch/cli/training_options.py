@@ -8,7 +8,7 @@ import msgspec
 
 from distrib import strategy, units
 from distrib.errors import ConfigError
-from distrib.strategy import Outer, Strategy, format_names
+from distrib.strategy import MODES, Outer, Strategy, format_names
 from distrib_launch.cli.options import integer
 
 
@@ -19,7 +19,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser: Parser of `distrib-launch`.
     """
     group = parser.add_argument_group("how ranks train together (scripts with distrib.init())")
-    group.add_argument("--mode", choices=["sync", "async", "local", "auto"], default="sync", help="sync: all-reduce in every step. "
+    group.add_argument("--mode", choices=[*MODES, "auto"], default="sync", help="sync: all-reduce in every step. "
                        "async: parameter servers. local: local SGD / DiLoCo. auto: the fastest setting that is numerically equivalent "
                        "to sync (default: sync)")  # fmt: skip
     group.add_argument("--backend", choices=["torch", "horovod"], default="torch", help="average gradients with torch.distributed or "
