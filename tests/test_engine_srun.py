@@ -17,11 +17,11 @@ import pytest
 
 from distrib.errors import ConfigError
 from distrib.utils.mpi_env import rank_identity
+from distrib_launch import engines
 from distrib_launch import runner as job
 from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import srun
 from distrib_launch.launch_plan import LaunchPlan
-from distrib_launch.preflight import preflight
 from distrib_launch.rank_agent.affinity import count_gpus
 from distrib_launch.rank_agent.control_channel import connect_to_launcher
 from tests.cluster import Cluster, slurm
@@ -435,20 +435,20 @@ def test_hosts_need_the_daemon_of_the_engine_that_starts_the_ranks(tmp_path, eng
     daemon.touch()
     plan = job.plan_launch(launch_arguments.parse(["-H", "a", "--run-dir", str(tmp_path), str(JOB)]))
     plan = msgspec.structs.replace(plan, engine=engine, command=(str(tmp_path / engine),))
-    assert preflight._programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
+    assert engines.get(engine).required_programs(plan, plan.hosts[0]) == ((str(daemon),) if engine == "mpirun" else ())
 
 
 def test_why_slurm_lets_a_job_wait(tmp_path):
     (log := tmp_path / "engine.log").write_text("")
-    assert srun.queued(log) == ""
+    assert srun.ENGINE.queued(log) == ""
     log.write_text(
         "srun: Requested partition configuration not available now\nsrun: job 7 queued and waiting for resources\n"
     )
-    assert srun.queued(log) == "Requested partition configuration not available now"
+    assert srun.ENGINE.queued(log) == "Requested partition configuration not available now"
     log.write_text("srun: job 7 queued and waiting for resources\n")
-    assert srun.queued(log) == "job 7 queued and waiting for resources"
+    assert srun.ENGINE.queued(log) == "job 7 queued and waiting for resources"
     log.write_text(log.read_text() + "srun: job 7 has been allocated resources\n")
-    assert srun.queued(log) == ""
+    assert srun.ENGINE.queued(log) == ""
 
 
 def test_a_launcher_that_srun_has_started_for_each_task_is_refused():
@@ -575,7 +575,7 @@ def test_hosts_with_interpreters_of_their_own(launch, tmp_path):
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     run = launch("--engine", "srun", "-H", tmp_path / "hosts.txt", "--dry-run", "--json", JOB, env=env)
     plan = msgspec.json.decode(run.out, type=LaunchPlan)
-    srun.write_files(tmp_path, plan)
+    srun.ENGINE.write_files(tmp_path, plan)
     assert plan.command[-2:] == ("--multi-prog", f"{plan.run_dir}/srun-programs.txt")
     here = plan.script[0]
     assert (tmp_path / "srun-programs.txt").read_text().splitlines() == [
@@ -594,13 +594,13 @@ def test_hosts_with_interpreters_of_their_own(launch, tmp_path):
     ],
 )
 def test_what_srun_says_is_explained(words, what):
-    explained = srun.explain(words)
+    explained = srun.ENGINE.explain(words)
     assert (explained is None) if what is None else (explained is not None and what in explained[0])
 
 
 def test_a_job_in_the_queue(tmp_path):
     log = tmp_path / "engine.log"
     log.write_text("srun: job 4 queued and waiting for resources\n")
-    assert srun.queued(log)
+    assert srun.ENGINE.queued(log)
     log.write_text(log.read_text() + "srun: job 4 has been allocated resources\n")
-    assert not srun.queued(log)
+    assert not srun.ENGINE.queued(log)

@@ -19,7 +19,7 @@ from distrib.errors import ConfigError
 from distrib_launch import runner as job
 from distrib_launch.cli import launch as cli
 from distrib_launch.cli import launch_arguments
-from distrib_launch.engines import mpirun
+from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_environment import is_secret
 from distrib_launch.results import choose_run_dir, make_run_dir
@@ -661,7 +661,7 @@ def test_ssh_reads_the_users_configuration_beside_ports_and_users_of_hosts(
     plan = msgspec.convert(dry_run(tmp_path, "-H", "lab.txt", "--ssh-command", command), LaunchPlan)
     assert list(plan.ssh[: len(words)]) == words and plan.ssh[len(words)] == "-o"
     assert plan.ssh[-2:] == ("-F", f"{plan.run_dir}/ssh_config") and plan.ssh.count("-F") == 1 + words.count("-F")
-    mpirun.write_ssh_config(tmp_path, plan)
+    ssh.write_ssh_config(tmp_path, plan)
     includes = [
         line.split(maxsplit=1)[1] for line in (tmp_path / "ssh_config").read_text().splitlines() if "Include" in line
     ]

@@ -15,6 +15,7 @@ from distrib.errors import ConfigError
 from distrib.strategy import Strategy
 from distrib.utils.ranges import ranges
 from distrib_launch import engines, host_selection, rank_environment, rank_placement
+from distrib_launch.engines import ssh
 from distrib_launch.forecast_record import ForecastRecord
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.rank_agent import affinity
@@ -139,8 +140,6 @@ def build_plan(
     Raises:
         ConfigError: The options cannot be met by the hosts.
     """
-    from distrib_launch.engines import mpirun  # it imports this package's plan types
-
     strategy = options.strategy
     visible = options.environment.get("CUDA_VISIBLE_DEVICES")
     cpu_only = visible is not None and not affinity.listed_gpus(visible)
@@ -164,7 +163,7 @@ def build_plan(
     notes += _notes_on_ineffective_options(
         strategy, [rank.device for rank in ranks], len({rank.host for rank in ranks})
     )
-    ssh, ssh_config = mpirun.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
+    ssh_command, ssh_config = ssh.ssh_words(options.ssh_command, options.run_dir, hosts, options.job)
     plan = LaunchPlan(
         job=options.job,
         run=options.run or options.job,
@@ -182,10 +181,10 @@ def build_plan(
         notes=notes,
         bind=options.bind,
         sync=options.sync,
-        ssh=tuple(ssh),
+        ssh=tuple(ssh_command),
         ssh_config=ssh_config,
     )
-    engine = engines.planner(options.engine)
+    engine = engines.get(options.engine)
     plan = msgspec.structs.replace(plan, command=engine.command(plan, options))
     return msgspec.structs.replace(plan, notes=(*notes, *engine.notes(plan)))
 

@@ -197,15 +197,16 @@ def _resolve(
 
 def _notes(options: LaunchOptions, plan: LaunchPlan, hosts: HostList | None, topology: Topology | None) -> list[str]:
     """Return notes on the command line, the script and the topology."""
-    from distrib_launch.engines import kubernetes, mpirun
+    from distrib_launch import engines
+    from distrib_launch.engines import kubernetes
 
     notes = []
     if plan.engine == "kubernetes" and (ignored := kubernetes.ignored_options(options)):
         notes.append(f"left out, as pods have an image and a network of their own: {', '.join(ignored)}")
-    if mpirun.keeps_here("PYTHONPATH", plan, os.environ):
+    if engines.get(plan.engine).lacks_variable("PYTHONPATH", plan, os.environ):
         notes.append("PYTHONPATH is set here but not for ranks on other hosts; -x PYTHONPATH forwards it")
     on_cpus = all(rank.device == "cpu" for rank in plan.ranks)
-    if not on_cpus and mpirun.keeps_here("CUDA_VISIBLE_DEVICES", plan, os.environ):
+    if not on_cpus and engines.get(plan.engine).lacks_variable("CUDA_VISIBLE_DEVICES", plan, os.environ):
         notes.append(
             "CUDA_VISIBLE_DEVICES is set here but not for ranks on other hosts: they use the first GPUs there; "
             "-x CUDA_VISIBLE_DEVICES forwards it"
@@ -331,10 +332,10 @@ def launch(
     Raises:
         DistribError: The job could not be started.
     """
-    from distrib_launch import results
+    from distrib_launch import engines, results
     from distrib_launch.console import Console
 
-    if plan.engine == "kubernetes":
+    if not engines.get(plan.engine).starts_ranks:
         raise ConfigError("--engine kubernetes writes a manifest and starts nothing", hint="use kubectl create -f")
     run_dir = Path(plan.run_dir)
     console = Console(

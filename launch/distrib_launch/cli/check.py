@@ -89,7 +89,7 @@ def queried_hosts(
 
     from distrib.strategy import Strategy
     from distrib_launch import engines, launch_plan, rank_environment
-    from distrib_launch.engines.mpirun import write_ssh_config
+    from distrib_launch.engines.ssh import write_ssh_config
     from distrib_launch.launch_options import LaunchOptions
     from distrib_launch.open_files import require_open_files
     from distrib_launch.preflight import preflight

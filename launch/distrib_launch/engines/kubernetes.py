@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from distrib.errors import ConfigError
+from distrib_launch.engines.engine import Engine
 from distrib_launch.rank_environment import is_secret
 
 if TYPE_CHECKING:
@@ -96,23 +97,6 @@ def in_image(options: LaunchOptions, script: str, run_dir: str) -> LaunchOptions
         ssh_command=None,
         sync=None,
     )
-
-
-def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-    """What would start the job from its manifest."""
-    if any(host.name == "localhost" for host in plan.hosts):
-        raise ConfigError(
-            "--engine kubernetes: how many workers?", hint="name one for each host, with its slots: -H worker[1-4]:8"
-        )
-    slots_per_worker(plan)
-    return "kubectl", "create", "-f", "-"
-
-
-def notes(plan: LaunchPlan) -> tuple[str, ...]:
-    said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
-    if any(rank.device == "auto" for rank in plan.ranks):
-        said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
-    return tuple(said)
 
 
 def slots_per_worker(plan: LaunchPlan) -> int:
@@ -290,3 +274,27 @@ def note_on_secrets(environment: Mapping[str, str]) -> str:
 def _literal(text: str) -> str:
     """Text that Kubernetes leaves alone: in commands and variables it replaces `$(NAME)`, and `$$` by `$`."""
     return text.replace("$", "$$")
+
+
+class Kubernetes(Engine):
+    """MPIJob of Kubeflow's MPI operator; the launcher runs inside the cluster."""
+
+    starts_ranks = False
+
+    def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        if any(host.name == "localhost" for host in plan.hosts):
+            raise ConfigError(
+                "--engine kubernetes: how many workers?",
+                hint="name one for each host, with its slots: -H worker[1-4]:8",
+            )
+        slots_per_worker(plan)
+        return "kubectl", "create", "-f", "-"
+
+    def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
+        said = [f"{_script(plan)} and its data must be in the image, or on a volume that you add to the manifest"]
+        if any(rank.device == "auto" for rank in plan.ranks):
+            said.append("one GPU per rank is asked for (on the CPU instead: -x CUDA_VISIBLE_DEVICES=)")
+        return tuple(said)
+
+
+ENGINE = Kubernetes()

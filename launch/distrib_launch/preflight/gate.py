@@ -10,7 +10,6 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import ConfigError, PreflightError
 from distrib_launch import engines
 from distrib_launch.console import Console
-from distrib_launch.engines import mpirun
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.preflight import preflight
@@ -89,7 +88,9 @@ class PreflightGate:
         if remote.transport == "srun":
             self.sessions.release()
         warnings = self._report_warnings(plan, report.lines("warning"))
-        return mpirun.with_shells(preflight.apply_network(plan, report, replies, os.environ)), warnings
+        return engines.get(plan.engine).adapt_to_hosts(
+            preflight.apply_network(plan, report, replies, os.environ)
+        ), warnings
 
     def _refuse_interface(self) -> None:
         if self.options.interface:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -160,7 +159,7 @@ def query_plan_hosts(
         HostQuery(
             name=host.name, python=host.python or python, is_local=directly and known[host.name], user=host.user, port=host.port,
             transport=remote.transport,
-            question=msgspec.structs.replace(question, programs=_programs(plan, host)),
+            question=msgspec.structs.replace(question, programs=engines.get(plan.engine).required_programs(plan, host)),
         )
         for host in hosts
     ]  # fmt: skip
@@ -179,16 +178,6 @@ def query_plan_hosts(
 
 def _is_this_machine(reply: HostReply, local: Inventory) -> bool:
     return reply.inventory is not None and reply.inventory.network_identity == local.network_identity
-
-
-def _programs(plan: LaunchPlan, host: HostPlan) -> tuple[str, ...]:
-    """Return the path of PRRTE's daemon on a host: beside the host's interpreter if Open MPI came with it."""
-    folder = Path(plan.command[0]).parent
-    if plan.engine != "mpirun" or not (folder / "prted").exists():  # a site's own may keep it elsewhere
-        return ()
-    if host.python and folder == Path(plan.script[0]).parent:
-        folder = Path(host.python).parent
-    return (str(folder / "prted"),)
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_RUN_DIR, DISTRIB_TOKEN
 from distrib_launch import engines, results
-from distrib_launch.engines import mpirun
+from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
 
@@ -35,7 +35,7 @@ class EngineProcess:
     def __init__(self, plan: LaunchPlan, *, token: str, addresses: str) -> None:
         self.log = Path(plan.run_dir) / results.ENGINE_LOG
         self._plan = plan
-        self._runtime = engines.runtime(plan.engine)
+        self._runtime = engines.get(plan.engine)
         self._runtime.write_files(Path(plan.run_dir), plan)
         environ = {
             **self._runtime.environment(os.environ), **plan.engine_environment, DISTRIB_TOKEN: token, DISTRIB_CONTROL: addresses,
@@ -65,7 +65,7 @@ class EngineProcess:
     @property
     def _awaits_daemons(self) -> bool:
         """Whether they may not all be there yet, as they are before the first rank is started. Known to the guard, too."""
-        return self._runtime is mpirun and not self._begun[0]
+        return self._runtime.uses_ssh_daemons and not self._begun[0]
 
     def has_begun(self) -> None:
         """A rank has called back, or nobody shall wait for that."""
@@ -93,10 +93,10 @@ class EngineProcess:
 
     def _end_after_launcher(self) -> None:
         """What the guard does when the launcher was killed."""
-        _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.PATIENCE_SECONDS)
+        _end_session(self._process.pid, STARTING_SECONDS if self._awaits_daemons else self._runtime.shutdown_seconds)
         self._give_up()
         self._remove_traces()
-        if sockets := mpirun.sockets(self._plan):
+        if sockets := ssh.sockets(self._plan):
             shutil.rmtree(sockets, ignore_errors=True)
 
     def _remove_traces(self) -> None:
@@ -105,7 +105,7 @@ class EngineProcess:
 
     def _give_up(self) -> None:
         """It was killed: have what it may have left ended."""
-        if command := self._runtime.give_up(self._plan):
+        if command := self._runtime.cleanup_command(self._plan):
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10)
 

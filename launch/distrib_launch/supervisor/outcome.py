@@ -10,7 +10,6 @@ import time
 from distrib import strategy
 from distrib.utils import netif
 from distrib_launch import engines, results
-from distrib_launch.engines import mpirun
 from distrib_launch.forecast_record import MeasuredPerformance
 from distrib_launch.results import Failure, Status
 from distrib_launch.supervisor import root_cause
@@ -85,7 +84,7 @@ class JobOutcome:
         if self.is_decided:
             return ""
         first = self._first
-        runtime = engines.runtime(self._job.plan.engine)
+        runtime = engines.get(self._job.plan.engine)
         exits = [first] if first else self._tolerance.exits  # a script that is stopped may save and end well
         if any(one.stopped_by == "engine" or one.signal == signal.SIGTERM for one in exits):
             why = runtime.cancelled(engine_output)
@@ -132,7 +131,9 @@ class JobOutcome:
             return status, code, self._failure
         plan = self._job.plan
         interpreter = plan.script_on(self._job.hosts[first.host])[0]
-        lacks_pythonpath = mpirun.keeps_here("PYTHONPATH", plan, os.environ) and not netif.is_here(first.host)
+        lacks_pythonpath = engines.get(plan.engine).lacks_variable(
+            "PYTHONPATH", plan, os.environ
+        ) and not netif.is_here(first.host)
         log = self._job.ranks[first.rank].error_log
         exits = self._tolerance.first_exits
         return (

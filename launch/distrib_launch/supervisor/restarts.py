@@ -15,7 +15,7 @@ from distrib.errors import DistribError
 from distrib.utils import signals
 from distrib_launch import engines, results, runner
 from distrib_launch.console import Console
-from distrib_launch.engines import mpirun
+from distrib_launch.engines import ssh
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.launch_plan import LaunchPlan, without_secrets
 from distrib_launch.open_files import require_open_files
@@ -191,7 +191,7 @@ class RestartLoop:
         options, run_dir = self._options, Path(plan.run_dir)
         self._print_notes(plan)
         require_open_files(len(plan.hosts), len(plan.ranks))
-        with HostSessions(mpirun.sockets(plan)) as connections:
+        with HostSessions(ssh.sockets(plan)) as connections:
 
             def replan(without: Collection[str]) -> LaunchPlan:
                 return runner.plan_launch(options, without, plan)
@@ -240,7 +240,7 @@ class RestartLoop:
     def _prepare(self, plan: LaunchPlan, hosts: Sequence[HostPlan]) -> None:
         """Prepare what the checks of `hosts` need: ssh's configuration and the folder of --sync."""
         run_dir = Path(plan.run_dir)
-        mpirun.write_ssh_config(run_dir, plan)
+        ssh.write_ssh_config(run_dir, plan)
         if plan.sync:
             from distrib_launch.rsync import sync
 

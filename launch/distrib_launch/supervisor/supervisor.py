@@ -100,7 +100,7 @@ class Supervisor:
         self._timeout_seconds, self._spent_seconds = timeout_seconds, spent_seconds
         self._script_input, self._keep_result, self._was_checked = script_input, keep_result, was_checked
         self._input_ranks = range(len(plan.ranks)) if input_ranks is None else input_ranks
-        self._runtime = engines.runtime(plan.engine)
+        self._runtime = engines.get(plan.engine)
         self._token = new_token()
         self._health = HostHealth(host_timeout_seconds)
         self.tolerance = FaultTolerance(self.job, self.send)
@@ -186,7 +186,7 @@ class Supervisor:
         job, plan = self.job, self.job.plan
         for host in plan.hosts:
             # Its address in the chosen network is reachable only from that network, and hosts of srun need no sshd.
-            if host.address and plan.listen and not job.is_local and plan.engine == "mpirun":
+            if host.address and plan.listen and not job.is_local and self._runtime.uses_ssh_daemons:
                 self._health.watch(host.name, host.address, host.port)
         begun = start = time.monotonic()
         next_ping, missing = 0.0, job.missing
@@ -275,7 +275,7 @@ class Supervisor:
         job = self.job
         job.assigned = True
         self._hang_detector.start()
-        if job.plan.engine == "srun" and not self._was_checked:
+        if self._runtime.limits_cpus and not self._was_checked:
             self._warn_few_cpus()
         orders = assignments(
             job.plan,
@@ -310,7 +310,7 @@ class Supervisor:
         """Return True if the engine failed for the first time, before any rank connected, and may succeed the next time."""
         if self.job.assigned or self._retried or any(state.hello for state in self.job.ranks):
             return False
-        return self._runtime.may_succeed(failed.output)
+        return self._runtime.is_transient_failure(failed.output)
 
     def _retry(self, failed: EngineProcess, listener: ControlListener) -> None:
         self._retried = True
