@@ -1,11 +1,11 @@
-"""Everything that distrib raises on purpose.
+"""Errors that distrib raises on purpose.
 
-DistribError              something a person can mend; `hint` says how
-├── ConfigError           what was asked for cannot be: arguments, files (exit code 2)
+DistribError              an error that the user can fix; `hint` is the advice
+├── ConfigError           invalid arguments or files (exit code 2)
 │   ├── HostfileError     a hostfile or host list, with file, line and column
 │   └── TopologyError     a topology file, with file, line and the path inside it
-├── PreflightError        the hosts are not fit to run the job (exit code 3)
-├── LaunchError           the job could not be started, or not as planned
+├── PreflightError        unhealthy hosts (exit code 3)
+├── LaunchError           the job did not start, or not as planned
 ├── JobFailed             the job ran and failed; `errors` by rank, `result` (its own exit code)
 └── TrainingError         misuse of the library inside a script
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class DistribError(Exception):
-    """Something a person can mend. `str()` gives one line: what, where, and what to do."""
+    """An error that the user can fix. `str()` is one line: the problem and the hint."""
 
     exit_code = 1
 
@@ -31,15 +31,15 @@ class DistribError(Exception):
 
 
 class ConfigError(DistribError):
-    """What was asked for cannot be."""
+    """Invalid arguments or files."""
 
     exit_code = 2
 
 
 class HostfileError(ConfigError):
-    """A hostfile or host list that cannot be read as one.
+    """An invalid hostfile or host list.
 
-    `source` is the file, or a name such as `-H`; `line` and `column` count from 1, 0 where there is none.
+    `source` is the file, or a name such as `-H`; `line` and `column` from 1, 0 if there is none.
     """
 
     def __init__(self, what: str, *, source: str, line: int = 0, column: int = 0, hint: str = "") -> None:
@@ -51,7 +51,7 @@ class HostfileError(ConfigError):
 
 
 class TopologyError(ConfigError):
-    """A topology file that cannot be read as one; `line` counts from 1, 0 where unknown."""
+    """An invalid topology file; `line` from 1, 0 if unknown."""
 
     def __init__(self, what: str, *, source: str, line: int = 0, hint: str = "") -> None:
         super().__init__(f"{source}:{line}: {what}" if line else f"{source}: {what}", hint=hint)
@@ -60,7 +60,7 @@ class TopologyError(ConfigError):
 
 
 class PreflightError(DistribError):
-    """The hosts are not fit to run the job; `hosts` are those that are not, each with the reason."""
+    """Hosts cannot run the job; `hosts` maps each of them to the reason."""
 
     exit_code = 3
 
@@ -70,14 +70,14 @@ class PreflightError(DistribError):
 
 
 class LaunchError(DistribError):
-    """The job could not be started, or not as planned."""
+    """The job did not start, or not as planned."""
 
 
 class JobFailed(DistribError):
     """The job ran and failed, or was stopped.
 
-    `errors` maps each rank that failed of its own accord to its traceback, or to what it died of; `result` is what
-    `result.json` holds, a `distrib_launch.results.Result`.
+    `errors` maps each rank that failed by itself to its traceback or cause; `result` is the content of `result.json`, a
+    `distrib_launch.results.Result`.
     """
 
     def __init__(self, what: str, *, errors: Mapping[int, str], result: Any, hint: str = "") -> None:

@@ -1,6 +1,6 @@
-"""How ranks train together: chosen at launch, costed by the bandwidth model, carried out by the library.
+"""Training strategy: chosen at launch, costed by the bandwidth model, executed by the library.
 
-The launcher hands it to every rank in `DISTRIB_STRATEGY`, as JSON.
+The launcher passes it to every rank in `DISTRIB_STRATEGY`, as JSON.
 """
 
 from __future__ import annotations
@@ -144,31 +144,31 @@ def parse_gradients(text: str) -> Gradients:
     except (KeyError, ValueError):
         pass
     raise ConfigError(
-        f"gradients as {text!r}: no such format",
+        f"--gradients {text!r}: unknown format",
         hint=f"give {format_names()}, such as powersgd:4 or topk:0.01",
     )
 
 
 INNER_STEPS = 500
-"""H of DiLoCo (arXiv:2311.08105), where nobody says; its loss is hardly worse at 1000, and better at 50 to 250 (figure 4)."""
+"""Default H of DiLoCo (arXiv:2311.08105): the loss is little worse at 1000, and better at 50 to 250 (figure 4)."""
 
 
-class Outer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The outer optimizer of mode local: SGD with Nesterov momentum on the mean way that the ranks have gone.
+class OuterOptimizer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The outer optimizer of mode local: SGD with Nesterov momentum on the ranks' mean change of parameters.
 
-    The defaults are DiLoCo's (arXiv:2311.08105); `lr` 1 and `momentum` 0 are local SGD, the mean of the ranks' parameters.
+    The defaults are DiLoCo's (arXiv:2311.08105). `lr` 1 and `momentum` 0 give local SGD, the mean of the ranks' parameters.
     """
 
     lr: float = 0.7
     momentum: float = 0.9
     fragments: int = 1
-    """Parts of the parameters that are exchanged at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
+    """Fragments of the parameters, exchanged at different steps (Streaming DiLoCo, arXiv:2501.18512)."""
     overlap_steps: int = 0
-    """Steps that ranks go on for while an exchange is on its way."""
+    """Steps that overlap with an exchange."""
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A way of training together. What is None is the library's to choose."""
+    """A training strategy. The library chooses what is None."""
 
     mode: Mode = "sync"
     """A key of `STRATEGIES`."""
@@ -177,29 +177,29 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     all_reduce: AllReduce = "auto"
     """`hierarchical`: inside each host first, then between hosts."""
     bucket_bytes: int | None = None
-    """How much of the gradients travels in one all-reduce."""
+    """Bytes of gradients in one all-reduce."""
     accumulate: int = 1
-    """Batches of which the gradients are summed before they are averaged over the ranks."""
+    """Batches whose gradients are summed before the all-reduce."""
     balance: bool = False
-    """Whether faster ranks get larger batches."""
+    """True to give faster ranks larger batches."""
     inner_steps: int | None = None
-    """Steps that a rank takes alone before parameters are averaged (mode local)."""
-    outer: Outer = Outer()
-    """What becomes of the average (mode local)."""
+    """Local steps between two averages of the parameters (mode local)."""
+    outer: OuterOptimizer = OuterOptimizer()
+    """The use of the average (mode local)."""
     servers: int | None = None
-    """Dedicated parameter servers (mode async); None: a share of them on every host."""
+    """Dedicated parameter servers (mode async); None: every host serves a share."""
     staleness: int | None = None
-    """Steps that a worker may be ahead of the slowest one (mode async); None: any number."""
+    """The most steps that a worker is ahead of the slowest one (mode async); None: unbounded."""
     replicas: int = 0
     """Copies of each server's parameters on other servers (mode async)."""
     stale_rate: bool = True
-    """Whether an update that others came before has a smaller learning rate, so that one means what it does in mode sync (mode async)."""
+    """True to lower the learning rate of stale updates (mode async)."""
     delay_compensation: float | None = None
-    """DC-ASGD's strength of compensation, lambda (mode async)."""
+    """Lambda of DC-ASGD (mode async)."""
     momentum_correction: bool = True
-    """Whether each worker's updates have a momentum of their own that looks ahead, not one that all share (mode async, SGD)."""
+    """True for one Nesterov momentum per worker, False for a shared one (mode async, SGD)."""
     host_reduction: bool = True
-    """Whether the workers of a host average their gradients and push them as one, where they would cross a wire (mode async)."""
+    """True if the workers of a host push their mean gradients over the network (mode async)."""
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -207,16 +207,16 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 
     @property
     def in_step(self) -> bool:
-        """Whether a step of the optimizer is one of all ranks together."""
+        """True if all ranks take each optimizer step together."""
         return self.mode != "async" or self.staleness == 0
 
     @property
     def exact(self) -> bool:
-        """Whether the arithmetic is that of synchronous SGD over the global batch."""
+        """True if numerically equivalent to synchronous SGD over the global batch."""
         return self.mode == "sync" and self.gradients.exact and self.accumulate == 1
 
 
-_ONLY_IN: dict[str, Mode] = {
+_MODE_OF_FIELD: dict[str, Mode] = {
     "all_reduce": "sync",
     "bucket_bytes": "sync",
     "inner_steps": "local",
@@ -236,32 +236,40 @@ _ONLY_IN: dict[str, Mode] = {
 }
 
 
-def checked(strategy: Strategy, mode: str | None = None) -> Strategy:
-    """`strategy` itself. Raises ConfigError where its parts do not go together. `mode` is what was asked for, where that is
-    another word than the strategy's."""
+def validate_strategy(strategy: Strategy, mode: str | None = None) -> Strategy:
+    """Check that the settings of a strategy are compatible.
+
+    Args:
+        strategy: The strategy.
+        mode: The mode as typed, for errors, where it differs.
+
+    Returns:
+        The strategy itself.
+
+    Raises:
+        ConfigError: A setting does not apply in the mode, or contradicts another.
+    """
     default = Strategy()
-    for field, only_in in _ONLY_IN.items():
+    for field, required_mode in _MODE_OF_FIELD.items():
         value = getattr(strategy, field)
-        if value != getattr(default, field) and strategy.mode != only_in:
+        if value != getattr(default, field) and strategy.mode != required_mode:
             raise ConfigError(
-                f"{_option(field, value)} means nothing in mode {mode or strategy.mode}",
-                hint=f"give --mode {only_in}, or leave it out",
+                f"{_option(field, value)} does not apply in mode {mode or strategy.mode}",
+                hint=f"give --mode {required_mode}, or leave it out",
             )
     if strategy.mode == "async":
         _check_async(strategy)
     if strategy.mode == "local" and not FORMATS[strategy.gradients.format].carries_parameters:
         raise ConfigError(
-            f"mode local sends no {strategy.gradients}: parameters travel, not gradients",
+            f"mode local does not support {strategy.gradients}: it averages parameters",
             hint=f"use {format_names(lambda one: one.carries_parameters)}",
         )
     if strategy.balance and strategy.mode != "sync":
-        raise ConfigError(
-            f"--balance means nothing in mode {strategy.mode}: no rank waits in each step", hint="leave it out"
-        )
+        raise ConfigError(f"--balance does not apply in mode {strategy.mode}", hint="leave it out")
     outer, inner_steps = strategy.outer, strategy.inner_steps or INNER_STEPS
     if outer.overlap_steps >= inner_steps:
         raise ConfigError(
-            f"an exchange that {outer.overlap_steps} steps overlap is not over after the {inner_steps} of a round",
+            f"--overlap-steps {outer.overlap_steps}, expected less than the {inner_steps} steps of a round",
             hint="overlap fewer steps, or give more --inner-steps",
         )
     if strategy.backend == "horovod":
@@ -270,19 +278,26 @@ def checked(strategy: Strategy, mode: str | None = None) -> Strategy:
         for field in ("all_reduce", "bucket_bytes"):
             if (value := getattr(strategy, field)) != getattr(default, field):
                 raise ConfigError(
-                    f"{_option(field, value)} means nothing with --backend horovod: Horovod has its own way",
+                    f"{_option(field, value)} does not apply with --backend horovod",
                     hint="leave it out",
                 )
         if not FORMATS[strategy.gradients.format].horovod:
             raise ConfigError(
-                f"--backend horovod sends no {strategy.gradients}",
+                f"--backend horovod does not support {strategy.gradients}",
                 hint=f"use --gradients {format_names(lambda one: one.horovod)}",
             )
     return strategy
 
 
-def asked(strategy: Strategy) -> tuple[str, ...]:
-    """The options that make `strategy` another than the default, as they were typed, such as `--mode local`."""
+def non_default_options(strategy: Strategy) -> tuple[str, ...]:
+    """Return the options that differ from the default, as typed, such as `--mode local`.
+
+    Args:
+        strategy: The strategy.
+
+    Returns:
+        One text per option.
+    """
     values = ((field, getattr(strategy, field)) for field in strategy.__struct_fields__)
     default = Strategy()
     return tuple(
@@ -293,10 +308,12 @@ def asked(strategy: Strategy) -> tuple[str, ...]:
 
 
 def _option(field: str, value: object) -> str:
-    """What was typed to give `field` a value that is not the default."""
-    if isinstance(value, Outer):
-        parts = [part for part in ("fragments", "overlap_steps") if getattr(value, part) != getattr(Outer(), part)]
-        field = "outer" if (value.lr, value.momentum) != (Outer().lr, Outer().momentum) else parts[0]
+    """Return the option that sets a field."""
+    if isinstance(value, OuterOptimizer):
+        parts = [
+            part for part in ("fragments", "overlap_steps") if getattr(value, part) != getattr(OuterOptimizer(), part)
+        ]
+        field = "outer" if (value.lr, value.momentum) != (OuterOptimizer().lr, OuterOptimizer().momentum) else parts[0]
     field = field.removesuffix("_bytes")
     return ("--no-" if value is False else "--") + field.replace("_", "-")
 
@@ -304,30 +321,50 @@ def _option(field: str, value: object) -> str:
 def _check_async(strategy: Strategy) -> None:
     if not FORMATS[strategy.gradients.format].carries_parameters:
         raise ConfigError(
-            f"--mode async sends no {strategy.gradients}",
+            f"--mode async does not support {strategy.gradients}",
             hint=f"use --gradients {format_names(lambda one: one.carries_parameters)}",
         )
     if strategy.replicas and strategy.servers == 1:
-        raise ConfigError("--replicas 1 with --servers 1: there is no other server", hint="use --servers 2 or more")
+        raise ConfigError(
+            "--replicas 1 with --servers 1: a replica needs another server", hint="use --servers 2 or more"
+        )
     if strategy.staleness == 0 and strategy.delay_compensation:
         raise ConfigError(
-            "--staleness 0 has nothing to correct: its updates are synchronous", hint="leave --delay-compensation out"
+            "--delay-compensation does not apply with --staleness 0: updates are synchronous",
+            hint="leave --delay-compensation out",
         )
 
 
-def from_environment(environ: Mapping[str, str]) -> Strategy:
-    """What the launcher chose; the default where there is no launcher. Raises ConfigError for what is no strategy."""
+def strategy_from_environment(environ: Mapping[str, str]) -> Strategy:
+    """Read the strategy that the launcher chose.
+
+    Args:
+        environ: The environment variables.
+
+    Returns:
+        The strategy; the default without a launcher.
+
+    Raises:
+        ConfigError: The variable is invalid.
+    """
     text = environ.get(DISTRIB_STRATEGY, "")
     if not text:
         return Strategy()
     try:
-        return checked(msgspec.json.decode(text, type=Strategy))
+        return validate_strategy(msgspec.json.decode(text, type=Strategy))
     except msgspec.DecodeError as error:
         raise ConfigError(
             f"{DISTRIB_STRATEGY}: {error}", hint="it is set by distrib-launch; do not set it by hand"
         ) from None
 
 
-def to_environment(strategy: Strategy) -> str:
-    """What `from_environment` reads."""
+def encode_strategy(strategy: Strategy) -> str:
+    """Encode a strategy for `DISTRIB_STRATEGY`.
+
+    Args:
+        strategy: The strategy.
+
+    Returns:
+        JSON.
+    """
     return msgspec.json.encode(strategy).decode()

@@ -165,8 +165,8 @@ def test_two_runs_at_once_from_other_threads():
         ({"hosts": "nowhere.txt"}, "nowhere.txt: no such hostfile"),
         ({"hosts": ["a:2", "b:2"], "np": 5}, "-H has 4 slot(s) on 2 host(s)"),
         ({"timeout": "soon"}, "'soon' is not a valid time"),
-        ({"host_reduction": False}, "--no-host-reduction means nothing in mode sync"),
-        ({"no_momentum_correction": True}, "--no-momentum-correction means nothing in mode sync"),
+        ({"host_reduction": False}, "--no-host-reduction does not apply in mode sync"),
+        ({"no_momentum_correction": True}, "--no-momentum-correction does not apply in mode sync"),
         ({"engine": "kubernetes"}, "use the command distrib-launch"),
     ],
 )

@@ -28,7 +28,7 @@ from distrib.bandwidth_model.workload import Gradient, Workload
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
 from distrib.cluster.topology import Topology, parse_topology
 from distrib.errors import ConfigError
-from distrib.strategy import Gradients, Outer, Strategy, checked
+from distrib.strategy import Gradients, OuterOptimizer, Strategy, validate_strategy
 from tests.conftest import ROOT
 
 MB = 1_000_000
@@ -418,7 +418,7 @@ def test_mode_local_exchanges_parameters_after_its_inner_steps():
         predict_step(wide, work, Strategy(mode="local", **settings), hosts=4)
         for settings in (
             {}, {"inner_steps": 10}, {"inner_steps": 10, "gradients": Gradients("bf16")},
-            {"inner_steps": 10, "outer": Outer(overlap_steps=5)},
+            {"inner_steps": 10, "outer": OuterOptimizer(overlap_steps=5)},
         )
     )  # fmt: skip
     assert every.communication_seconds == pytest.approx(50 * default.communication_seconds)
@@ -848,7 +848,7 @@ def test_every_strategy_is_advised_once(device, flat):
         Strategy(all_reduce="flat", bucket_bytes=1 << 20),
         Strategy(backend="horovod"),
         Strategy(mode="local"),
-        Strategy(mode="local", inner_steps=20, outer=Outer(overlap_steps=15)),
+        Strategy(mode="local", inner_steps=20, outer=OuterOptimizer(overlap_steps=15)),
         Strategy(mode="async", staleness=4),
         Strategy(mode="async", servers=2, replicas=1),
     ],
@@ -907,7 +907,7 @@ def test_options_choose_the_strategy():
 
 counts = st.none() | st.integers(1, 1000)
 outers = st.builds(
-    Outer,
+    OuterOptimizer,
     lr=st.floats(1e-6, 99),
     momentum=st.floats(0, 0.999),
     fragments=st.integers(1, 9),
@@ -936,7 +936,7 @@ def test_every_strategy_has_options_that_choose_it(strategy):
     from distrib_launch.cli import launch, training_options
 
     try:
-        checked(strategy)
+        validate_strategy(strategy)
     except ConfigError:
         assume(False)
     words = [*launch_options(strategy), "train.py"]

@@ -20,7 +20,7 @@ from distrib.cluster.inventory import InventoryQuery, own_inventory
 from distrib.errors import TrainingError
 from distrib.probe.bench import intra_node
 from distrib.probe.host_facts import own_facts
-from distrib.strategy import Outer, Strategy, parse_gradients
+from distrib.strategy import OuterOptimizer, Strategy, parse_gradients
 from distrib.training import collectives, rendezvous
 from distrib.training import job as job_module
 from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
@@ -124,7 +124,7 @@ def test_what_hooks_average_over_one_rank_are_its_own_gradients(group, device, g
 
 
 @pytest.mark.parametrize(
-    "outer", [Outer(lr=1.0, momentum=0.0), Outer(lr=1.0, momentum=0.0, fragments=3, overlap_steps=2)]
+    "outer", [OuterOptimizer(lr=1.0, momentum=0.0), OuterOptimizer(lr=1.0, momentum=0.0, fragments=3, overlap_steps=2)]
 )
 def test_rounds_of_one_rank_are_those_of_a_cpu(group, device, outer):
     """Without overlap they are what it has learnt by itself."""

@@ -82,10 +82,10 @@ def test_a_host_for_servers_that_trains_is_told_of(tmp_path):
         (["--servers", "5"], "n1:2,n2:2", "--servers 5, but there are 4 worker.*start more workers"),
         (["--servers", "3"], "n1:2\nn2 slots=2 role=server\n", "role=server have 2 slot"),
         ([], "n1 role=server\nn2 role=server\n", "every host has role=server"),
-        (["--replicas", "1", "--servers", "1"], "n1:2", "there is no other server"),
+        (["--replicas", "1", "--servers", "1"], "n1:2", "needs another server"),
         (["--replicas", "1"], "n1:2", "needs two parameter servers"),
         (["--replicas", "1"], "n1:2\nn2 role=server\n", "needs two parameter servers"),
-        (["--gradients", "int8"], "n1:2", "async sends no int8"),
+        (["--gradients", "int8"], "n1:2", "async does not support int8"),
         (["--staleness", "0", "--delay-compensation", "0.04"], "n1:2", "nothing to correct"),
     ],
 )

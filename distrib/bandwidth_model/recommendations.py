@@ -17,7 +17,7 @@ from distrib.bandwidth_model.workload_catalog import scaled_workload
 from distrib.cluster.node import name_hosts, shown_hosts
 from distrib.cluster.topology import Topology
 from distrib.errors import ConfigError
-from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, checked
+from distrib.strategy import INNER_STEPS, AllReduce, Gradients, Mode, Strategy, validate_strategy
 
 TRIED_BUCKETS_MIB, TRIED_ACCUMULATION, TRIED_INNER_STEPS = (1, 5, 100), (4, 16), (10, 100)
 """Candidate bucket sizes, batches per optimizer step and steps per local SGD round."""
@@ -285,7 +285,7 @@ def _in_mode(strategy: Strategy, mode: Mode, **more: Any) -> Strategy:
 
 def _is_valid(strategy: Strategy) -> bool:
     try:
-        checked(strategy)
+        validate_strategy(strategy)
     except ConfigError:
         return False
     return True

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from distrib.environment import DISTRIB_SERVERS, WORLD_SIZE
 from distrib.errors import TrainingError
-from distrib.strategy import from_environment
+from distrib.strategy import strategy_from_environment
 from distrib.training import compat, shutdown
 from distrib.training import sync_batchnorm as normalization
 from distrib.training.checkpoint import replicas, state_sync
@@ -89,7 +89,7 @@ def init(*, timeout_seconds: float = 1800.0, divergence_check_steps: int = CHECK
     """
     global _job
     if _job is None:
-        strategy = from_environment(os.environ)
+        strategy = strategy_from_environment(os.environ)
         # Asynchronous ranks may come and go, which neither MPI nor torch's process groups can bear: the servers join them.
         elastic = strategy.mode == "async"
         if elastic and not os.environ.get(DISTRIB_SERVERS):

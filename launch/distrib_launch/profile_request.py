@@ -96,16 +96,13 @@ def summary(workload: Workload, steps: int) -> str:
         steps: Number of measured steps.
     """
 
-    def time(seconds: float) -> str:
-        return units.format_duration(seconds, digits=3)
-
     whole = workload.compute_seconds + workload.loader_seconds
     loading = workload.loading_processor_seconds
-    loaded = f" (which takes {time(loading)} of processors)" if loading else ""
+    loaded = f" (which takes {units.duration_text(loading)} of processors)" if loading else ""
     return (
-        f"{workload.name} on {workload.device}, {steps} steps of {workload.batch} samples: {time(whole)} a step (forward "
-        f"{time(workload.forward_seconds)}, backward {time(workload.backward_seconds)}, optimizer "
-        f"{time(workload.optimizer_seconds)}, waiting for data {time(workload.loader_seconds)}{loaded}; variation "
+        f"{workload.name} on {workload.device}, {steps} steps of {workload.batch} samples: {units.duration_text(whole)} a step (forward "
+        f"{units.duration_text(workload.forward_seconds)}, backward {units.duration_text(workload.backward_seconds)}, optimizer "
+        f"{units.duration_text(workload.optimizer_seconds)}, waiting for data {units.duration_text(workload.loader_seconds)}{loaded}; variation "
         f"{workload.variation:.1%}), {len(workload.gradients)} gradients, "
-        f"{units.format_size(workload.gradient_bytes, digits=3, binary=False)} together"
+        f"{units.size_text(workload.gradient_bytes)} together"
     )

@@ -126,7 +126,7 @@ def planned(
         TORCHELASTIC_MAX_RESTARTS: str(options.max_restarts),
         DISTRIB_JOB: options.job,
         DISTRIB_MODE: options.strategy.mode,
-        DISTRIB_STRATEGY: strategies.to_environment(options.strategy),
+        DISTRIB_STRATEGY: strategies.encode_strategy(options.strategy),
         DISTRIB_RUN_DIR: options.run_dir,
         RANK: str(rank),
         LOCAL_RANK: str(local_rank),

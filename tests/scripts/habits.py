@@ -27,10 +27,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import distrib
 from devices import seeded
 from distrib.errors import TrainingError
-from distrib.strategy import from_environment
+from distrib.strategy import strategy_from_environment
 from distrib.training.data import load_balancing
 
-STRATEGY = from_environment(os.environ)
+STRATEGY = strategy_from_environment(os.environ)
 
 
 @contextlib.contextmanager

@@ -25,10 +25,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import distrib
 from devices import on_gpu, seeded
 from distrib.errors import TrainingError
-from distrib.strategy import from_environment
+from distrib.strategy import strategy_from_environment
 from distrib.training import optimizer_step as steps
 
-STRATEGY = from_environment(os.environ)
+STRATEGY = strategy_from_environment(os.environ)
 
 
 def gathered(thing: Any) -> list[Any]:

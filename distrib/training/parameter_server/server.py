@@ -33,7 +33,7 @@ from distrib.environment import (
     WORLD_SIZE,
 )
 from distrib.errors import DistribError, TrainingError
-from distrib.strategy import Strategy, from_environment
+from distrib.strategy import Strategy, strategy_from_environment
 from distrib.training.parameter_server.failover import Ballot, Replica, patience_seconds
 from distrib.training.parameter_server.server_table import Pool, raw
 from distrib.training.parameter_server.shard_service import DROP_SECONDS, Part
@@ -471,7 +471,7 @@ def main() -> int:
     try:
         addresses, key = servers_from(os.environ)
         number, workers = int(os.environ[DISTRIB_SERVER]), int(os.environ[WORLD_SIZE])
-        server = Server(number, addresses, workers, key, from_environment(os.environ))
+        server = Server(number, addresses, workers, key, strategy_from_environment(os.environ))
     except (DistribError, OSError) as error:
         print(f"distrib: parameter server: {error}", file=sys.stderr)
         return 1

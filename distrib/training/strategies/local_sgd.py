@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distrib.errors import TrainingError
-from distrib.strategy import INNER_STEPS, Outer, Strategy
+from distrib.strategy import INNER_STEPS, OuterOptimizer, Strategy
 from distrib.training.checksums import bit_sum
 from distrib.training.collectives import broadcast_tensors, find_differing, flatten_tensors, unflatten_tensors
 from distrib.training.gradients.compression import create_compressor
@@ -316,7 +316,9 @@ class Round:
 class Fragment:
     """Some parameters, and the outer optimizer's momentum for them."""
 
-    def __init__(self, parameters: list[torch.Tensor], outer: Outer, ranks: int, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, parameters: list[torch.Tensor], outer: OuterOptimizer, ranks: int, dtype: torch.dtype | None
+    ) -> None:
         self.parameters = parameters
         self.due: int | None = None
         """The step after which what is on its way is waited for; None when nothing is."""

@@ -8,7 +8,7 @@ import msgspec
 
 from distrib import strategy, units
 from distrib.errors import ConfigError
-from distrib.strategy import MODES, Outer, Strategy, format_names
+from distrib.strategy import MODES, OuterOptimizer, Strategy, format_names
 from distrib_launch.cli.options import integer
 
 
@@ -67,7 +67,7 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     Raises:
         ConfigError: Options contradict each other, or a value is not valid.
     """
-    return strategy.checked(
+    return strategy.validate_strategy(
         Strategy(
             mode="sync" if options.mode == "auto" else options.mode,
             backend=options.backend,
@@ -90,14 +90,14 @@ def strategy_of(options: argparse.Namespace) -> Strategy:
     )
 
 
-def _outer(options: argparse.Namespace) -> Outer:
+def _outer(options: argparse.Namespace) -> OuterOptimizer:
     """Parse `diloco`, `average`, or a learning rate and a momentum such as `0.9:0.5`."""
-    known = {"diloco": Outer(), "average": Outer(lr=1.0, momentum=0.0)}
+    known = {"diloco": OuterOptimizer(), "average": OuterOptimizer(lr=1.0, momentum=0.0)}
     found = known.get(options.outer)
     if found is None:
         lr, _, momentum = options.outer.partition(":")
         try:
-            found = Outer(lr=float(lr), momentum=float(momentum or "0"))
+            found = OuterOptimizer(lr=float(lr), momentum=float(momentum or "0"))
         except ValueError:
             found = None
         if found is None or not (0 < found.lr < 100 and 0 <= found.momentum < 1):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from distrib.cluster.inventory import Gpu, GpuHolder, Inventory
-from distrib.units import format_rate, format_size
+from distrib.units import binary_size_text, format_rate
 from distrib.utils.ranges import ranges
 from distrib_launch.engines.remote_shell import Transport
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
@@ -301,7 +301,7 @@ def gpu_memory(e: CheckInputs) -> Iterator[CheckResult]:
             else:
                 file = f"/dev/nvidia{gpu.minor if gpu.minor >= 0 else '*'}"
                 who, fix = "a process that cannot be seen", f"on {host}: sudo fuser -v {file}"
-            yield warning(host, "gpu memory", f"GPU {index}: {_size(used)} held by {who}", fix)
+            yield warning(host, "gpu memory", f"GPU {index}: {binary_size_text(used)} held by {who}", fix)
 
 
 def gpu_health(e: CheckInputs) -> Iterator[CheckResult]:
@@ -421,12 +421,12 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
         if have is not None and _gpu_job(e, host) and have < gpu_bytes:
             limited = " (a control group's limit)" if have == facts.memory_limit_bytes else ""
             yield warning(
-                host, "memory", f"{_size(have)} of memory{limited} for {_size(gpu_bytes)} of GPU memory",
+                host, "memory", f"{binary_size_text(have)} of memory{limited} for {binary_size_text(gpu_bytes)} of GPU memory",
                 "what passes through it may not fit: fewer loader workers and less pinned memory help",
             )  # fmt: skip
         if facts.free_shm_bytes is not None and facts.free_shm_bytes <= SMALL_SHM_BYTES:
             yield warning(
-                host, "shm", f"{_size(facts.free_shm_bytes)} free of {_size(facts.shm_bytes or 0)} in /dev/shm",
+                host, "shm", f"{binary_size_text(facts.free_shm_bytes)} free of {binary_size_text(facts.shm_bytes or 0)} in /dev/shm",
                 "DataLoader workers and NCCL die of it; docker run --shm-size=8g, or remove old files there",
             )  # fmt: skip
         if facts.tmp_problem:  # where engines begin with files
@@ -442,7 +442,7 @@ def machine(e: CheckInputs) -> Iterator[CheckResult]:
         for place, free in low.items():
             where = {"directory": e.directory, "run_dir": "the run directory", "tmp": "/tmp"}.get(place, place)
             make = error if place == "tmp" and free < NO_DISK_BYTES else warning  # where engines begin with files
-            yield make(host, "disk", f"{_size(free)} free for {where}", "make room, or name another place")
+            yield make(host, "disk", f"{binary_size_text(free)} free for {where}", "make room, or name another place")
 
 
 def limits(e: CheckInputs) -> Iterator[CheckResult]:
@@ -450,7 +450,7 @@ def limits(e: CheckInputs) -> Iterator[CheckResult]:
         locked, files = facts.limits.get("memlock"), facts.limits.get("nofile")
         if locked is not None and any(port.active for port in facts.rdma):
             yield warning(
-                host, "limits", f"locked memory is limited to {_size(locked)}: RDMA may not register its buffers",
+                host, "limits", f"locked memory is limited to {binary_size_text(locked)}: RDMA may not register its buffers",
                 "memlock unlimited in /etc/security/limits.conf (and sshd restarted)",
             )  # fmt: skip
         processes, ranks = facts.limits.get("pids"), e.requirements[host].ranks
@@ -508,10 +508,6 @@ def rdma(e: CheckInputs) -> Iterator[CheckResult]:
                 host, "network", f"{what}, {count} on most other hosts{held}",
                 f"look at its cables and ports (ibstat, ibdev2netdev), or leave it out: --exclude {host}",
             )  # fmt: skip
-
-
-def _size(size: int) -> str:
-    return format_size(size, digits=3, binary=True)
 
 
 CHECKS = (twice, python, distrib, mpi, torch, cuda, script, gpus, gpu_health, gpu_memory, machine, limits, clock, rdma)

@@ -164,7 +164,7 @@ class JobOutcome:
 
     def _unused_options(self) -> str:
         plan = self._job.plan
-        options = strategy.asked(plan.strategy)
+        options = strategy.non_default_options(plan.strategy)
         if (
             not options or plan.mode == "async" or any(state.prepared for state in self._job.ranks)
         ):  # its servers report it

@@ -6,7 +6,7 @@ import io
 from typing import TYPE_CHECKING
 
 from distrib.cluster.hardware_catalog import gpu_hint
-from distrib.units import format_duration, format_rate, format_size
+from distrib.units import format_duration, format_size, rate_text
 from distrib.utils.ranges import ranges
 
 if TYPE_CHECKING:
@@ -98,14 +98,16 @@ def _add_network(root: Tree, view: View) -> None:
     for link in view.between:
         twig = branch.add(_link_line(link, ""))
         if link.oversubscription > 1 and link.shared_bytes_per_second:
-            left = _rate(link.shared_bytes_per_second)
+            left = rate_text(link.shared_bytes_per_second)
             twig.add(_text((f"{link.oversubscription:g}:1 oversubscribed: {left} a host when all send", "yellow")))
         if link.slowest and link.slowest_bytes_per_second:
-            twig.add(_text((f"slowest of {link.links}: {link.slowest}, {_rate(link.slowest_bytes_per_second)}", "dim")))
+            twig.add(
+                _text((f"slowest of {link.links}: {link.slowest}, {rate_text(link.slowest_bytes_per_second)}", "dim"))
+            )
 
 
 def _add_switch(branch: Tree, switch: SwitchView, by_name: dict[str, SwitchView]) -> None:
-    up = f", {_rate(switch.uplink_bytes_per_second)} up" if switch.uplink_bytes_per_second else ""
+    up = f", {rate_text(switch.uplink_bytes_per_second)} up" if switch.uplink_bytes_per_second else ""
     up += f", {switch.oversubscription:g}:1 oversubscribed" if switch.oversubscription > 1 else ""
     twig = branch.add(_text((switch.name, "bold"), (f": {switch.hosts}" if switch.names else "", ""), (up, "yellow")))
     for name in switch.switches:
@@ -123,7 +125,7 @@ def _gpu_line(group: GroupView) -> Text:
     if group.gpu_memory_bytes:
         memory = format_size(group.gpu_memory_bytes, digits=4)
         bandwidth = group.gpu_memory_bandwidth_bytes_per_second
-        facts.append(f"{memory} at {_rate(bandwidth)}" if bandwidth else memory)
+        facts.append(f"{memory} at {rate_text(bandwidth)}" if bandwidth else memory)
     for kind in ("bf16", "fp16", "fp32"):
         if kind in group.gpu_tflops:
             facts.append(f"{group.gpu_tflops[kind]:g} TFLOPS {kind} dense")
@@ -135,7 +137,7 @@ def _gpu_line(group: GroupView) -> Text:
 def _nic_line(nic: NicView) -> Text:
     head = f"{nic.count} x {nic.text}" if nic.count > 1 else nic.text
     kind = "" if nic.kind == "Ethernet" and nic.text.endswith("bE") else f" {nic.kind}"
-    facts = [f"{_rate(nic.rate_bytes_per_second)}{' each' if nic.count > 1 else ''}"]
+    facts = [f"{rate_text(nic.rate_bytes_per_second)}{' each' if nic.count > 1 else ''}"]
     if nic.gpudirect is not None:
         facts.append("GPUDirect RDMA" if nic.gpudirect else "no GPUDirect RDMA")
     facts += [f"near GPU {ranges(nic.gpus)}"] if nic.gpus else []
@@ -145,20 +147,16 @@ def _nic_line(nic: NicView) -> Text:
 
 def _link_line(link: LinkView, how: str) -> Text:
     rate = link.rate_bytes_per_second
-    nominal = f", {_rate(rate)}" if rate else ""
+    nominal = f", {rate_text(rate)}" if rate else ""
     name = f" {link.text}" if link.text and link.text != "memory" else ""
     delay = f", {format_duration(link.latency_seconds, digits=2)}" if link.latency_seconds else ""
-    found = f"{_rate(link.bandwidth_bytes_per_second)}"
+    found = f"{rate_text(link.bandwidth_bytes_per_second)}"
     many = f" (median of {link.links})" if link.origin == "measured" and link.links > 1 else ""
     got = (f"{found}{delay} measured{many}", "green") if link.origin == "measured" else (f"{found} usable{delay}", "")
     origin = "" if link.origin == "measured" else "  catalogued"
     return _text(
         (f"{link.name}:", ""), (f"{name}{how}", "bold"), (f"{nominal}, " if name else " ", ""), got, (origin, "dim")
     )
-
-
-def _rate(rate: float) -> str:
-    return format_rate(rate, digits=3)
 
 
 def _s(count: int) -> str:
