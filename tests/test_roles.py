@@ -86,7 +86,7 @@ def test_a_host_for_servers_that_trains_is_told_of(tmp_path):
         (["--replicas", "1"], "n1:2", "needs two parameter servers"),
         (["--replicas", "1"], "n1:2\nn2 role=server\n", "needs two parameter servers"),
         (["--gradients", "int8"], "n1:2", "async does not support int8"),
-        (["--staleness", "0", "--delay-compensation", "0.04"], "n1:2", "nothing to correct"),
+        (["--staleness", "0", "--delay-compensation", "0.04"], "n1:2", "does not apply with --staleness 0"),
     ],
 )
 def test_what_cannot_be(tmp_path, words, hosts, says):

