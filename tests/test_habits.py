@@ -11,6 +11,8 @@ import pytest
 from tests.conftest import SCRIPTS
 from tests.test_training import run_ranks
 
+pytestmark = pytest.mark.forked
+
 
 @pytest.fixture(autouse=True)
 def no_variable_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ horovod = pytest.mark.skipif(
     reason="Horovod is not installed: scripts/build-horovod builds it",
 )
 
+pytestmark = pytest.mark.forked
+
 HOROVOD = {"backend": "horovod"}
 AVERAGE = {"mode": "local", "outer": {"lr": 1.0, "momentum": 0.0}}
 
