@@ -1,18 +1,18 @@
-"""What one server decides: which update is applied when, and who may go on. No I/O, no clock, no tensors.
+"""Rules of a parameter server: when a gradient is applied and when its worker may continue. No I/O, no clock, no tensors.
 
-A `Shard` takes what workers send (pushes of gradients, commits) and what becomes of them (they are dropped, they join) and
-returns effects, in the order in which they must be carried out. Gradients are handles that it passes through.
+`UpdateController` receives events (pushes, commits, membership changes) and returns effects to carry out in order. Gradients
+are opaque handles.
 
-- **Steps.** Each worker counts its steps from 1. For each chunk the shard knows the last step of each worker that is
-  settled, so that a push that comes twice, after a reconnection or a change of server, is answered and not applied again.
-- **Commits.** A push may come before its worker knows that the step will be taken (the gradient may yet be clipped, or
-  the step left out): it is held, and another push of the same step replaces it, until it is final or committed.
-- **Staleness.** The answer to a push of step t lets the worker begin step t + 1. With a bound S it is held back, chunk by
-  chunk, while t is more than S ahead of the slowest member's: stale synchronous parallel (Ho et al. 2013). With S = 0 the
-  pushes of a step are applied together, as their mean, when every member's is there: synchronous SGD.
-- **Members** are the workers that others wait for. One that was dropped and comes back is answered, and waited for again
-  from the step that it joins with; in synchronous rounds that are over its gradient comes too late and is refused.
-- **Replica.** Where there is one, an answer waits until the replica has acknowledged every update that it may show.
+- **Steps.** Each worker counts its steps from 1. The controller stores the last settled step of each worker for each chunk, so
+  a push that is repeated after a reconnection is answered and not applied again.
+- **Commits.** A push may arrive before its worker knows that the step will be taken (clipping, skipped steps). It is pending,
+  and another push of the same step replaces it, until it is final or committed.
+- **Staleness bound.** The reply to a push of step t lets the worker begin step t + 1. With `max_steps_ahead` S it is held
+  back, per chunk, while t is more than S ahead of the slowest member: stale synchronous parallel (Ho et al. 2013). With S = 0
+  the pushes of a step are applied together, as their mean, once every member has pushed: synchronous SGD.
+- **Members** are the workers that others wait for. A removed worker that returns is answered, and is waited for again from the
+  step that it joins with. In a synchronous round that is over, its gradient is late and rejected.
+- **Replication.** With a replica, a reply waits until the replica has acknowledged every update that the reply may show.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
-class Update(NamedTuple):
-    """One worker's gradient, or the mean of `weight` workers', of which `mark` says which they are.
+class WeightedGradient(NamedTuple):
+    """One worker's gradient of a step, or the mean of `weight` workers' gradients.
 
-    `staleness`: how many updates were applied since the parameters that it was computed with.
+    `staleness` is the number of updates since the parameters that it was computed with.
     """
 
     worker: int
@@ -33,20 +33,19 @@ class Update(NamedTuple):
     gradient: Any
     staleness: int
     weight: int = 1
-    mark: int = 0
 
 
-class Apply(NamedTuple):
-    """Update a chunk with the weighted mean of these gradients; its version is then `version`. The shard's entry number `entry`."""
+class ApplyUpdate(NamedTuple):
+    """Update a chunk with the weighted mean of gradients; the chunk then has `version`, the log has `entry` entries."""
 
     chunk: int
-    updates: tuple[Update, ...]
+    updates: tuple[WeightedGradient, ...]
     version: int
     entry: int
 
 
-class Answer(NamedTuple):
-    """Send a worker the chunk as it is now, in answer to its push. `applied`: whether the gradient counted."""
+class PushReply(NamedTuple):
+    """Send a worker the chunk's present value in reply to its push. `applied` is False for a rejected gradient."""
 
     chunk: int
     worker: int
@@ -54,237 +53,311 @@ class Answer(NamedTuple):
     applied: bool
 
 
-class Discard(NamedTuple):
-    """The gradient is of no use any more."""
+class DiscardGradient(NamedTuple):
+    """Release a gradient that will not be applied."""
 
     gradient: Any
 
 
-Effect = Apply | Answer | Discard
+Effect = ApplyUpdate | PushReply | DiscardGradient
 
 
-class _Held(NamedTuple):
+class _PendingPush(NamedTuple):
     step: int
     base: int
     gradient: Any
     final: bool
     weight: int
-    mark: int
 
 
-class _Chunk:
+class _ChunkState:
     def __init__(self) -> None:
         self.version = 0
-        self.clock: dict[int, int] = {}  # the last settled step of each worker
-        self.mark: dict[int, int] = {}  # and of what it was made
-        self.refused: dict[int, int] = {}  # the last step of a worker that came too late
-        self.held: dict[int, _Held] = {}
-        self.waiting: dict[int, int] = {}  # steps of which the answers are held back
+        self.clock: dict[int, int] = {}  # last settled step of each worker
+        self.rejected: dict[int, int] = {}  # last step of a worker that came too late
+        self.pending: dict[int, _PendingPush] = {}
+        self.waiting: dict[int, int] = {}  # steps whose replies are held back
 
 
-class Shard:
-    """The chunks of one server, and the workers that train them."""
+class UpdateController:
+    """Decides for the chunks of one server which gradients are applied, and when workers may continue.
 
-    def __init__(self, chunks: Iterable[int], members: Iterable[int], staleness: int | None) -> None:
+    Args:
+        chunks: Numbers of the chunks.
+        members: Workers that others wait for.
+        max_steps_ahead: Staleness bound S in steps; 0 for synchronous SGD, None for no bound.
+    """
+
+    def __init__(self, chunks: Iterable[int], members: Iterable[int], max_steps_ahead: int | None) -> None:
         self.members = set(members)
-        self.staleness = staleness
+        self.max_steps_ahead = max_steps_ahead
         self.index = 0
+        """Number of log entries: updates of any chunk so far."""
         self.replicated_to: int | None = None
-        self._unacknowledged: deque[tuple[int, Answer]] = deque()
-        self._chunks = {number: _Chunk() for number in sorted(chunks)}
+        """Last entry that the replica has acknowledged; None without a replica."""
+        self._unacknowledged: deque[tuple[int, PushReply]] = deque()
+        self._chunks = {number: _ChunkState() for number in sorted(chunks)}
 
-    # -- what workers send ----------------------------------------------------------------------------------------
+    # -- messages of workers ----------------------------------------------------------------------------------------
 
     def push(
-        self,
-        worker: int,
-        chunk: int,
-        step: int,
-        base: int,
-        gradient: Any,
-        *,
-        final: bool,
-        weight: int = 1,
-        mark: int = 0,
+        self, worker: int, chunk: int, step: int, base: int, gradient: Any, *, final: bool, weight: int = 1
     ) -> list[Effect]:
-        """A gradient of `chunk`, computed with its version `base`. The worker's earlier steps are behind it."""
-        at = self._chunks[chunk]
-        if step <= at.clock.get(worker, 0):
-            if (step, mark) != (at.clock[worker], at.mark.get(worker, 0)):  # another one of it was applied in this step
-                at.refused[worker] = step
-            at.waiting[worker] = max(step, at.waiting.get(worker, 0))
-            return [Discard(gradient), *self._release(chunk, at)]
+        """Handle a pushed gradient. The worker's earlier steps are behind it.
+
+        Args:
+            worker: Rank of the worker, or the number of a group of workers that push together.
+            chunk: Number of the chunk.
+            step: The worker's step, from 1.
+            base: Version of the chunk that the gradient was computed with.
+            gradient: Handle of the gradient.
+            final: False if the gradient may still be replaced before it is committed.
+            weight: Number of workers whose mean it is; 0 for an empty gradient.
+
+        Returns:
+            The effects to carry out, in order.
+        """
+        state = self._chunks[chunk]
+        if step <= state.clock.get(worker, 0):
+            if step != state.clock[worker]:  # a later step was applied meanwhile
+                state.rejected[worker] = step
+            state.waiting[worker] = max(step, state.waiting.get(worker, 0))
+            return [DiscardGradient(gradient), *self._release(chunk, state)]
         effects: list[Effect] = []
-        if worker in at.held:
-            effects.append(Discard(at.held.pop(worker).gradient))
-        at.clock[worker] = step - 1
-        at.held[worker] = _Held(step, base, gradient, final, weight, mark)
-        return effects + self._settle(chunk, at)
+        if worker in state.pending:
+            effects.append(DiscardGradient(state.pending.pop(worker).gradient))
+        state.clock[worker] = step - 1
+        state.pending[worker] = _PendingPush(step, base, gradient, final, weight)
+        return effects + self._advance(chunk, state)
 
     def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Effect]:
-        """Makes what the worker has pushed of `step` for these chunks final."""
+        """Make the worker's pending pushes of a step final.
+
+        Args:
+            worker: Rank of the worker or number of its group.
+            step: The step; pushes of another step stay as they are.
+            chunks: Numbers of the chunks.
+
+        Returns:
+            The effects to carry out, in order.
+        """
         effects: list[Effect] = []
         for number in chunks:
-            at = self._chunks[number]
-            held = at.held.get(worker)
-            if held and held.step == step and not held.final:
-                at.held[worker] = held._replace(final=True)
-                effects += self._settle(number, at)
+            state = self._chunks[number]
+            push = state.pending.get(worker)
+            if push and push.step == step and not push.final:
+                state.pending[worker] = push._replace(final=True)
+                effects += self._advance(number, state)
         return effects
 
-    def drop(self, worker: int) -> list[Effect]:
-        """Nobody waits for this worker any more; what it has committed counts."""
-        effects: list[Effect] = []
-        for at in self._chunks.values():
-            held = at.held.get(worker)
-            if held and not held.final:
-                effects.append(Discard(at.held.pop(worker).gradient))
-        return effects + self.excuse(worker)
+    def remove_member(self, worker: int, *, keep_pending: bool = False) -> list[Effect]:
+        """Stop waiting for a worker. Its committed pushes count.
 
-    def excuse(self, worker: int) -> list[Effect]:
-        """Nobody waits for this worker any more; what it has pushed may yet be committed."""
+        Args:
+            worker: Rank of the worker or number of its group.
+            keep_pending: True if pushes that are not committed may be committed later; False discards them.
+
+        Returns:
+            The effects to carry out, in order.
+        """
+        effects: list[Effect] = []
+        for state in self._chunks.values():
+            push = state.pending.get(worker)
+            if push and not push.final and not keep_pending:
+                effects.append(DiscardGradient(state.pending.pop(worker).gradient))
         self.members.discard(worker)
-        return [effect for number, at in self._chunks.items() for effect in self._settle(number, at)]
+        for number, state in self._chunks.items():
+            effects += self._advance(number, state)
+        return effects
 
     def join(self, worker: int, step: int) -> list[Effect]:
-        """The worker is waited for from `step` on, which must be later than all that it has pushed."""
+        """Wait for a worker from a step on.
+
+        Args:
+            worker: Rank of the worker or number of its group.
+            step: Its next step, later than any step that it has pushed.
+
+        Returns:
+            The effects to carry out, in order.
+        """
         self.members.add(worker)
         effects: list[Effect] = []
-        for number, at in self._chunks.items():
-            at.clock[worker] = max(at.clock.get(worker, 0), step - 1)
-            effects += self._settle(number, at)
+        for number, state in self._chunks.items():
+            state.clock[worker] = max(state.clock.get(worker, 0), step - 1)
+            effects += self._advance(number, state)
         return effects
 
-    def together(self, chunk: int) -> tuple[Update, ...]:
-        """What the next synchronous update will be made of if all of it is committed as it is; empty until every member's is there."""
-        at = self._chunks[chunk]
-        floor = self._floor(at)
-        if floor is None or any(at.clock.get(m, 0) == floor and m not in at.held for m in self.members):
+    # -- queries ----------------------------------------------------------------------------------------------------
+
+    def complete_round(self, chunk: int) -> tuple[WeightedGradient, ...]:
+        """List the gradients of the next synchronous update, committed or not; empty until every member has pushed.
+
+        Args:
+            chunk: Number of the chunk.
+        """
+        state = self._chunks[chunk]
+        floor = self._floor(state)
+        if floor is None or any(state.clock.get(m, 0) == floor and m not in state.pending for m in self.members):
             return ()
         return tuple(
-            self._update(at, worker, held)
-            for worker, held in sorted(at.held.items())
-            if held.step == floor + 1 and (held.final or worker in self.members)
+            self._weighted(state, worker, push)
+            for worker, push in sorted(state.pending.items())
+            if push.step == floor + 1 and (push.final or worker in self.members)
         )
 
-    def awaits(self, chunk: int, worker: int) -> bool:
-        """Whether the next synchronous update waits for this member, while others are done with theirs."""
-        at = self._chunks[chunk]
-        done = {who for who, held in at.held.items() if held.final}
-        return worker in self.members - done and at.clock.get(worker, 0) == self._floor(at) and bool(done)
+    def is_blocked_by(self, chunk: int, worker: int) -> bool:
+        """Return True if the next synchronous update waits for this member and another worker's push is final.
+
+        Args:
+            chunk: Number of the chunk.
+            worker: Rank of the worker.
+        """
+        state = self._chunks[chunk]
+        final = {other for other, push in state.pending.items() if push.final}
+        return worker in self.members - final and state.clock.get(worker, 0) == self._floor(state) and bool(final)
 
     def unanswered(self, chunk: int) -> list[tuple[int, int]]:
-        """Workers and the steps of which they have pushed this chunk and not heard."""
-        at = self._chunks[chunk]
-        waiting = {answer.worker: answer.step for _, answer in self._unacknowledged if answer.chunk == chunk}
-        return sorted({**waiting, **at.waiting, **{worker: held.step for worker, held in at.held.items()}}.items())
+        """List workers and their steps of this chunk that have not been answered.
 
-    def newest(self, worker: int | None = None) -> int:
-        """The last step of which `worker`, or any, has pushed anything: one who joins begins after it."""
+        Args:
+            chunk: Number of the chunk.
+        """
+        state = self._chunks[chunk]
+        waiting = {reply.worker: reply.step for _, reply in self._unacknowledged if reply.chunk == chunk}
+        pending = {worker: push.step for worker, push in state.pending.items()}
+        return sorted({**waiting, **state.waiting, **pending}.items())
+
+    def last_step(self, worker: int | None = None) -> int:
+        """Return the last step of which a worker has pushed anything; a joining worker begins after it.
+
+        Args:
+            worker: Rank of the worker or number of its group; None for any worker.
+        """
         steps = [
             step
-            for at in self._chunks.values()
-            for who, step in [*at.clock.items(), *((who, held.step) for who, held in at.held.items())]
-            if worker in (None, who)
+            for state in self._chunks.values()
+            for other, step in [*state.clock.items(), *((other, push.step) for other, push in state.pending.items())]
+            if worker in (None, other)
         ]
         return max(steps, default=0)
 
-    # -- replicas ---------------------------------------------------------------------------------------------------
+    def version(self, chunk: int) -> int:
+        """Return the number of updates of a chunk so far.
 
-    def replicate(self, acknowledged: int | None) -> list[Effect]:
-        """The replica has every entry up to `acknowledged`; None: there is no replica."""
-        self.replicated_to = acknowledged
+        Args:
+            chunk: Number of the chunk.
+        """
+        return self._chunks[chunk].version
+
+    # -- replication --------------------------------------------------------------------------------------------------
+
+    def set_replicated(self, entry: int | None) -> list[Effect]:
+        """Record how far the replica has followed.
+
+        Args:
+            entry: Last entry that it has acknowledged; None if there is no replica.
+
+        Returns:
+            The replies that may be sent now.
+        """
+        self.replicated_to = entry
         effects: list[Effect] = []
-        while self._unacknowledged and (acknowledged is None or self._unacknowledged[0][0] <= acknowledged):
+        while self._unacknowledged and (entry is None or self._unacknowledged[0][0] <= entry):
             effects.append(self._unacknowledged.popleft()[1])
         return effects
 
-    def follow(self, chunk: int, updates: Iterable[tuple[int, int, int]], version: int, index: int) -> bool:
-        """On a replica: an entry of the primary's, as workers, steps and marks. Whether it is new and to be applied."""
-        if index <= self.index:
+    def follow(self, chunk: int, updates: Iterable[tuple[int, int]], version: int, entry: int) -> bool:
+        """Record an entry of the primary's log, on a replica.
+
+        Args:
+            chunk: Number of the chunk.
+            updates: Workers and steps that it consists of.
+            version: The chunk's version after it.
+            entry: Its number in the log.
+
+        Returns:
+            True if the entry is new and must be applied.
+        """
+        if entry <= self.index:
             return False
-        at = self._chunks[chunk]
-        at.version, self.index = version, index
-        for worker, step, mark in updates:
-            at.clock[worker], at.mark[worker] = step, mark
+        state = self._chunks[chunk]
+        state.version, self.index = version, entry
+        state.clock.update(updates)
         return True
 
     def state(self) -> dict[str, Any]:
-        """All that `restore` needs to go on from here; plain values."""
+        """Return plain values from which `restore` continues."""
         return {
             "index": self.index,
             "members": sorted(self.members),
-            "chunks": {number: [at.version, dict(at.clock), dict(at.mark)] for number, at in self._chunks.items()},
+            "chunks": {number: [state.version, dict(state.clock)] for number, state in self._chunks.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+        """Continue from what `state` returned.
+
+        Args:
+            state: The values, perhaps with keys that JSON has made strings.
+        """
         self.index, self.members = state["index"], set(state["members"])
-        for number, (version, clock, mark) in state["chunks"].items():
-            at = self._chunks[int(number)]
-            at.version, at.clock = version, {int(worker): step for worker, step in clock.items()}
-            at.mark = {int(worker): value for worker, value in mark.items()}
+        for number, (version, clock) in state["chunks"].items():
+            chunk = self._chunks[int(number)]
+            chunk.version, chunk.clock = version, {int(worker): step for worker, step in clock.items()}
 
-    def version(self, chunk: int) -> int:
-        """How many times the chunk was updated."""
-        return self._chunks[chunk].version
+    # -- internals ----------------------------------------------------------------------------------------------------
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    def _floor(self, state: _ChunkState) -> int | None:
+        """Return the slowest member's last settled step; None without members."""
+        return min((state.clock.get(member, 0) for member in self.members), default=None)
 
-    def _floor(self, at: _Chunk) -> int | None:
-        """The slowest member's last settled step; None: nobody is waited for."""
-        return min((at.clock.get(member, 0) for member in self.members), default=None)
-
-    def _settle(self, number: int, at: _Chunk) -> list[Effect]:
-        """Apply what can be applied, and answer who can be answered."""
+    def _advance(self, number: int, state: _ChunkState) -> list[Effect]:
+        """Apply all pushes that can be applied, and send all replies that may be sent."""
         effects: list[Effect] = []
-        if self.staleness == 0:
-            while ready := self._round(at, effects):
-                effects.append(self._applied(number, at, ready))
+        if self.max_steps_ahead == 0:
+            while ready := self._next_round(state, effects):
+                effects.append(self._apply(number, state, ready))
         else:
-            for worker in sorted(worker for worker, held in at.held.items() if held.final):
-                effects.append(self._applied(number, at, [worker]))
-        return effects + self._release(number, at)
+            for worker in sorted(worker for worker, push in state.pending.items() if push.final):
+                effects.append(self._apply(number, state, [worker]))
+        return effects + self._release(number, state)
 
-    def _round(self, at: _Chunk, effects: list[Effect]) -> list[int]:
-        """The workers whose gradients make up the next synchronous update, once all of it is there."""
-        floor = self._floor(at)
-        final = {worker: held for worker, held in at.held.items() if held.final}
+    def _next_round(self, state: _ChunkState, effects: list[Effect]) -> list[int]:
+        """Return the workers of the next synchronous update once it is complete, and reject late pushes."""
+        floor = self._floor(state)
+        final = {worker: push for worker, push in state.pending.items() if push.final}
         if floor is None:
-            return sorted(worker for worker, held in final.items() if held.step == min(h.step for h in final.values()))
-        for worker, held in final.items():
-            if held.step <= floor:
-                effects.append(Discard(at.held.pop(worker).gradient))
-                at.clock[worker] = at.refused[worker] = at.waiting[worker] = held.step
-        missing = [m for m in self.members if at.clock.get(m, 0) == floor and m not in final]
-        if missing:
+            return sorted(worker for worker, push in final.items() if push.step == min(p.step for p in final.values()))
+        for worker, push in final.items():
+            if push.step <= floor:
+                effects.append(DiscardGradient(state.pending.pop(worker).gradient))
+                state.clock[worker] = state.rejected[worker] = state.waiting[worker] = push.step
+        if any(state.clock.get(member, 0) == floor and member not in final for member in self.members):
             return []
-        return sorted(worker for worker, held in final.items() if held.step == floor + 1)
+        return sorted(worker for worker, push in final.items() if push.step == floor + 1)
 
-    def _applied(self, number: int, at: _Chunk, workers: list[int]) -> Apply:
+    def _apply(self, number: int, state: _ChunkState, workers: list[int]) -> ApplyUpdate:
         updates = []
         for worker in workers:
-            held = at.held.pop(worker)
-            at.clock[worker] = at.waiting[worker] = held.step
-            at.mark[worker] = held.mark
-            updates.append(self._update(at, worker, held))
-        at.version += 1
+            push = state.pending.pop(worker)
+            state.clock[worker] = state.waiting[worker] = push.step
+            updates.append(self._weighted(state, worker, push))
+        state.version += 1
         self.index += 1
-        return Apply(number, tuple(updates), at.version, self.index)
+        return ApplyUpdate(number, tuple(updates), state.version, self.index)
 
-    def _update(self, at: _Chunk, worker: int, held: _Held) -> Update:
-        # A server that went on from a snapshot may have an older version than a worker.
-        return Update(worker, held.step, held.gradient, max(0, at.version - held.base), held.weight, held.mark)
+    def _weighted(self, state: _ChunkState, worker: int, push: _PendingPush) -> WeightedGradient:
+        # A server restored from a snapshot may have an older version than a worker.
+        return WeightedGradient(worker, push.step, push.gradient, max(0, state.version - push.base), push.weight)
 
-    def _release(self, number: int, at: _Chunk) -> list[Effect]:
-        floor = self._floor(at)
+    def _release(self, number: int, state: _ChunkState) -> list[Effect]:
+        floor = self._floor(state)
         released: list[Effect] = []
-        for worker, step in sorted(at.waiting.items()):
-            if self.staleness is None or floor is None or step - floor <= self.staleness:
-                del at.waiting[worker]
-                answer = Answer(number, worker, step, at.refused.get(worker) != step)
+        for worker, step in sorted(state.waiting.items()):
+            if self.max_steps_ahead is None or floor is None or step - floor <= self.max_steps_ahead:
+                del state.waiting[worker]
+                reply = PushReply(number, worker, step, state.rejected.get(worker) != step)
                 if self.replicated_to is not None and self.replicated_to < self.index:
-                    self._unacknowledged.append((self.index, answer))
+                    self._unacknowledged.append((self.index, reply))
                 else:
-                    released.append(answer)
+                    released.append(reply)
         return released

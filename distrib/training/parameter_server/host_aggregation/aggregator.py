@@ -1,150 +1,203 @@
-"""How the pushes of one host's workers become one, which goes to the servers for all of them. No I/O, no clock, no tensors.
+"""Aggregation of one host's pushes into one push per chunk and step. No I/O, no clock, no tensors.
 
-A `Merger` belongs to the worker that speaks for its host. Its workers push to it as they would to a server with staleness 0,
-and a `Shard` decides which gradients make up a round. But instead of being applied, the mean of a round is sent to the server
-of the chunk, under a number that all workers of the host share and with the step that they are all in; the workers are
-answered when the server has answered that. As soon as every worker's gradient of a chunk is there it is sent, while
-some may not have committed it yet; it is committed when they all have, and sent again if it has changed.
-
-Another worker may take the place of one that is gone, with a merger that knows nothing: what was under way is pushed to
-it again, and the servers know whether they have applied that step of this host.
+The host leader owns a `HostAggregator`. The host's workers push to it as to a server with staleness 0, and an
+`UpdateController` decides which gradients form a round. The mean of a round is not applied: it is pushed to the chunk's server
+under a number that all workers of the host share. The workers are answered when the server has answered that push. The mean is
+sent as soon as every worker has pushed a chunk, even if some pushes are not committed. It is committed once all are, and
+sent again if a gradient was replaced.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distrib.training.parameter_server.update_rules import Answer, Apply, Effect, Shard, Update
+from distrib.training.parameter_server.update_rules import (
+    ApplyUpdate,
+    Effect,
+    PushReply,
+    UpdateController,
+    WeightedGradient,
+)
 
 
-class Send(NamedTuple):
-    """Push the mean of these gradients to the chunk's server as this step, in place of what was sent of it before.
-
-    `mark` is the same if it is made of the same gradients: so the server knows what it has applied already.
-    """
+class PushMean(NamedTuple):
+    """Push the mean of these gradients to the chunk's server, in place of an earlier push of the same step."""
 
     chunk: int
     step: int
-    updates: tuple[Update, ...]
-    mark: int
+    updates: tuple[WeightedGradient, ...]
     final: bool
 
 
-class Commit(NamedTuple):
-    """What was sent of this step is final."""
+class CommitMean(NamedTuple):
+    """Commit the mean that was pushed of this step."""
 
     chunk: int
     step: int
 
 
-Order = Send | Commit | Answer
+LeaderAction = PushMean | CommitMean | PushReply
 
 
-class _Round:
-    """One chunk: its shard, and what is on its way to the server."""
+class _ChunkRound:
+    """One chunk: its controller, and the push that is in flight to the server."""
 
     def __init__(self, chunk: int, members: Iterable[int]) -> None:
-        self.shard = Shard([chunk], members, 0)
-        self.shard.replicate(0)  # no answer before the server's
-        self.early: list[tuple[int, int]] = []  # workers and steps of what was sent and is not committed
-        self.answer: bool | None = None  # to that, before it was committed: whether it had been applied already
-        self.under_way: Apply | None = None  # what was sent for good and is not answered
-        self.due: deque[Apply] = deque()
+        self.controller = UpdateController([chunk], members, 0)
+        self.controller.set_replicated(0)  # no reply before the server's
+        self.uncommitted: list[tuple[int, int]] = []  # workers and steps of the mean that was pushed and not committed
+        self.in_flight: ApplyUpdate | None = None  # committed and not answered
+        self.due: deque[ApplyUpdate] = deque()
 
 
-class Merger:
-    """The chunks of one table, of whichever servers, and the workers of one host that train them."""
+class HostAggregator:
+    """Combines the pushes of one host's workers for the chunks of one table, of all servers.
+
+    Args:
+        chunks: Numbers of the chunks.
+        members: Workers of the host that are waited for.
+    """
 
     def __init__(self, chunks: Iterable[int], members: Iterable[int]) -> None:
         first = set(members)
-        self._rounds = {chunk: _Round(chunk, first) for chunk in chunks}
+        self._rounds = {chunk: _ChunkRound(chunk, first) for chunk in chunks}
 
     def push(
-        self, worker: int, chunk: int, step: int, base: int, gradient: object, *, final: bool, weight: int = 1
-    ) -> list[Order]:
-        """A worker's gradient; of `weight` 0 if it has none in this step."""
-        at = self._rounds[chunk]
-        if (worker, step) in at.early:
-            at.early, at.answer = [], None  # what was sent is not what it has now
-        return self._on(chunk, at, at.shard.push(worker, chunk, step, base, gradient, final=final, weight=weight))
+        self, worker: int, chunk: int, step: int, gradient: object, *, final: bool, weight: int = 1
+    ) -> list[LeaderAction]:
+        """Handle a worker's gradient.
 
-    def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[Order]:
-        """Makes final what the worker has pushed of `step`."""
-        orders: list[Order] = []
+        Args:
+            worker: Rank of the worker.
+            chunk: Number of the chunk.
+            step: The worker's step, from 1.
+            gradient: Handle of the gradient.
+            final: False if the gradient may still be replaced before it is committed.
+            weight: 0 if the worker has no gradient in this step, else 1.
+
+        Returns:
+            The actions to carry out, in order.
+        """
+        state = self._rounds[chunk]
+        if (worker, step) in state.uncommitted:
+            state.uncommitted = []  # the mean that was pushed has an outdated gradient
+        effects = state.controller.push(worker, chunk, step, 0, gradient, final=final, weight=weight)
+        return self._actions(chunk, state, effects)
+
+    def commit(self, worker: int, step: int, chunks: Iterable[int]) -> list[LeaderAction]:
+        """Make the worker's pushes of a step final.
+
+        Args:
+            worker: Rank of the worker.
+            step: The step.
+            chunks: Numbers of the chunks.
+
+        Returns:
+            The actions to carry out, in order.
+        """
+        actions: list[LeaderAction] = []
         for chunk in chunks:
-            at = self._rounds[chunk]
-            orders += self._on(chunk, at, at.shard.commit(worker, step, [chunk]))
-        return orders
+            state = self._rounds[chunk]
+            actions += self._actions(chunk, state, state.controller.commit(worker, step, [chunk]))
+        return actions
 
-    def awaits(self, worker: int) -> bool:
-        """Whether others have come to a step in which only this worker, or it too, is missing."""
-        return any(at.shard.awaits(chunk, worker) for chunk, at in self._rounds.items())
+    def is_blocked_by(self, worker: int) -> bool:
+        """Return True if a round waits for this worker while another worker's push of it is final.
 
-    def excuse(self, worker: int) -> list[Order]:
-        """The others go on without this worker, which is busy elsewhere; what it has pushed may yet be committed."""
-        return [order for chunk, at in self._rounds.items() for order in self._on(chunk, at, at.shard.excuse(worker))]
+        Args:
+            worker: Rank of the worker.
+        """
+        return any(state.controller.is_blocked_by(chunk, worker) for chunk, state in self._rounds.items())
 
-    def drop(self, worker: int) -> list[Order]:
-        """The worker is gone."""
-        return [order for chunk, at in self._rounds.items() for order in self._on(chunk, at, at.shard.drop(worker))]
+    def remove_member(self, worker: int, *, keep_pending: bool = False) -> list[LeaderAction]:
+        """Stop waiting for a worker.
 
-    def join(self, worker: int) -> tuple[int, list[Order]]:
-        """The worker takes part again, and is waited for in the step after the one that is returned."""
-        newest = max((at.shard.newest() for at in self._rounds.values()), default=0)
-        orders: list[Order] = []
-        for chunk, at in self._rounds.items():
-            orders += self._on(chunk, at, at.shard.join(worker, newest + 1))
-        return newest, orders
+        Args:
+            worker: Rank of the worker.
+            keep_pending: True if its uncommitted pushes may be committed later; False if it has died.
 
-    def restart(self, worker: int, step: int) -> list[Order]:
-        """The host was cut off, and goes on after `step` with this worker alone: of what was under way nobody knows
-        what became, and the others have to join."""
-        orders: list[Order] = []
-        for chunk, at in self._rounds.items():
-            orders += [Answer(chunk, who, of, applied=False) for who, of in at.shard.unanswered(chunk)]
-            self._rounds[chunk] = fresh = _Round(chunk, {worker})
-            fresh.shard.join(worker, step + 1)
-        return orders
+        Returns:
+            The actions to carry out, in order.
+        """
+        return [
+            action
+            for chunk, state in self._rounds.items()
+            for action in self._actions(
+                chunk, state, state.controller.remove_member(worker, keep_pending=keep_pending)
+            )
+        ]
 
-    def answered(self, chunk: int, *, applied: bool) -> list[Order]:
-        """The server has answered what was sent for good of this chunk."""
-        at = self._rounds[chunk]
-        if at.under_way is None:
-            if at.early:  # for the server this step of the host is over: another worker spoke for it then
-                at.answer = applied
+    def join(self, worker: int) -> tuple[int, list[LeaderAction]]:
+        """Wait for a worker again.
+
+        Args:
+            worker: Rank of the worker.
+
+        Returns:
+            The last step of the host, after which the worker continues, and the actions to carry out.
+        """
+        last = max((state.controller.last_step() for state in self._rounds.values()), default=0)
+        actions: list[LeaderAction] = []
+        for chunk, state in self._rounds.items():
+            actions += self._actions(chunk, state, state.controller.join(worker, last + 1))
+        return last, actions
+
+    def restart(self, worker: int, step: int) -> list[LeaderAction]:
+        """Continue with the leader alone after the host was disconnected; pushes in flight are rejected.
+
+        Args:
+            worker: Rank of the leader.
+            step: The last step, as the servers count.
+
+        Returns:
+            The actions to carry out, in order.
+        """
+        actions: list[LeaderAction] = []
+        for chunk, state in self._rounds.items():
+            unanswered = state.controller.unanswered(chunk)
+            actions += [PushReply(chunk, other, of_step, applied=False) for other, of_step in unanswered]
+            self._rounds[chunk] = fresh = _ChunkRound(chunk, {worker})
+            fresh.controller.join(worker, step + 1)
+        return actions
+
+    def on_reply(self, chunk: int, *, applied: bool) -> list[LeaderAction]:
+        """Handle the server's reply to a committed mean.
+
+        Args:
+            chunk: Number of the chunk.
+            applied: False if the server rejected the mean.
+
+        Returns:
+            The actions to carry out, in order.
+        """
+        state = self._rounds[chunk]
+        if state.in_flight is None:
             return []
-        entry, at.under_way = at.under_way.entry, None
-        answers = self._on(chunk, at, at.shard.replicate(entry))
+        entry, state.in_flight = state.in_flight.entry, None
+        actions = self._actions(chunk, state, state.controller.set_replicated(entry))
         if applied:
-            return answers
-        return [order._replace(applied=False) if isinstance(order, Answer) else order for order in answers]
+            return actions
+        return [action._replace(applied=False) if isinstance(action, PushReply) else action for action in actions]
 
-    def _on(self, chunk: int, at: _Round, effects: list[Effect]) -> list[Order]:
-        at.due.extend(effect for effect in effects if isinstance(effect, Apply))
-        orders: list[Order] = [effect for effect in effects if isinstance(effect, Answer)]
-        if at.under_way:
-            return orders
-        if at.due:
-            at.under_way = sent = at.due.popleft()
-            early, answer, at.early, at.answer = at.early, at.answer, [], None
-            if _whose(sent.updates) != early:
-                orders.append(_send(chunk, sent.updates, final=True))
-            elif answer is None:
-                orders.append(Commit(chunk, sent.updates[0].step))
+    def _actions(self, chunk: int, state: _ChunkRound, effects: list[Effect]) -> list[LeaderAction]:
+        state.due.extend(effect for effect in effects if isinstance(effect, ApplyUpdate))
+        actions: list[LeaderAction] = [effect for effect in effects if isinstance(effect, PushReply)]
+        if state.in_flight:
+            return actions
+        if state.due:
+            state.in_flight = sent = state.due.popleft()
+            uncommitted, state.uncommitted = state.uncommitted, []
+            if _contributors(sent.updates) == uncommitted:
+                actions.append(CommitMean(chunk, sent.updates[0].step))
             else:
-                orders += self.answered(chunk, applied=answer)
-        elif (ready := at.shard.together(chunk)) and _whose(ready) != at.early:
-            at.early, at.answer = _whose(ready), None
-            orders.append(_send(chunk, ready, final=False))
-        return orders
+                actions.append(PushMean(chunk, sent.updates[0].step, sent.updates, final=True))
+        elif (ready := state.controller.complete_round(chunk)) and _contributors(ready) != state.uncommitted:
+            state.uncommitted = _contributors(ready)
+            actions.append(PushMean(chunk, ready[0].step, ready, final=False))
+        return actions
 
 
-def _send(chunk: int, updates: tuple[Update, ...], *, final: bool) -> Send:
-    return Send(chunk, updates[0].step, updates, zlib.crc32(repr(_whose(updates)).encode()), final)
-
-
-def _whose(updates: Iterable[Update]) -> list[tuple[int, int]]:
+def _contributors(updates: Iterable[WeightedGradient]) -> list[tuple[int, int]]:
     return [(update.worker, update.step) for update in updates]
