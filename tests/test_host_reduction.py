@@ -33,15 +33,15 @@ from hypothesis.stateful import (
 from torch import nn
 
 from distrib.strategy import Gradients
-from distrib.training.parameter_server.host_aggregation.aggregator import Commit, Merger, Send
-from distrib.training.parameter_server.host_aggregation.member import host_identity
-from distrib.training.parameter_server.transport import SHARED, Frame, Kind, packed
-from distrib.training.parameter_server.update_rules import Answer, Apply, Shard
+from distrib.training.parameter_server.host_aggregation.aggregator import CommitMean, HostAggregator, PushMean
+from distrib.training.parameter_server.host_aggregation.host_group import host_identity
+from distrib.training.parameter_server.transport import SHARED, Frame, FrameKind, encode
+from distrib.training.parameter_server.update_rules import ApplyUpdate, PushReply, UpdateController
 from distrib.training.strategies import parameter_server as worker
 from distrib.training.strategies.parameter_server import ParameterServerStrategy
 from tests.cluster import Cluster
 from tests.conftest import LAUNCH, SCRIPTS
-from tests.test_parameter_server import (
+from tests.parameter_server_cluster import (
     OPTIMIZERS,
     again,
     batch,
@@ -51,9 +51,9 @@ from tests.test_parameter_server import (
     network,
     prepared,
     straight,
+    take_step,
     weight,
 )
-from tests.test_parameter_server import step as take_step
 
 parameter_servers, started_again = make, again
 
@@ -69,58 +69,43 @@ class _Worker:
 
 
 class OneHost(RuleBasedStateMachine):
-    """Workers of a host, one of which speaks for all, and a server; workers die, and another speaks then."""
+    """Workers of a host, the first of which is the leader, and a server; other workers die."""
 
     CHUNKS = 2
 
     @initialize(workers=st.integers(1, 4), ahead=st.integers(0, 2), between=st.booleans(), heard=st.booleans())
     def begin(self, workers: int, ahead: int, between: bool, heard: bool) -> None:
         self.workers = [_Worker(self.CHUNKS) for _ in range(workers)]
-        self.server = Shard(range(self.CHUNKS), [HOST], None)
+        self.server = UpdateController(range(self.CHUNKS), [HOST], None)
         self.applied: list[Counter[tuple[int, int]]] = [Counter() for _ in range(self.CHUNKS)]
         self.sure: set[tuple[int, int, int]] = set()
-        self.speak()
+        self.up: deque[tuple[Any, ...]] = deque()
+        self.down: deque[PushReply] = deque()
+        self.pushed: dict[int, int] = {}  # chunk to step, of what was pushed and is not answered
+        self.merger = HostAggregator(range(self.CHUNKS), range(workers))
         if workers > 1 and ahead:
             self._last_waits_elsewhere(ahead, between, heard)
 
     def _last_waits_elsewhere(self, ahead: int, between: bool, heard: bool) -> None:
-        """Perhaps between a gradient and its step; the others go on, and die. Perhaps it has not even heard that they go on.
-
-        Orders of chance hardly come to that.
-        """
+        """Perhaps between a gradient and its step; the others go on. Perhaps it has not even heard that they go on."""
         others, last = range(len(self.workers) - 1), len(self.workers) - 1
         if between:
             self._step(last, eager=True, again=False)
         self.workers[last].outside = heard
-        self._carry_out(self.merger.excuse(last))
+        self._carry_out(self.merger.remove_member(last, keep_pending=True))
         for _ in range(ahead):
             for number in others:
                 self._step(number, eager=False, again=False)
             self._all_arrives()
-        for number in others:
-            self.workers[number].alive = False
-        self.speak()
-
-    def speak(self) -> None:
-        """Whoever is the lowest speaks; what was under way is pushed to it again."""
-        self.up: deque[tuple[Any, ...]] = deque()
-        self.down: deque[Answer] = deque()
-        self.pushed: dict[int, int] = {}  # chunk to step, of what was pushed and is not answered
-        alive = [n for n, w in enumerate(self.workers) if w.alive]
-        self.merger = Merger(range(self.CHUNKS), [n for n in alive if not self.workers[n].outside])
-        for number in alive:
-            worker = self.workers[number]
-            for chunk, final in list(worker.open.items()):
-                self._carry_out(self.merger.push(number, chunk, worker.step, 0, (number, worker.step), final=final))
 
     def _carry_out(self, orders: list[Any]) -> None:
         for order in orders:
-            if isinstance(order, Send):
+            if isinstance(order, PushMean):
                 assert len({update.step for update in order.updates}) == 1
                 whose = tuple(update.gradient for update in order.updates)
                 self.pushed[order.chunk] = order.step
-                self.up.append(("push", order.chunk, order.step, whose, order.mark, order.final))
-            elif isinstance(order, Commit):
+                self.up.append(("push", order.chunk, order.step, whose, order.final))
+            elif isinstance(order, CommitMean):
                 if order.chunk in self.pushed:  # else it is answered already
                     self.up.append(("commit", order.chunk, order.step))
             else:
@@ -142,13 +127,13 @@ class OneHost(RuleBasedStateMachine):
         if worker.outside:
             worker.outside = False
             newest, orders = self.merger.join(number)
-            worker.step = max(worker.step, newest, self.server.newest(HOST))
+            worker.step = max(worker.step, newest, self.server.last_step(HOST))
             self._carry_out(orders)
         worker.step += 1
         worker.committed = not eager
         worker.open = dict.fromkeys(range(self.CHUNKS), not eager)
         for chunk in [*range(self.CHUNKS), *([0] if eager and again else [])]:
-            self._carry_out(self.merger.push(number, chunk, worker.step, 0, (number, worker.step), final=not eager))
+            self._carry_out(self.merger.push(number, chunk, worker.step, (number, worker.step), final=not eager))
 
     def _uncommitted(self) -> list[int]:
         return [n for n, w in enumerate(self.workers) if w.alive and not w.committed]
@@ -169,25 +154,18 @@ class OneHost(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(range(len(self.workers))))
         if self.workers[number].alive:
             self.workers[number].outside = True
-            self._carry_out(self.merger.excuse(number))
+            self._carry_out(self.merger.remove_member(number, keep_pending=True))
 
     @precondition(lambda self: sum(w.alive for w in self.workers) > 1)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        alive = [n for n, w in enumerate(self.workers) if w.alive]
-        number = data.draw(st.sampled_from(alive))
+        number = data.draw(st.sampled_from([n for n, w in enumerate(self.workers) if w.alive and n]))
         self.workers[number].alive = False
-        if number == alive[0]:
-            if data.draw(st.booleans()):
-                while self.up:  # what it had sent may yet arrive
-                    self._deliver()
-            self.speak()
-        else:
-            self._carry_out(self.merger.drop(number))
+        self._carry_out(self.merger.remove_member(number))
 
     @rule(arrives=st.booleans())
     def cut_off(self, arrives: bool) -> None:
-        """From the servers; who speaks has heard of all that it pushed before it joins them again."""
+        """From the servers; the leader has received all replies to its own pushes before it joins them again."""
         alive = [n for n, w in enumerate(self.workers) if w.alive]
         if self.workers[alive[0]].open:
             return
@@ -196,8 +174,8 @@ class OneHost(RuleBasedStateMachine):
         self.up.clear()
         self.down.clear()
         self.pushed.clear()
-        self._apply(self.server.drop(HOST))
-        newest = self.server.newest()
+        self._apply(self.server.remove_member(HOST))
+        newest = self.server.last_step()
         self._apply(self.server.join(HOST, newest + 1))
         self.workers[alive[0]].step, self.workers[alive[0]].outside = newest, False
         self._carry_out(self.merger.restart(alive[0], newest))
@@ -212,18 +190,18 @@ class OneHost(RuleBasedStateMachine):
     def _deliver(self) -> None:
         kind, chunk, step, *rest = self.up.popleft()
         if kind == "push":
-            effects = self.server.push(HOST, chunk, step, 0, rest[0], final=rest[2], weight=len(rest[0]), mark=rest[1])
+            effects = self.server.push(HOST, chunk, step, 0, rest[0], final=rest[1], weight=len(rest[0]))
         else:
             effects = self.server.commit(HOST, step, [chunk])
         self._apply(effects)
 
     def _apply(self, effects: list[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, Apply):
+            if isinstance(effect, ApplyUpdate):
                 for update in effect.updates:
                     assert update.weight == len(update.gradient)
                     self.applied[effect.chunk].update(update.gradient)
-            elif isinstance(effect, Answer):
+            elif isinstance(effect, PushReply):
                 self.down.append(effect)
 
     def _all_arrives(self) -> None:
@@ -239,7 +217,7 @@ class OneHost(RuleBasedStateMachine):
         answer = self.down.popleft()
         if self.pushed.get(answer.chunk) == answer.step:
             del self.pushed[answer.chunk]
-            self._carry_out(self.merger.answered(answer.chunk, applied=answer.applied))
+            self._carry_out(self.merger.on_reply(answer.chunk, applied=answer.applied))
 
     @invariant()
     def nothing_twice_and_nothing_lost(self) -> None:
@@ -264,7 +242,7 @@ class OneHost(RuleBasedStateMachine):
                     self._step(number, eager=True, again=False)
                 elif not worker.open and not worker.outside:
                     worker.outside = True
-                    self._carry_out(self.merger.excuse(number))
+                    self._carry_out(self.merger.remove_member(number, keep_pending=True))
             if self._progress() == before:
                 break
         assert all(self.workers[n].step >= goal and not self.workers[n].open for n in alive)
@@ -278,22 +256,6 @@ def test_any_order_of_events():
     run_state_machine_as_test(
         OneHost, settings=settings(max_examples=150, stateful_step_count=50, deadline=None, database=None)
     )
-
-
-def test_the_answer_to_what_is_not_committed_yet_comes_with_the_commit():
-    """A worker goes on with a step that the server has had of this host already, from one that is gone."""
-    for applied in (False, True):
-        merger = Merger([0], [])
-        merger.join(3)
-        (sent,) = merger.push(3, 0, 1, 0, "gradient", final=False)
-        assert isinstance(sent, Send) and not sent.final
-        assert merger.answered(0, applied=applied) == []
-        assert merger.commit(3, 1, [0]) == [Answer(0, 3, 1, applied)]
-    merger.push(3, 0, 2, 0, "gradient", final=False)
-    merger.answered(0, applied=False)
-    (sent,) = merger.push(3, 0, 2, 0, "another", final=True)
-    assert isinstance(sent, Send) and sent.final  # of which the server has not been asked
-    assert merger.answered(0, applied=True) == [Answer(0, 3, 2, True)]
 
 
 # -- workers over real sockets, in one process ------------------------------------------------------------------------
@@ -341,7 +303,7 @@ def test_staleness_zero_is_synchronous_sgd_however_many_ranks_a_host_has(paramet
     for trained in results:
         for mine, theirs in zip(trained.parameters(), model.parameters(), strict=True):
             assert torch.allclose(mine, theirs, atol=1e-5)
-    pushed = {who for at in cluster.servers[0].parts[0].tables[0].shard._chunks.values() for who in at.clock}
+    pushed = {who for at in cluster.servers[0].services[0].tables[0].controller._chunks.values() for who in at.clock}
     alone = {rank for rank, host in enumerate(hosts) if hosts.count(host) == 1}
     assert pushed == alone | {len(hosts) + hosts.index(host) for host in set(hosts) if hosts.count(host) > 1}
 
@@ -351,8 +313,8 @@ def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several
     cluster = parameter_servers(workers=4, gradients=Gradients(wire))
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aabb")
     for server in cluster.servers:
-        table = server.parts[server.number].tables[0]
-        assert {table.shard.version(chunk) for chunk in table.chunks} == {2 * 8}
+        table = server.services[server.number].tables[0]
+        assert {table.controller.version(chunk) for chunk in table.chunks} == {2 * 8}
         # Values, what is under way, and of each host a momentum and a gradient.
         assert table.memory_bytes() == (2 + 1 + 2 * 2) * sum(chunk.bytes for chunk in table.chunks.values())
 
@@ -366,14 +328,14 @@ def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_
     )  # late updates have less of the rate
     cluster = parameter_servers(workers=3)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
-    shard = cluster.servers[0].parts[0].tables[0].shard
+    shard = cluster.servers[0].services[0].tables[0].controller
     assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
 
 
 def test_without_host_reduction_every_rank_makes_its_own(parameter_servers, several_hosts):
     cluster = parameter_servers(workers=3, host_reduction=False)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
-    shard = cluster.servers[0].parts[0].tables[0].shard
+    shard = cluster.servers[0].services[0].tables[0].controller
     assert {shard.version(chunk) for chunk in shard._chunks} == {3 * 8}
 
 
@@ -392,7 +354,7 @@ def test_two_optimizers_go_on_together_after_a_rank_was_left_out(parameter_serve
                 optimizer.step()
         backend.synchronize()
         backend.close()
-        return [sum(slot.refused for slot in table.slots) // len(table.slots) for table in backend.tables]
+        return [sum(buffer.rejected for buffer in table.buffers) // len(table.buffers) for table in backend.tables]
 
     for refused in parameter_servers(workers=3).each(train_both, "aaa"):
         assert max(refused) <= 1, refused  # of 40 steps
@@ -412,7 +374,7 @@ def test_the_next_optimizer_counts_every_rank_though_one_was_left_out_at_the_end
                 optimizer.step()
             backend.synchronize()
             backend.reduce(torch.tensor(1.0), "sum")
-        return max(slot.refused for slot in backend.tables[-1].slots)
+        return max(buffer.rejected for buffer in backend.tables[-1].buffers)
 
     assert max(parameter_servers(workers=3).each(train_both, "aaa")) <= 1  # of 6 steps
 
@@ -429,7 +391,7 @@ def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, s
         return weight(model), weakref.ref(model.weight)
 
     def is_gone() -> bool:
-        return not any(part.tables for server in cluster.servers for part in server.parts.values())
+        return not any(part.tables for server in cluster.servers for part in server.services.values())
 
     def folds(backend: ParameterServerStrategy) -> list[tuple[float, Any]]:
         return [fold(backend) for _ in range(3)]
@@ -437,39 +399,90 @@ def test_what_was_released_is_gone_from_workers_and_servers(parameter_servers, s
     trained = [one for worker in cluster.each(folds, hosts) for one in worker]
     gc.collect()
     assert [(value, left()) for value, left in trained] == [(-1.0 if hosts == "aa" else -2.0, None)] * 6
-    assert comes_true(is_gone) and all(part.over == {0, 1, 2} for s in cluster.servers for part in s.parts.values())
+    assert comes_true(is_gone) and all(
+        part.retired == {0, 1, 2} for s in cluster.servers for part in s.services.values()
+    )
     cluster.backends[0].client.close()
     substitute = started_again(cluster, cluster.backends[0].world.rank)  # comes by what is over
     assert fold(substitute)[0] == -1 and comes_true(is_gone)
     assert cluster.backends[1].staleness()
 
 
-def test_a_neighbour_that_dies_before_the_table_is_known_takes_nobody_along(parameter_servers, several_hosts):
-    met, told = threading.Barrier(2, timeout=20), threading.Event()
+def test_a_member_that_dies_before_the_table_is_known_has_no_effect(parameter_servers, several_hosts):
+    met, ready = threading.Barrier(2, timeout=20), threading.Event()
 
     def begin(backend: ParameterServerStrategy) -> float:
-        backend._meet()
+        backend._group_host()
         group, client = backend.client.group, backend.client
         met.wait()
-        if backend.world.rank:  # what it says of its memory is read when it is gone
-            gone = {"process": 4194303, "descriptor": 5, "word": "00"}
-            assert comes_true(lambda: group._welcomed)
-            early = ((Frame(Kind.SHARE, table=0), packed(gone)), (Frame(Kind.PUSH, SHARED, chunk=0, step=1), b""))
-            client.loop.call(lambda: [group._line.send(*each) for each in early])
+        if backend.world.rank:  # the leader reads its messages after its death
+            dead = {"process": 4194303, "descriptor": 5, "token": "00"}
+            early = (
+                (Frame(FrameKind.SHARE_MEMORY, table=0), encode(dead)),
+                (Frame(FrameKind.PUSH, SHARED, step=1), b""),
+            )
+            client.loop.call_soon(lambda: [group._leader.send(*each) for each in early])
             backend.prepare_model(nn.Linear(4, 1, bias=False), find_unused_parameters=False)
-            told.wait(20)
+            ready.wait(20)
             return -1.0
-        assert comes_true(lambda: bool(group.speaks and len(group._speaker._early) > 1))
+        assert group.is_leader and comes_true(lambda: len(group._early) > 1)
         model, optimizer = straight(backend)
-        told.set()
+        ready.set()
         take_step(model, optimizer)
         return weight(model)
 
     assert parameter_servers(servers=1, workers=2).each(begin, "aa")[0] == -1.0
 
 
+@pytest.mark.parametrize("bound", [None, 0])
+def test_members_push_by_themselves_when_the_leader_dies(parameter_servers, several_hosts, bound):
+    """What was in flight is applied at most once."""
+    cluster, met = parameter_servers(servers=1, workers=3, staleness=bound), threading.Barrier(3, timeout=20)
+
+    def work(backend: ParameterServerStrategy) -> float:
+        model, optimizer = straight(backend)
+        take_step(model, optimizer)
+        backend.synchronize()
+        met.wait()
+        if backend.world.rank == 0:
+            for worker in range(2):
+                cluster.servers[0].loop.call_soon(lambda worker=worker: None)
+            backend.client.close()
+            cluster.servers[0].loop.call_soon(lambda: cluster.servers[0].on_rank_event(0, dead=True))
+            return 0.0
+        assert comes_true(lambda: backend.world.rank == 2 or backend.client.group is None)
+        for _ in range(3):
+            take_step(model, optimizer)
+        backend.synchronize()
+        backend.reduce(torch.tensor(0.0), "sum")
+        return weight(model)
+
+    _, *values = cluster.each(work, "aab")
+    together = -1.0 if bound == 0 else -2.0
+    most = -3.0 if bound == 0 else -6.0
+    assert len(set(values)) == 1 and together + most <= values[0] <= together + most / 2
+
+
+def test_a_leader_that_closes_its_job_serves_its_members_to_the_end(parameter_servers, several_hosts):
+    def work(backend: ParameterServerStrategy) -> int:
+        model, optimizer = straight(backend)
+        for number in range(6 if backend.world.rank else 2):
+            take_step(model, optimizer)
+            time.sleep(0.1 if number > 1 else 0.0)
+        if backend.world.rank == 1:
+            assert backend.client.group is not None
+        table = backend.tables[0]
+        table.wait()
+        backend.close()
+        return max(buffer.rejected for buffer in table.buffers)
+
+    assert max(parameter_servers(servers=1, workers=2).each(work, "aa")) == 0
+
+
 def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
-    code = "from distrib.training.parameter_server.host_aggregation import member as hostgroup; print(hostgroup.host_identity())"
+    code = (
+        "from distrib.training.parameter_server.host_aggregation import host_group; print(host_group.host_identity())"
+    )
     run = subprocess.run(["unshare", "-U", sys.executable, "-c", code], check=False, capture_output=True, text=True)
     if "unshare:" in run.stderr:
         pytest.skip("no user namespaces here")
@@ -480,21 +493,21 @@ def test_ranks_in_user_namespaces_of_their_own_see_no_memory_of_each_other():
 def test_who_evaluates_while_its_neighbour_still_trains_is_summed_up_though_a_server_is_lost(
     parameter_servers, several_hosts, monkeypatch
 ):
-    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_SECONDS", 0.3)
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
     cluster = parameter_servers(workers=3)
     together = threading.Barrier(3, timeout=20)
-    part = cluster.servers[0].parts[0]
+    part = cluster.servers[0].services[0]
 
     def evaluate(backend: ParameterServerStrategy) -> float:
         rank = backend.world.rank
         take_step(*(trained := straight(backend)))
-        if rank == 0:  # which speaks for rank 1, too
-            assert comes_true(lambda: 1 in part._asked)
+        if rank == 0:  # which leads rank 1, too
+            assert comes_true(lambda: 1 in part.rounds.waiting)
             take_step(*trained)
         assert backend.view(0, training=False)[1] == 3
         together.wait()
         cut_off(backend, servers=[1])
-        assert comes_true(lambda: not part.members)
+        assert comes_true(lambda: not part.membership.members)
         together.wait()
         time.sleep(0.5 * (rank == 1))
         return backend.reduce(torch.tensor(1.0), "sum").item()
@@ -657,7 +670,7 @@ def test_a_host_that_boots_again_takes_nobody_along(make_cluster, tmp_path):
 
 @pytest.mark.cluster
 def test_who_waited_elsewhere_goes_on_when_the_one_that_spoke_for_it_has_died(make_cluster, launch):
-    cluster = make_cluster(2, slots=2)
+    cluster = make_cluster(2, buffers=2)
     script = SCRIPTS / "asynchronous.py"
     run = launch(
         "--mode",

@@ -1,4 +1,4 @@
-"""The parameter server's pure parts: how parameters are cut and placed, and what a server decides in any order of events."""
+"""The parameter server's pure services: how parameters are cut and placed, and what a server decides in any order of events."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ from hypothesis.stateful import (
 
 from distrib.bandwidth_model.server_throughput import MAX_CHUNK_BYTES
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.failover import CALL_SECONDS, Ballot, patience_seconds
-from distrib.training.parameter_server.partitioning import Parameter, cut, item_bytes
-from distrib.training.parameter_server.server_optimizer import Recipe, Updater, by_own_momentum, share_of_rate
-from distrib.training.parameter_server.transport import Loop
-from distrib.training.parameter_server.update_rules import Answer, Apply, Shard
+from distrib.training.parameter_server.failover import CONNECT_TIMEOUT_SECONDS, RebuildTimer
+from distrib.training.parameter_server.partitioning import ParameterSpec, item_bytes, partition
+from distrib.training.parameter_server.server_optimizer import (
+    ChunkOptimizer,
+    OptimizerSpec,
+    rate_share,
+    with_own_momentum,
+)
+from distrib.training.parameter_server.transport import EventLoop
+from distrib.training.parameter_server.update_rules import ApplyUpdate, PushReply, UpdateController
 
 SHAPES = st.lists(st.integers(0, 3000), max_size=2).map(tuple)
 KINDS = st.sampled_from(["float32", "float64"])
@@ -34,12 +39,12 @@ KINDS = st.sampled_from(["float32", "float64"])
 
 @given(st.lists(st.tuples(SHAPES, st.integers(0, 2), KINDS), min_size=1, max_size=20), st.integers(1, 9), st.booleans())
 def test_every_element_is_in_one_chunk(specs, servers, whole):
-    parameters = [Parameter(f"p{n}", shape, group, kind) for n, (shape, group, kind) in enumerate(specs)]
+    parameters = [ParameterSpec(f"p{n}", shape, group, kind) for n, (shape, group, kind) in enumerate(specs)]
     if not sum(parameter.elements for parameter in parameters):
         with pytest.raises(TrainingError, match="no parameters"):
-            cut(parameters, servers, whole=whole)
+            partition(parameters, servers, whole=whole)
         return
-    chunks = cut(parameters, servers, whole=whole)
+    chunks = partition(parameters, servers, whole=whole)
     assert [chunk.number for chunk in chunks] == list(range(len(chunks)))
     covered: dict[int, int] = dict.fromkeys(range(len(parameters)), 0)
     for chunk in chunks:
@@ -58,8 +63,8 @@ def test_every_element_is_in_one_chunk(specs, servers, whole):
 @pytest.mark.parametrize("tensors", [4, 161])
 @pytest.mark.parametrize("servers", [1, 2, 4, 7])
 def test_no_server_is_hot(megabytes, tensors, servers):
-    parameters = [Parameter(f"p{n}", (megabytes * 1_000_000 // 4 // tensors,)) for n in range(tensors)]
-    chunks = cut(parameters, servers)
+    parameters = [ParameterSpec(f"p{n}", (megabytes * 1_000_000 // 4 // tensors,)) for n in range(tensors)]
+    chunks = partition(parameters, servers)
     loads = [sum(chunk.bytes for chunk in chunks if chunk.server == server) for server in range(servers)]
     assert max(loads) < 1.01 * min(loads)
     assert len(chunks) >= 2 * servers
@@ -67,9 +72,9 @@ def test_no_server_is_hot(megabytes, tensors, servers):
 
 
 def test_an_embedding_beside_small_layers_is_shared_out():
-    parameters = [Parameter("embedding", (1_000_000, 16)), *(Parameter(f"bias{n}", (10,)) for n in range(50))]
+    parameters = [ParameterSpec("embedding", (1_000_000, 16)), *(ParameterSpec(f"bias{n}", (10,)) for n in range(50))]
     loads = Counter()
-    for chunk in cut(parameters, 4):
+    for chunk in partition(parameters, 4):
         loads[chunk.server] += chunk.bytes
     assert max(loads.values()) < 1.01 * min(loads.values())
 
@@ -78,19 +83,19 @@ def test_an_embedding_beside_small_layers_is_shared_out():
 
 
 def applied(effects: list[Any]) -> list[list[tuple[int, int]]]:
-    return [[(u.worker, u.step) for u in e.updates] for e in effects if isinstance(e, Apply)]
+    return [[(u.worker, u.step) for u in e.updates] for e in effects if isinstance(e, ApplyUpdate)]
 
 
 def answered(effects: list[Any]) -> list[tuple[int, int, bool]]:
-    return [(e.worker, e.step, e.applied) for e in effects if isinstance(e, Answer)]
+    return [(e.worker, e.step, e.applied) for e in effects if isinstance(e, PushReply)]
 
 
-def push(shard: Shard, worker: int, step: int, final: bool = True) -> list[Any]:
+def push(shard: UpdateController, worker: int, step: int, final: bool = True) -> list[Any]:
     return shard.push(worker, 0, step, shard.version(0), (worker, step), final=final)
 
 
 def test_unbounded_everyone_is_answered_at_once():
-    shard = Shard([0], [0, 1], None)
+    shard = UpdateController([0], [0, 1], None)
     for step in range(1, 5):
         effects = push(shard, 0, step)
         assert applied(effects) == [[(0, step)]] and answered(effects) == [(0, step, True)]
@@ -99,7 +104,7 @@ def test_unbounded_everyone_is_answered_at_once():
 
 
 def test_staleness_zero_is_one_mean_of_all():
-    shard = Shard([0], [0, 1, 2], 0)
+    shard = UpdateController([0], [0, 1, 2], 0)
     assert push(shard, 0, 1) == push(shard, 2, 1) == []
     effects = push(shard, 1, 1)
     assert applied(effects) == [[(0, 1), (1, 1), (2, 1)]]
@@ -107,23 +112,23 @@ def test_staleness_zero_is_one_mean_of_all():
 
 
 def test_a_bound_holds_back_the_fast_and_not_for_the_dead():
-    shard = Shard([0], [0, 1], 2)
+    shard = UpdateController([0], [0, 1], 2)
     assert answered(push(shard, 0, 1)) and answered(push(shard, 0, 2))
     assert not answered(push(shard, 0, 3))
     assert answered(push(shard, 1, 1)) == [(0, 3, True), (1, 1, True)]
     assert not answered(push(shard, 0, 4))
-    assert answered(shard.drop(1)) == [(0, 4, True)]
+    assert answered(shard.remove_member(1)) == [(0, 4, True)]
 
 
 def test_what_comes_twice_is_applied_once():
-    shard = Shard([0], [0], None)
+    shard = UpdateController([0], [0], None)
     push(shard, 0, 1)
     again = push(shard, 0, 1)
     assert not applied(again) and answered(again) == [(0, 1, True)]
 
 
 def test_only_what_is_committed_counts():
-    shard = Shard([0], [0], None)
+    shard = UpdateController([0], [0], None)
     assert not applied(push(shard, 0, 1, final=False))
     assert not applied(push(shard, 0, 1, final=False))  # another gradient of the same step, after clipping
     assert not applied(shard.commit(0, 2, [0]))
@@ -131,26 +136,26 @@ def test_only_what_is_committed_counts():
 
 
 def test_a_round_that_is_over_refuses_who_comes_late():
-    shard = Shard([0], [0, 1], 0)
+    shard = UpdateController([0], [0, 1], 0)
     push(shard, 0, 1)
-    assert applied(shard.drop(1)) == [[(0, 1)]]
+    assert applied(shard.remove_member(1)) == [[(0, 1)]]
     late = push(shard, 1, 1)
     assert not applied(late) and answered(late) == [(1, 1, False)]
-    shard.join(1, shard.newest() + 1)
+    shard.join(1, shard.last_step() + 1)
     assert not applied(push(shard, 0, 2))
     assert applied(push(shard, 1, 2)) == [[(0, 2), (1, 2)]]
 
 
 def test_an_answer_waits_for_the_replica():
-    shard = Shard([0], [0], None)
-    shard.replicate(0)
-    assert applied(push(shard, 0, 1)) and not answered(shard.replicate(0))
-    assert answered(shard.replicate(1)) == [(0, 1, True)]
+    shard = UpdateController([0], [0], None)
+    shard.set_replicated(0)
+    assert applied(push(shard, 0, 1)) and not answered(shard.set_replicated(0))
+    assert answered(shard.set_replicated(1)) == [(0, 1, True)]
 
 
 def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
     """Two are ready at once, and whoever is told first closes the other."""
-    loop, told = Loop(), []
+    loop, told = EventLoop(), []
     pairs = [socket.socketpair() for _ in range(2)]
     for number, (near, far) in enumerate(pairs):
         far.send(b"!")
@@ -158,7 +163,7 @@ def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
         def attend(_: int, number: int = number) -> None:
             told.append(number)
             other = pairs[1 - number][0]
-            loop.forget(other)
+            loop.unwatch(other)
             other.close()
             loop.ended = True
 
@@ -173,8 +178,8 @@ def test_what_happened_to_a_socket_that_is_closed_is_told_to_nobody():
 class _Server:
     """A shard, and the updates that its chunks have seen: what a counting optimizer would hold."""
 
-    def __init__(self, shard: Shard, chunks: int) -> None:
-        self.shard = shard
+    def __init__(self, shard: UpdateController, chunks: int) -> None:
+        self.controller = shard
         self.seen: list[list[tuple[int, int]]] = [[] for _ in range(chunks)]
 
 
@@ -185,7 +190,7 @@ class _Worker:
         self.open: dict[int, bool] = {}  # chunk to final, of the step that is not yet answered
         self.committed = True
         self.wire: deque[tuple[Any, ...]] = deque()  # to the server
-        self.back: deque[Answer] = deque()
+        self.back: deque[PushReply] = deque()
         self.alive = True
         self.connected = True
         self.joining = False
@@ -200,7 +205,7 @@ class Anything(RuleBasedStateMachine):
     def begin(self, workers: int, bound: int | None, replica: bool) -> None:
         self.bound = bound
         self.workers = [_Worker(self.CHUNKS) for _ in range(workers)]
-        self.primary = _Server(Shard(range(self.CHUNKS), range(workers), bound), self.CHUNKS)
+        self.primary = _Server(UpdateController(range(self.CHUNKS), range(workers), bound), self.CHUNKS)
         self.replica: _Server | None = None
         self.log: deque[tuple[Any, ...]] = deque()
         self.acknowledgements: deque[int] = deque()
@@ -209,26 +214,25 @@ class Anything(RuleBasedStateMachine):
             self._attach()
 
     def _attach(self) -> None:
-        self.replica = _Server(Shard(range(self.CHUNKS), [], self.bound), self.CHUNKS)
-        self.replica.shard.restore(self.primary.shard.state())
+        self.replica = _Server(UpdateController(range(self.CHUNKS), [], self.bound), self.CHUNKS)
+        self.replica.controller.restore(self.primary.controller.state())
         self.replica.seen = [list(seen) for seen in self.primary.seen]
         self.log.clear()
         self.acknowledgements.clear()
-        self._carry_out(self.primary.shard.replicate(self.primary.shard.index))
+        self._carry_out(self.primary.controller.set_replicated(self.primary.controller.index))
 
     def _carry_out(self, effects: list[Any]) -> None:
         for effect in effects:
-            if isinstance(effect, Apply):
+            if isinstance(effect, ApplyUpdate):
                 updates = [(u.worker, u.step) for u in effect.updates]
                 assert all(u.gradient == (u.worker, u.step, effect.chunk) for u in effect.updates)
                 assert all(u.staleness >= 0 for u in effect.updates)
                 self.primary.seen[effect.chunk] += updates
                 if self.replica:
-                    marked = [(u.worker, u.step, u.mark) for u in effect.updates]
-                    self.log.append((effect.chunk, marked, effect.version, effect.entry))
-            elif isinstance(effect, Answer):
-                at = self.primary.shard._chunks[effect.chunk]
-                behind = min((at.clock.get(m, 0) for m in self.primary.shard.members), default=effect.step)
+                    self.log.append((effect.chunk, updates, effect.version, effect.entry))
+            elif isinstance(effect, PushReply):
+                at = self.primary.controller._chunks[effect.chunk]
+                behind = min((at.clock.get(m, 0) for m in self.primary.controller.members), default=effect.step)
                 assert self.bound is None or effect.step - behind <= self.bound
                 if self.workers[effect.worker].connected:
                     self.workers[effect.worker].back.append(effect)
@@ -279,7 +283,7 @@ class Anything(RuleBasedStateMachine):
 
     def _deliver(self, number: int) -> None:
         kind, *rest = self.workers[number].wire.popleft()
-        shard = self.primary.shard
+        shard = self.primary.controller
         if kind == "push":
             chunk, step, base, gradient, final = rest
             self._carry_out(shard.push(number, chunk, step, base, gradient, final=final))
@@ -287,7 +291,7 @@ class Anything(RuleBasedStateMachine):
             self._carry_out(shard.commit(number, rest[0], range(self.CHUNKS)))
         else:
             worker = self.workers[number]
-            worker.step, worker.joining = max(worker.step, shard.newest()), False
+            worker.step, worker.joining = max(worker.step, shard.last_step()), False
             self._carry_out(shard.join(number, worker.step + 1))
 
     @precondition(lambda self: any(w.back for w in self.workers))
@@ -299,7 +303,7 @@ class Anything(RuleBasedStateMachine):
         worker = self.workers[number]
         answer = worker.back.popleft()
         if answer.step == worker.step and worker.open.pop(answer.chunk, None) is not None:
-            worker.base[answer.chunk] = self.primary.shard.version(answer.chunk)
+            worker.base[answer.chunk] = self.primary.controller.version(answer.chunk)
             if answer.applied:
                 self.sure.add((number, answer.step, answer.chunk))
 
@@ -308,14 +312,14 @@ class Anything(RuleBasedStateMachine):
     def replicate(self) -> None:
         assert self.replica
         chunk, updates, version, index = self.log.popleft()
-        if self.replica.shard.follow(chunk, updates, version, index):
-            self.replica.seen[chunk] += [(worker, step) for worker, step, _ in updates]
-        self.acknowledgements.append(self.replica.shard.index)
+        if self.replica.controller.follow(chunk, updates, version, index):
+            self.replica.seen[chunk] += updates
+        self.acknowledgements.append(self.replica.controller.index)
 
     @precondition(lambda self: self.acknowledgements)
     @rule()
     def acknowledge(self) -> None:
-        self._carry_out(self.primary.shard.replicate(self.acknowledgements.popleft()))
+        self._carry_out(self.primary.controller.set_replicated(self.acknowledgements.popleft()))
 
     # what goes wrong
 
@@ -331,7 +335,7 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data())
     def give_up_waiting(self, data: st.DataObject) -> None:
         number = data.draw(st.sampled_from([n for n, w in enumerate(self.workers) if not w.connected]))
-        self._carry_out(self.primary.shard.drop(number))
+        self._carry_out(self.primary.controller.remove_member(number))
 
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
@@ -349,11 +353,11 @@ class Anything(RuleBasedStateMachine):
         worker.connected = True
         if not worker.alive:
             worker.alive, worker.open, worker.committed, worker.step = True, {}, True, 0
-            worker.base = [self.primary.shard.version(chunk) for chunk in range(self.CHUNKS)]
-            self._carry_out(self.primary.shard.drop(number))
+            worker.base = [self.primary.controller.version(chunk) for chunk in range(self.CHUNKS)]
+            self._carry_out(self.primary.controller.remove_member(number))
         for chunk, final in worker.open.items():
             self._send(number, chunk, final)
-        if number not in self.primary.shard.members and not worker.open:
+        if number not in self.primary.controller.members and not worker.open:
             self._join(number)
 
     def _join(self, number: int) -> None:
@@ -402,7 +406,7 @@ class Anything(RuleBasedStateMachine):
                     self.acknowledge()
                 while worker.back:
                     self._hear(number)
-                if not worker.open and number not in self.primary.shard.members:
+                if not worker.open and number not in self.primary.controller.members:
                     self._join(number)
                 elif not worker.committed:
                     self._commit(number)
@@ -418,8 +422,8 @@ class Anything(RuleBasedStateMachine):
     def _progress(self) -> tuple[Any, ...]:
         return (
             [(w.step, len(w.open), w.committed, len(w.wire), len(w.back)) for w in self.workers],
-            self.primary.shard.index,
-            sorted(self.primary.shard.members),
+            self.primary.controller.index,
+            sorted(self.primary.controller.members),
         )
 
 
@@ -429,33 +433,15 @@ def test_any_order_of_events():
     )
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3072)), max_size=60), st.sets(st.integers(0, 4)))
-def test_who_takes_charge_has_been_asked_by_more_than_half_all_the_time(asked, dead):
-    ballot, now, calls = Ballot(servers=2), 0.0, []
-    voices = set(range(5)) - dead
-    for worker, pause in asked:
-        now += pause / 1024  # of which sums and differences are exact
-        calls.append((now, worker))
-        seconds = ballot.ask(worker, 0, {worker}, voices, now)
-        again = CALL_SECONDS * (1 + 2)
-        assert ballot.silent == {one for at, one in calls if now - at <= again}
-        if seconds is None:
-            assert len({one for at, one in calls if now - at <= again} & voices) * 2 <= len(voices)
-            continue
-        for moment in [at for at, _ in calls if at >= now - seconds]:
-            there = {one for at, one in calls if moment - again <= at <= moment}
-            assert len(there & voices) * 2 > len(voices)
-
-
-def test_who_stops_asking_has_to_begin_anew():
-    ballot = Ballot(servers=2)
-    assert ballot.ask(0, 3, set(), {0}, 10.0) == 0.0 and ballot.ask(0, 2, set(), {0}, 12.0) == 2.0 and ballot.epoch == 3
-    assert ballot.ask(0, 3, set(), {0}, 30.0) == 0.0
-
-
-def test_who_has_more_of_a_shard_comes_first():
-    assert patience_seconds("whole", 3) == 0 < patience_seconds("partial", 1) < patience_seconds("none", 0)
-    assert patience_seconds("none", 0) < patience_seconds("none", 1)
+def test_a_lost_shard_is_rebuilt_after_workers_have_asked_without_a_break():
+    timer = RebuildTimer(servers=2)
+    repeat = CONNECT_TIMEOUT_SECONDS * 3
+    assert timer.on_request(0, 3, {0}, 10.0) == 0.0
+    assert timer.on_request(1, 2, set(), 10.0 + repeat) == repeat and timer.epoch == 3
+    assert timer.silent == {0}  # worker 0 has not heard from server 0
+    assert timer.on_request(1, 3, set(), 11.0 + repeat) == 1.0 + repeat
+    assert timer.silent == set()  # worker 0 asks no more
+    assert timer.on_request(0, 3, {1}, 50.0) == 0.0
 
 
 # -- what asynchrony does to an update --------------------------------------------------------------------------------
@@ -466,7 +452,7 @@ def no_variable_of_torch(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-SGD = Recipe("SGD")
+SGD = OptimizerSpec("SGD")
 OPTIONS = {"lr": 0.1, "momentum": 0.9, "dampening": 0, "weight_decay": 0.01, "nesterov": False, "maximize": False}
 
 
@@ -487,9 +473,9 @@ def alone(gradients: list[torch.Tensor], begun: torch.Tensor, **options: Any) ->
 def test_each_worker_has_a_momentum_of_its_own(pushed):
     """All updates together go as far as the workers' own Nesterov steps do."""
     options = {**OPTIONS, "weight_decay": 0.0}
-    updater = Updater(SGD, torch.zeros(3), options)
+    updater = ChunkOptimizer(SGD, torch.zeros(3), options)
     for worker, number in pushed:
-        updater.apply(torch.full((3,), number), by_own_momentum(SGD, options, worker))
+        updater.apply(torch.full((3,), number), with_own_momentum(SGD, options, worker))
     way = sum(
         step
         for one in {worker for worker, _ in pushed}
@@ -502,30 +488,32 @@ def test_each_worker_has_a_momentum_of_its_own(pushed):
 
 
 def test_momenta_are_kept_together_and_one_by_one():
-    updater, again, later = (Updater(SGD, torch.zeros(3), OPTIONS) for _ in range(3))
+    updater, again, later = (ChunkOptimizer(SGD, torch.zeros(3), OPTIONS) for _ in range(3))
     updater.apply(torch.ones(3), OPTIONS)  # nobody else is there yet
     for worker, number in ((0, 1.0), (1, -2.0), (0, 0.5)):
-        updater.apply(torch.full((3,), number), by_own_momentum(SGD, OPTIONS, worker))
-    momenta = updater.parts()["momenta"]
+        updater.apply(torch.full((3,), number), with_own_momentum(SGD, OPTIONS, worker))
+    momenta = updater.full_state()["momenta"]
     torch.testing.assert_close(updater.state()["momentum_buffer"], (momenta[0] + momenta[1]) / 2)
-    again.take_over({name: dict(part) if isinstance(part, dict) else part for name, part in updater.parts().items()})
+    again.restore_full_state(
+        {name: dict(part) if isinstance(part, dict) else part for name, part in updater.full_state().items()}
+    )
     again.value.data.copy_(updater.value.data)
     later.restore(updater.state())  # as from a checkpoint
     later.value.data.copy_(updater.value.data)
     for one in (updater, again):
         one._momenta = {worker: momentum.clone() for worker, momentum in one._momenta.items()}
-        one.apply(torch.ones(3), by_own_momentum(SGD, OPTIONS, 1))
+        one.apply(torch.ones(3), with_own_momentum(SGD, OPTIONS, 1))
     torch.testing.assert_close(again.value, updater.value)
-    torch.testing.assert_close(again.parts()["momenta"], updater.parts()["momenta"])
+    torch.testing.assert_close(again.full_state()["momenta"], updater.full_state()["momenta"])
     for worker in (0, 1):
-        later.apply(torch.ones(3), by_own_momentum(SGD, OPTIONS, worker))
-    assert len(later.parts()["momenta"]) == 2
+        later.apply(torch.ones(3), with_own_momentum(SGD, OPTIONS, worker))
+    assert len(later.full_state()["momenta"]) == 2
     updater.apply(torch.ones(3), OPTIONS)  # all others have left
-    assert not updater.parts()["momenta"]
+    assert not updater.full_state()["momenta"]
 
 
 @given(st.sampled_from(["SGD", "Adam", "Muon"]), st.floats(0, 1000))
 def test_what_a_late_update_has_of_its_rate(name, staleness):
-    share = share_of_rate(name, staleness)
+    share = rate_share(name, staleness)
     assert share == pytest.approx((1 + staleness) ** (-1 if name == "SGD" else -0.5))
-    assert by_own_momentum(Recipe("Adam"), {"lr": 1.0}, 3) == {"lr": 1.0}
+    assert with_own_momentum(OptimizerSpec("Adam"), {"lr": 1.0}, 3) == {"lr": 1.0}

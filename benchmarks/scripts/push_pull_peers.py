@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from distrib.training.parameter_server.partitioning import Parameter, cut
+from distrib.training.parameter_server.partitioning import ParameterSpec, partition
 
 RATE = 1e-3
 
@@ -135,7 +135,7 @@ def _port(store: Any, rank: int) -> str:
 def main() -> None:
     way, workers, servers = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     elements = int(float(sys.argv[4]) * 1e6) // 4
-    chunks = cut([Parameter("all", (elements,))], servers or workers)
+    chunks = partition([ParameterSpec("all", (elements,))], servers or workers)
     sizes = [[c.elements for c in chunks if c.server == server] for server in range(servers or workers)]
     (by_mpi if way == "mpi" else by_rpc)(workers, servers, sizes, float(sys.argv[5]))
 

@@ -1,511 +1,386 @@
-"""A worker's side of the wire: one thread that keeps a connection to the server of each shard, come what may.
+"""Client of a worker: one thread that keeps a connection to the primary of every shard.
 
-What was asked and not answered is asked again on the next connection: the servers apply nothing twice. When a server cannot be
-reached, the one that may have its replica is asked too, and the connection is kept with whoever is in charge.
+Requests and pushes that were not answered are repeated on the next connection; servers apply nothing twice. If a server is
+unreachable, the client asks the other servers in turn until one welcomes it as the primary of the shard.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import os
-import selectors
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from distrib.errors import TrainingError
-from distrib.training.parameter_server.failover import CALL_SECONDS
-from distrib.training.parameter_server.host_aggregation.member import HostGroup
-from distrib.training.parameter_server.server_table import raw
-from distrib.training.parameter_server.shared_memory import Arena
-from distrib.training.parameter_server.transport import (
-    APPLIED,
-    FINAL,
-    SHARED,
-    Connection,
-    Frame,
-    Kind,
-    Loop,
-    Outgoing,
-    check_size,
-    packed,
-    unpacked,
-)
-from distrib.utils.framing import ProtocolError
+from distrib.training.parameter_server.chunk_buffers import ChunkBuffer, InFlightPush
+from distrib.training.parameter_server.server_link import ServerLink
+from distrib.training.parameter_server.shared_memory import SharedArena
+from distrib.training.parameter_server.transport import FINAL, EventLoop, Frame, FrameKind, check_payload_size, encode
+
+if TYPE_CHECKING:
+    from distrib.training.parameter_server.host_aggregation.host_group import HostGroup
 
 T = TypeVar("T")
 
-RETRY_SECONDS = 0.2
-SUSPEND_SECONDS = 4.0
-"""After which a worker that cannot reach a server asks the others not to wait for it."""
+TICK_SECONDS = 0.2
+SUSPEND_AFTER_SECONDS = 4.0
+"""Time without a server after which a worker asks the other servers not to wait for it."""
 
-KEEP_SECONDS = 30.0
-"""In which a server has given what main has read for all to its replica and its disk."""
+RESULT_RETENTION_SECONDS = 30.0
+"""Time in which a server has written a stored result to its replica and its disk."""
 
-WORRY_SECONDS = 15.0
-"""After which main tells of a server that nobody reaches."""
+WARN_AFTER_SECONDS = 15.0
+"""Time without a server after which the main rank prints a warning."""
 
-LOST_SECONDS = 120.0
-"""After which a worker that cannot reach a server fails: with no replica and nobody to start it again, it will not come back."""
-
-
-class Slot:
-    """A chunk on a worker: the memory that its gradient is sent from, and that its new value is received into."""
-
-    def __init__(self, table: int, chunk: int, shard: int, gradient: torch.Tensor, value: torch.Tensor) -> None:
-        self.table, self.chunk, self.shard = table, chunk, shard
-        self.gradient, self.value = gradient, value
-        self.version = 0
-        self.waits = False
-        """Whether a push has not been answered yet."""
-        self.fresh = False
-        """Whether `value` holds an answer that the model has not got yet."""
-        self.refused = 0
-        """How many of its gradients came too late to count."""
-        self.answered: Callable[[Slot, bool], None] | None = None
-        """Who is told of an answer, and whether the push counted, where it is not the worker that waits."""
+FAIL_AFTER_SECONDS = 120.0
+"""Time without a server after which a worker fails: a server that is restarted returns far earlier."""
 
 
-class Push:
-    """A slot's gradient of a step, until it is answered; it stands for `weight` workers' gradients, and `mark` tells which."""
+class ParameterClient:
+    """This worker's connections to all servers. The training thread may call the public methods of the first part.
 
-    def __init__(self, slot: Slot, step: int, final: bool, weight: int = 1, mark: int = 0) -> None:
-        self.slot, self.step, self.final, self.weight, self.mark = slot, step, final, weight, mark
-        self.outgoing: Outgoing | None = None
-
-
-class _Link:
-    """The connection to whoever is in charge of one shard. Lives in the client's thread."""
-
-    def __init__(self, client: Client, shard: int) -> None:
-        self.client, self.shard = client, shard
-        self.epoch = 0
-        self.connection: Connection | None = None
-        self.welcomed = self.was_welcomed = self.was_told_of = False
-        self.down_since = time.monotonic()
-        self.pushes: dict[tuple[int, int], Push] = {}
-        self.requests: dict[int, tuple[Frame, Any, Future[tuple[Frame, Any]]]] = {}
-        self.options: dict[int, bytes] = {}
-        self.last_gather: tuple[Frame, Any] | None = None
-        self.shared: set[int] = set()  # tables of which the server sees this worker's memory
-        self._sock: socket.socket | None = None
-        self._tries = 0
-        self._called = 0.0
-        self._voted: set[int] = set()
-        self._silent = set(range(len(client.addresses)))  # who has not answered since the one in charge is gone
-        self._place = shard
-
-    # -- the connection -----------------------------------------------------------------------------------------------
-
-    def call(self) -> None:
-        addresses = self.client.addresses
-        places = (
-            [(self.shard + n) % len(addresses) for n in range(len(addresses))] if self.client.replicas else [self.shard]
-        )
-        place = self._place = places[self._tries % len(places)]
-        host, port = addresses[place]
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        sock.setblocking(False)
-        sock.connect_ex((host, port))
-        self._sock, self._called = sock, time.monotonic()
-        self.connection = Connection(sock, self.client.key, listener=False, room=self._room, receive=self._receive)
-        if place != self.shard:
-            self._voted.add(self.epoch + 1)
-        hello = {
-            "worker": self.client.rank, "life": self.client.life, "again": self.client.again,
-            "shard": self.shard, "epoch": self.epoch, "main": self.client.main, "silent": sorted(self._silent - {place}),
-            "tables": sorted(self.client.tables),
-        }  # fmt: skip
-        self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2)
-        self.client.loop.watch(sock, self._attend, writing=True)
-
-    def hang_up(self) -> None:
-        if self._sock is None:
-            return
-        self.client.loop.forget(self._sock)
-        self._sock.close()
-        if self.welcomed:
-            self.down_since = time.monotonic()
-            self._silent = set(range(len(self.client.addresses)))
-            self._tries = 0
-        else:
-            self._tries += 1
-        self._sock = self.connection = None
-        self.welcomed = False
-        self.shared.clear()
-
-    def tick(self, now: float) -> None:
-        if self._sock is None:
-            if not self.client.failed:
-                self.call()
-        elif not self.welcomed and now - self._called > CALL_SECONDS:
-            self.hang_up()
-            self.call()
-
-    def _attend(self, events: int) -> None:
-        assert self.connection
-        try:
-            if events & selectors.EVENT_READ:
-                self.connection.read()
-            if self.connection:
-                self.connection.flush()
-        except (OSError, ProtocolError):
-            self.hang_up()
-            return
-        self.watch()
-
-    def watch(self) -> None:
-        """Send what the socket takes, and wait for the rest."""
-        if self.connection and self._sock:
-            try:
-                self.connection.flush()
-                self.client.loop.watch(self._sock, self._attend, writing=self.connection.waits_to_send)
-            except OSError:
-                self.hang_up()
-
-    # -- what comes in --------------------------------------------------------------------------------------------------
-
-    def _room(self, frame: Frame) -> memoryview | None:
-        if frame.kind is Kind.VALUE:
-            push = self.pushes.get((frame.table, frame.chunk))
-            return raw(push.slot.value) if push and push.step == frame.step else None
-        return None
-
-    def _receive(self, frame: Frame, payload: Any) -> None:
-        if frame.kind is Kind.VALUE:
-            push = self.pushes.get((frame.table, frame.chunk))
-            if push and push.step == frame.step:
-                del self.pushes[frame.table, frame.chunk]
-                push.slot.version = frame.version
-                push.slot.refused += not frame.flags & APPLIED
-                if push.slot.answered:
-                    push.slot.answered(push.slot, bool(frame.flags & APPLIED))
-                else:
-                    self.client.arrived(push.slot)
-        elif frame.kind is Kind.DONE:
-            if not frame.step and len(payload) and unpacked(payload) is True:  # the answer to SHARE
-                self.shared.add(frame.table)
-            if (request := self.requests.pop(frame.step, None)) is not None:
-                request[2].set_result((frame, payload))
-        elif frame.kind is Kind.WELCOME:
-            self._welcome(unpacked(payload))
-        elif frame.kind is Kind.MAIN:
-            self.client.main = max(self.client.main, (frame.version, frame.step))
-        elif frame.kind is Kind.REFUSED:
-            why = unpacked(payload)
-            self._silent.discard(self._place)
-            if why:
-                self.client.fail(TrainingError(why))
-            elif frame.flags:
-                self._voted.discard(self.epoch + 1)
-            raise ConnectionRefusedError
-        elif frame.kind is Kind.ALONE and self.connection and frame.version not in self._voted:
-            self.epoch = max(self.epoch, frame.version)
-            self.connection.send(Frame(Kind.AGREED, version=frame.version))
-
-    def _welcome(self, said: dict[str, Any]) -> None:
-        assert self.connection
-        if said["epoch"] < self.epoch:
-            raise ConnectionRefusedError
-        self.epoch = said["epoch"]
-        self.client.main = max(self.client.main, (said["main"][0], said["main"][1]))
-        self.welcomed = self.was_welcomed = True
-        self.was_told_of = False
-        if not said["member"]:
-            self.client.outside = True
-            self.client.astray |= said["round"] > self.client.round
-            self.client.round = max(self.client.round, said["round"])
-        for number, about in self.client.tables.items():
-            if number not in said["tables"]:  # a server that was started again, and has lost everything
-                for frame, payload in about(self.shard):
-                    self.connection.send(frame, payload)
-        for number, (_, pieces) in self.client.kept.items():
-            if self.shard == 0 and number not in said["kept"]:
-                for frame, piece in pieces:
-                    self.connection.send(frame, piece)
-        if self.client.group:
-            self.connection.send(Frame(Kind.GROUP, version=self.client.group.number))
-        for table in self.client.arenas:
-            self.share(table)
-        if self.last_gather:
-            self.connection.send(*self.last_gather)
-        for frame, payload, _ in self.requests.values():
-            self.connection.send(frame, payload)
-        for table, payload in self.options.items():
-            self.connection.send(Frame(Kind.OPTIONS, table=table), payload)
-        for push in self.pushes.values():
-            self.send_push(push)
-
-    def forget(self, table: int) -> None:
-        """There is nothing to tell of this table any more."""
-        self.options.pop(table, None)
-        self.shared.discard(table)
-        for at, push in self.pushes.items():
-            if at[0] == table and push.outgoing:
-                push.outgoing.cancelled = True
-        self.pushes = {at: push for at, push in self.pushes.items() if at[0] != table}
-
-    def share(self, table: int) -> None:
-        """Offers the server the memory of this worker, if it is on the same host."""
-        if self.connection and self.welcomed and self._sock:
-            arena = self.client.arenas.get(table, {}).get(self.shard)
-            if arena and self._sock.getsockname()[0] == self._sock.getpeername()[0]:
-                self.connection.send(Frame(Kind.SHARE, table=table), packed(arena.about))
-
-    # -- what goes out ----------------------------------------------------------------------------------------------------
-
-    def send_push(self, push: Push) -> None:
-        if self.connection and self.welcomed:
-            slot = push.slot
-            flags, payload = FINAL if push.final else 0, raw(slot.gradient)
-            if slot.table in self.shared:
-                flags, payload = flags | SHARED, memoryview(b"")
-            frame = Frame(Kind.PUSH, flags, slot.table, slot.chunk, push.step, slot.version, push.weight, push.mark)
-            push.outgoing = self.connection.send(frame, payload, priority=slot.chunk)
-
-    def send(self, frame: Frame, payload: Any = b"") -> None:
-        """What is not asked again when the connection breaks."""
-        if self.connection and self.welcomed:
-            self.connection.send(frame, payload)
-
-
-class Client:
-    """This worker's connections to all servers. What it offers may be called from the thread that trains."""
+    Args:
+        rank: Rank of this worker.
+        addresses: Host and port of every server.
+        key: The key of the job.
+        replicas: True if shards have replicas.
+        restarted: True if this worker replaces one that died.
+    """
 
     def __init__(
-        self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool, again: bool = False
+        self, rank: int, addresses: Sequence[tuple[str, int]], key: bytes, *, replicas: bool, restarted: bool = False
     ) -> None:
-        self.rank, self.addresses, self.key, self.replicas = rank, addresses, key, replicas
-        self.life = os.urandom(8).hex()
-        self.again = again
-        """Whether this worker takes the place of one that died."""
+        self.rank, self.addresses, self.key, self.replicas, self.restarted = rank, addresses, key, replicas, restarted
+        self.incarnation = os.urandom(8).hex()
+        """Random text of this process, by which servers notice a restarted worker."""
         self.main = 0, 0
-        """How often main was another worker, and which it is, as far as is known here."""
-        self.outside = False
-        """Whether some server does not wait for this worker: it has to join again."""
-        self.tables: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
-        """Of each table, what a server must be told that knows nothing of it."""
-        self.kept: dict[int, tuple[float, list[tuple[Frame, Any]]]] = {}
-        """What this worker has read for all: when the server had it, and in which pieces, until it cannot be lost any more."""
-        self.arenas: dict[int, dict[int, Arena]] = {}
-        """Memory that servers of this host may see, by table and shard."""
+        """Number of changes of the main worker, and its rank, as far as is known here."""
+        self.must_rejoin = False
+        """True if a server does not wait for this worker, which must join again."""
+        self.descriptions: dict[int, Callable[[int], list[tuple[Frame, Any]]]] = {}
+        """By table, a function that returns the frames for a shard's server that knows nothing of the table."""
+        self.stored_results: dict[int, tuple[float, list[tuple[Frame, Any]]]] = {}
+        """Results of this worker by number: time, and the frames of their pieces, until no server can lose them."""
+        self.arenas: dict[int, dict[int, SharedArena]] = {}
+        """Memory for servers of this host, by table and shard."""
         self.group: HostGroup | None = None
-        """The workers of this host, where they push as one."""
+        """The host group that this worker pushes with."""
+        self.push_id: int | None = None
+        """Number under which servers count its pushes; None if it never had a group."""
         self.rejoin: Callable[[], None] = lambda: None
+        """Joins all tables again."""
         self.round = 0
-        """Of what all workers do together, which comes next for this one."""
-        self.astray = False
-        """Whether it has missed some: the others may be in another place of the script."""
+        """Number of this worker's next all-gather round."""
+        self.missed_rounds = False
+        """True if other workers may be at another place of the script."""
         self.waited_seconds = 0.0
-        """How long training has stood still for answers."""
-        self.loop = Loop()
+        """Time that training has waited for replies."""
+        self.loop = EventLoop()
         self._changed = threading.Condition()
         self._error: Exception | None = None
-        self._requests = 0
-        self._suspended = False
-        self._links = [_Link(self, shard) for shard in range(len(addresses))]
+        self._request_count = 0
+        self._is_suspended = False
+        self._links = [ServerLink(self, shard) for shard in range(len(addresses))]
         self._thread = threading.Thread(target=self._run, name="parameter-server client", daemon=True)
         self._thread.start()
 
-    # -- from the training thread -----------------------------------------------------------------------------------------
+    # -- for the training thread ---------------------------------------------------------------------------------------
 
-    def ask(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
-        """Ask a shard's server; the answer comes in time, whatever becomes of connections and servers.
+    def request(self, shard: int, frame: Frame, payload: Any = b"") -> Future[tuple[Frame, Any]]:
+        """Send a request to a shard's primary. It is repeated until it is answered.
 
-        Raises TrainingError for what is too large for a frame.
+        Args:
+            shard: Number of the shard.
+            frame: The header; its step is filled in.
+            payload: Bytes or a buffer.
+
+        Returns:
+            The future reply.
+
+        Raises:
+            TrainingError: The payload is too large for a frame.
         """
-        check_size(len(payload))
-        self._requests += 1
-        request = frame._replace(step=self._requests)
+        check_payload_size(len(payload))
+        self._request_count += 1
+        request = frame._replace(step=self._request_count)
         future: Future[tuple[Frame, Any]] = Future()
-
-        def send() -> None:
-            link = self._links[shard]
-            link.requests[request.step] = request, payload, future
-            if request.kind is Kind.GATHER:
-                link.last_gather = request, payload
-            link.send(request, payload)
-            link.watch()
-
-        self.loop.call(send)
+        self.loop.call_soon(lambda: self._links[shard].request(request, payload, future))
         return future
 
-    def keep(self, number: int, pieces: list[tuple[Frame, Any]]) -> None:
-        """Gives them again to a server that has lost them, for as long as it may."""
-        self.loop.call(lambda: self.kept.update({number: (time.monotonic(), pieces)}))
+    def request_all(self, frame: Frame, payload: Any = b"") -> list[tuple[Frame, Any]]:
+        """Send a request to the primary of every shard, and wait for all replies.
+
+        Args:
+            frame: The header; its step is filled in.
+            payload: Bytes or a buffer.
+
+        Returns:
+            The replies by shard.
+
+        Raises:
+            TrainingError: There will be no reply.
+        """
+        futures = [self.request(shard, frame, payload) for shard in range(len(self.addresses))]
+        return [self.result(future) for future in futures]
 
     def result(self, future: Future[T]) -> T:
-        """Wait for an answer. Raises TrainingError when there will be none."""
+        """Wait for a reply.
+
+        Args:
+            future: What `request` returned.
+
+        Raises:
+            TrainingError: There will be no reply.
+        """
         while not future.done():
             self.check()
             try:
                 return future.result(timeout=0.2)
-            except concurrent.futures.TimeoutError:  # in Python 3.10 another than the built-in one
+            except concurrent.futures.TimeoutError:  # not the built-in one in Python 3.10
                 continue
         return future.result()
 
+    def retain_result(self, number: int, pieces: list[tuple[Frame, Any]]) -> None:
+        """Give a result again to a server that has lost it.
+
+        Args:
+            number: Number of the result.
+            pieces: The frames of its pieces.
+        """
+        self.loop.call_soon(lambda: self.stored_results.update({number: (time.monotonic(), pieces)}))
+
     def push(
-        self, slot: Slot, step: int, *, final: bool, weight: int = 1, ready: Callable[[], None] | None = None
+        self, buffer: ChunkBuffer, step: int, *, final: bool, weight: int = 1, ready: Callable[[], None] | None = None
     ) -> None:
-        """Send a slot's gradient, which must not change until it is answered if it is final."""
-        slot.waits = True
+        """Push a gradient. If it is final it must not change until it is answered.
+
+        Args:
+            buffer: The buffer of the chunk.
+            step: The step of this worker.
+            final: False if it may still be replaced or committed.
+            weight: 0 for an empty gradient, else 1.
+            ready: Waits until the gradient is in the buffer; None if it is.
+        """
+        buffer.is_waiting = True
 
         def send() -> None:
             if ready:
                 ready()
             if self.group:
-                self.group.push(Push(slot, step, final, weight))
+                self.group.push(InFlightPush(buffer, step, final, weight))
             else:
-                self.send_push(slot, step, final=final, weight=weight)
+                self.send_push(buffer, step, final=final, weight=weight)
 
-        self.loop.call(send)
+        self.loop.call_soon(send)
 
-    def commit(self, slots: Iterable[Slot], step: int) -> None:
-        """What was pushed of these slots is final."""
-        slots = list(slots)
-        self.loop.call(lambda: (self.group.commit if self.group else self.send_commit)(slots, step))
+    def commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
+        """Make final what was pushed of these buffers.
 
-    def options(self, table: int, groups: list[dict[str, Any]]) -> None:
-        """The settings of a table's parameter groups, for the pushes that follow."""
-        payload = packed(groups)
+        Args:
+            buffers: The buffers.
+            step: The step of the pushes.
+        """
+        buffers = list(buffers)
+        self.loop.call_soon(lambda: (self.group.commit if self.group else self.send_commit)(buffers, step))
+
+    def set_options(self, table: int, groups: list[dict[str, Any]]) -> None:
+        """Send the settings of a table's parameter groups, for the pushes that follow.
+
+        Args:
+            table: Number of the table.
+            groups: The settings by group.
+        """
+        payload = encode(groups)
 
         def send() -> None:
             for link in self._links:
                 link.options[table] = payload
-                link.send(Frame(Kind.OPTIONS, table=table), payload)
+                link.send(Frame(FrameKind.OPTIONS, table=table), payload)
 
-        self.loop.call(send)
+        self.loop.call_soon(send)
 
-    def share(self, table: int, arenas: dict[int, Arena]) -> None:
-        """Offer this memory to servers of this host."""
+    def share_memory(self, table: int, arenas: dict[int, SharedArena]) -> None:
+        """Offer memory to servers of this host.
 
-        self.loop.call(lambda: self.offer(table, arenas))
+        Args:
+            table: Number of the table.
+            arenas: The memory by shard.
+        """
+        self.loop.call_soon(lambda: self.offer_memory(table, arenas))
 
     def join_group(self, group: HostGroup) -> None:
-        """From now on this worker pushes with others of its host."""
+        """Push together with other workers of this host from now on.
+
+        Args:
+            group: This worker's part in the group.
+        """
 
         def join() -> None:
-            for link in self._links:
-                link.send(Frame(Kind.GROUP, version=group.number))
-                link.watch()
+            self._set_push_id(group.push_id)
             group.begin()
 
         self.group = group
-        self.loop.call(join)
+        self.loop.call_soon(join)
 
-    @property
-    def failed(self) -> bool:
-        """Whether what is waited for will never come."""
-        return self._error is not None
+    def forget_table(self, table: int) -> None:
+        """Drop a table that is trained no more, and return when nothing here refers to its memory.
 
-    def forget(self, table: int) -> None:
-        """A table is trained no more: returns when nothing here holds its memory."""
+        Args:
+            table: Number of the table.
+        """
         done: Future[None] = Future()
 
         def forget() -> None:
-            self.tables.pop(table, None)
+            self.descriptions.pop(table, None)
             self.arenas.pop(table, None)
             for link in self._links:
-                link.forget(table)
+                link.forget_table(table)
             if self.group:
-                self.group.forget(table)
+                self.group.forget_table(table)
             done.set_result(None)
 
-        self.loop.call(forget)
+        self.loop.call_soon(forget)
         self.result(done)
 
-    def wait(self, slots: Iterable[Slot]) -> None:
-        """Until every push of these slots is answered. Raises TrainingError when one will never be."""
-        for slot in slots:
-            if not slot.waits:
+    def wait(self, buffers: Iterable[ChunkBuffer]) -> None:
+        """Wait until every push of these buffers is answered.
+
+        Args:
+            buffers: The buffers.
+
+        Raises:
+            TrainingError: A push will not be answered.
+        """
+        for buffer in buffers:
+            if not buffer.is_waiting:
                 continue
             begun = time.monotonic()
-            while slot.waits:
+            while buffer.is_waiting:
                 with self._changed:
-                    if slot.waits:
+                    if buffer.is_waiting:
                         self._changed.wait(1.0)
                 self.check()
             self.waited_seconds += time.monotonic() - begun
 
+    @property
+    def failed(self) -> bool:
+        """True if replies will never arrive."""
+        return self._error is not None
+
     def check(self) -> None:
-        """Raises what went wrong meanwhile."""
+        """Raise the error that has stopped the client, if any."""
         if self._error:
             raise self._error
 
     def is_main(self) -> bool:
-        """Whether this worker is main. One that is cut off cannot know: it waits until it hears whether another was chosen."""
+        """Return True if this worker is main. A disconnected worker waits until it knows if another was chosen."""
         link = self._links[0]
-        while self.main[1] == self.rank and not self.again:
-            knows = link.welcomed or not link.was_welcomed or self.loop.ended
-            if knows and self.main[1] == self.rank:  # in this order: who welcomes tells of another main first
+        while self.main[1] == self.rank and not self.restarted:
+            is_known = link.welcomed or not link.was_welcomed or self.loop.ended
+            if is_known and self.main[1] == self.rank:  # in this order: a welcome reports another main first
                 return True
             self.check()
             time.sleep(0.05)
         return False
 
     def close(self) -> None:
-        """End the thread; nothing more is sent, and who asks is told."""
+        """End the thread. Requests fail from now on."""
 
         def end() -> None:
             self.loop.ended = True
 
-        self.loop.call(end)
+        self.loop.call_soon(end)
         self._thread.join(5.0)
-        self.fail(TrainingError("the job is closed: the parameter servers are not asked any more",
-                                hint="do it before job.close()"))  # fmt: skip
+        self.fail(
+            TrainingError("the parameter servers were asked after job.close()", hint="call it before job.close()")
+        )
 
-    # -- in the client's thread ---------------------------------------------------------------------------------------------
+    # -- in the client's thread ----------------------------------------------------------------------------------------
 
-    def send_push(self, slot: Slot, step: int, *, final: bool, weight: int = 1, mark: int = 0) -> None:
-        """Send a slot's gradient to its server."""
-        link = self._links[slot.shard]
-        old = link.pushes.get((slot.table, slot.chunk))
-        if old and old.outgoing:
-            old.outgoing.cancelled = True
-        push = link.pushes[slot.table, slot.chunk] = Push(slot, step, final, weight, mark)
-        link.send_push(push)
-        link.watch()
+    def send_push(self, buffer: ChunkBuffer, step: int, *, final: bool, weight: int = 1) -> None:
+        """Send a gradient to its server, in place of an earlier one of the chunk.
 
-    def send_commit(self, slots: Iterable[Slot], step: int) -> None:
-        """Tell the servers that what they got of these slots is final."""
-        told: dict[tuple[int, int], list[int]] = {}
-        for slot in slots:
-            link = self._links[slot.shard]
-            push = link.pushes.get((slot.table, slot.chunk))
+        Args:
+            buffer: The buffer of the chunk.
+            step: The step.
+            final: False if it may still be replaced or committed.
+            weight: Number of workers whose mean it is; 0 for an empty gradient.
+        """
+        self._links[buffer.shard].push(InFlightPush(buffer, step, final, weight))
+
+    def send_commit(self, buffers: Iterable[ChunkBuffer], step: int) -> None:
+        """Commit pushes of these buffers at their servers.
+
+        Args:
+            buffers: The buffers.
+            step: The step of the pushes.
+        """
+        chunks: dict[tuple[int, int], list[int]] = {}
+        for buffer in buffers:
+            link = self._links[buffer.shard]
+            push = link.pushes.get((buffer.table, buffer.chunk))
             if push is None or push.final:
                 continue
             push.final = True
             if push.outgoing and not push.outgoing.cancelled:
                 push.outgoing.frame = push.outgoing.frame._replace(flags=push.outgoing.frame.flags | FINAL)
             elif link.welcomed:
-                told.setdefault((slot.shard, slot.table), []).append(slot.chunk)
-        for (shard, table), chunks in told.items():
-            self._links[shard].send(Frame(Kind.COMMIT, table=table, step=step), packed(chunks))
+                chunks.setdefault((buffer.shard, buffer.table), []).append(buffer.chunk)
+        for (shard, table), numbers in chunks.items():
+            self._links[shard].send(Frame(FrameKind.COMMIT, table=table, step=step), encode(numbers))
         for link in self._links:
-            link.watch()
+            link.flush()
 
-    def offer(self, table: int, arenas: dict[int, Arena]) -> None:
-        """Offer this memory to servers of this host."""
+    def offer_memory(self, table: int, arenas: dict[int, SharedArena]) -> None:
+        """Offer memory to servers of this host. In the client's thread.
+
+        Args:
+            table: Number of the table.
+            arenas: The memory by shard.
+        """
         self.arenas[table] = arenas
         for link in self._links:
-            link.share(table)
-            link.watch()
+            link.offer_memory(table)
+            link.flush()
 
-    def arrived(self, slot: Slot) -> None:
+    def leave_group(self) -> None:
+        """Push alone from now on, as the host leader has died. Servers do not wait for this worker until it joins again."""
+        self.group, self.must_rejoin = None, True
+        self._send_all(Frame(FrameKind.SUSPEND))
+        self._set_push_id(self.rank)
+
+    def mark_answered(self, buffer: ChunkBuffer) -> None:
+        """Wake the training thread, as a push was answered.
+
+        Args:
+            buffer: The buffer of the push.
+        """
         with self._changed:
-            slot.waits, slot.fresh = False, True
+            buffer.is_waiting, buffer.is_fresh = False, True
             self._changed.notify_all()
 
     def fail(self, error: Exception) -> None:
+        """Let all waiting calls raise an error.
+
+        Args:
+            error: The error; the first one counts.
+        """
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _set_push_id(self, push_id: int) -> None:
+        self.push_id = push_id
+        self._send_all(Frame(FrameKind.GROUP, version=push_id))
+
+    def _send_all(self, frame: Frame) -> None:
+        for link in self._links:
+            link.send(frame)
+            link.flush()
 
     def _run(self) -> None:
         try:
@@ -514,36 +389,45 @@ class Client:
         except Exception as error:  # the training thread must not wait for ever
             self.fail(error)
         for link in self._links:
-            link.hang_up()
+            link.disconnect()
         if self.group:
             self.group.close()
 
     def _tick(self) -> None:
         now = time.monotonic()
-        self.kept = {number: kept for number, kept in self.kept.items() if now - kept[0] < KEEP_SECONDS}
+        self.stored_results = {
+            number: result
+            for number, result in self.stored_results.items()
+            if now - result[0] < RESULT_RETENTION_SECONDS
+        }
         for link in self._links:
             link.tick(now)
-            host, port = self.addresses[link.shard]
-            away_seconds = 0.0 if link.welcomed else now - link.down_since
-            if away_seconds > WORRY_SECONDS and not link.was_told_of and self.main[1] == self.rank:
-                link.was_told_of = True
-                print(f"distrib: parameter server {link.shard} at {host}:{port} has not been reached for {away_seconds:.0f} s; "
-                      f"the job fails after {LOST_SECONDS:.0f} s", file=sys.stderr, flush=True)  # fmt: skip
-            if away_seconds > LOST_SECONDS:
-                hint = "see its log; --replicas 1 survives the loss of a server"
-                if self.replicas:
-                    hint = "its replica takes charge where more than half of the workers are there to ask it; see the servers' logs"
-                self.fail(TrainingError(f"parameter server {link.shard} at {host}:{port} cannot be reached", hint=hint))
-        # At a server that it has not reached yet, it was not counted out: it has taken no step without the others.
+            self._check_reachable(link, now)
+        # A server that was never reached has taken no step without this worker.
         away = any(
-            link.was_welcomed and not link.welcomed and now - link.down_since > SUSPEND_SECONDS for link in self._links
+            link.was_welcomed and not link.welcomed and now - link.down_since > SUSPEND_AFTER_SECONDS
+            for link in self._links
         )
-        if away and not self._suspended:
-            self.outside = True
-            for link in self._links:
-                link.send(Frame(Kind.SUSPEND))
-                link.watch()
-        self._suspended = away
+        if away and not self._is_suspended:
+            self.must_rejoin = True
+            self._send_all(Frame(FrameKind.SUSPEND))
+        self._is_suspended = away
         if self.group:
             self.group.tick(now)
-        self.loop.later(RETRY_SECONDS, self._tick)
+        self.loop.call_later(TICK_SECONDS, self._tick)
+
+    def _check_reachable(self, link: ServerLink, now: float) -> None:
+        down_seconds = 0.0 if link.welcomed else now - link.down_since
+        if down_seconds <= WARN_AFTER_SECONDS:
+            return
+        host, port = self.addresses[link.shard]
+        name = f"parameter server {link.shard} at {host}:{port}"
+        if not link.was_reported and self.main[1] == self.rank:
+            link.was_reported = True
+            text = f"{name} was unreachable for {down_seconds:.0f} s; the job fails after {FAIL_AFTER_SECONDS:.0f} s"
+            print(f"distrib: {text}", file=sys.stderr, flush=True)
+        if down_seconds > FAIL_AFTER_SECONDS:
+            hint = "read its log; --replicas 1 survives the loss of a server"
+            if self.replicas:
+                hint = "read the logs of the servers: a replica takes over when the launcher knows that its server has died"
+            self.fail(TrainingError(f"{name} is unreachable", hint=hint))

@@ -1,9 +1,9 @@
-"""How parameters are cut into chunks and spread over the servers. Pure, and the same on every rank.
+"""Partitioning of parameters into chunks, and of chunks over the servers. Pure, and equal on every rank.
 
-The parameters of one optimizer group are laid end to end and cut into chunks of nearly equal size, a multiple of
-the number of servers: every server gets the same share of each group, a large tensor has several chunks, and many small
-tensors share one, so that what is said about a chunk is small beside its bytes. A chunk goes to the server with the
-least so far, so those that the forward pass needs first are spread over all servers.
+The parameters of one optimizer group are concatenated and divided into chunks of nearly equal size. The number of chunks is a
+multiple of the number of servers, so every server gets the same share of each group. A large tensor has several chunks, and many
+small tensors share one, so headers are small beside the data. A chunk goes to the server with the least data so far, so the chunks
+that the forward pass needs first are spread over all servers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import msgspec
 from distrib.bandwidth_model.server_throughput import MIN_CHUNK_BYTES, chunk_bytes
 from distrib.errors import TrainingError
 
-ALIGNMENT = 64
-"""Elements; chunks begin where vector units and caches like them to."""
+ALIGNMENT_ELEMENTS = 64
+"""Chunks begin at multiples of this, for vector units and caches."""
 
 
-class Parameter(msgspec.Struct, frozen=True, array_like=True):
-    """One parameter as every rank must have it. `group` is that of its optimizer, `kind` its number format on the servers."""
+class ParameterSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A parameter, equal on every rank. `group` is its parameter group, `kind` the name of its dtype on the servers."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,6 +30,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -37,7 +38,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Elements `start` to `stop` of the flattened parameter number `parameter`."""
+    """Elements `start` to `stop` of the flat parameter with number `parameter`."""
 
     parameter: int
     start: int
@@ -45,7 +46,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """What travels and is updated at once: `pieces` end to end, all of one group and kind."""
+    """The unit of transfer and update: `pieces` concatenated, all of one group and kind."""
 
     number: int
     server: int
@@ -55,47 +56,63 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def elements(self) -> int:
+        """Number of elements."""
         return sum(piece.stop - piece.start for piece in self.pieces)
 
     @property
     def bytes(self) -> int:
+        """Size on the server."""
         return self.elements * item_bytes(self.kind)
 
 
 def item_bytes(kind: str) -> int:
-    """Bytes of one number."""
+    """Return the size of one element in bytes.
+
+    Args:
+        kind: Name of its dtype in torch.
+    """
     return {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[kind]
 
 
-def cut(
-    parameters: Sequence[Parameter], servers: int, *, whole: bool = False, shared: bool = False
+def partition(
+    parameters: Sequence[ParameterSpec], servers: int, *, whole: bool = False, shared: bool = False
 ) -> tuple[Chunk, ...]:
-    """The chunks of `parameters`, those of each group in their order, which is taken for that of the forward pass.
+    """Divide parameters into chunks.
 
-    `whole` leaves every tensor in one piece and alone, for optimizers that look at a tensor as a whole; `shared` says that
-    workers and servers share memory.
-    Raises TrainingError when there is nothing to cut.
+    Args:
+        parameters: The parameters, in the order of the forward pass.
+        servers: Number of servers.
+        whole: True to give every tensor a chunk of its own, for optimizers that need tensors whole.
+        shared: True if workers and servers share memory, where larger chunks are faster.
+
+    Returns:
+        The chunks, those of each group in the order of its parameters.
+
+    Raises:
+        TrainingError: There is no element to train.
     """
     if not any(parameter.elements for parameter in parameters):
-        raise TrainingError("the optimizer has no parameters to train", hint="give it parameters with requires_grad")
+        raise TrainingError(
+            "the optimizer has no parameters that require gradients", hint="give it parameters with requires_grad"
+        )
     if whole:
         return _whole(parameters, servers)
     total = sum(parameter.elements * item_bytes(parameter.kind) for parameter in parameters)
-    aim = chunk_bytes(total, servers, shared=shared)
+    target_bytes = chunk_bytes(total, servers, shared=shared)
     chunks: list[Chunk] = []
     loads = [0] * servers
     numbered = sorted(enumerate(parameters), key=lambda item: (item[1].group, item[1].kind))
     for (group, kind), members in groupby(numbered, key=lambda item: (item[1].group, item[1].kind)):
         run = [Piece(number, 0, parameter.elements) for number, parameter in members if parameter.elements]
         size = sum(piece.stop for piece in run)
-        for pieces in _divide(run, _count(size * item_bytes(kind), aim, servers)):
+        for pieces in _divide(run, _count(size * item_bytes(kind), target_bytes, servers)):
             server = min(range(servers), key=lambda s: (loads[s], s))
             chunks.append(Chunk(len(chunks), server, group, kind, pieces))
             loads[server] += chunks[-1].bytes
     return tuple(chunks)
 
 
-def _whole(parameters: Sequence[Parameter], servers: int) -> tuple[Chunk, ...]:
+def _whole(parameters: Sequence[ParameterSpec], servers: int) -> tuple[Chunk, ...]:
     loads = [0] * servers
     chosen: dict[int, int] = {}
     for number, parameter in sorted(enumerate(parameters), key=lambda item: -item[1].elements):
@@ -109,17 +126,17 @@ def _whole(parameters: Sequence[Parameter], servers: int) -> tuple[Chunk, ...]:
     )  # fmt: skip
 
 
-def _count(size: int, aim: int, servers: int) -> int:
-    """Into how many chunks `size` bytes are cut: as many for every server, unless they would be very small."""
+def _count(size: int, target_bytes: int, servers: int) -> int:
+    """Return the number of chunks for `size` bytes: a multiple of `servers`, unless they would be very small."""
     if size >= servers * MIN_CHUNK_BYTES // 4:
-        return -(-size // (aim * servers)) * servers
-    return -(-size // aim) or 1
+        return -(-size // (target_bytes * servers)) * servers
+    return -(-size // target_bytes) or 1
 
 
 def _divide(run: Sequence[Piece], count: int) -> list[tuple[Piece, ...]]:
-    """`run` in at most `count` parts of nearly equal size, in order."""
+    """Divide `run` into at most `count` parts of nearly equal size, in order."""
     total = sum(piece.stop - piece.start for piece in run)
-    edges = [total * n // count // ALIGNMENT * ALIGNMENT for n in range(1, count)] + [total]
+    edges = [total * n // count // ALIGNMENT_ELEMENTS * ALIGNMENT_ELEMENTS for n in range(1, count)] + [total]
     parts: list[tuple[Piece, ...]] = []
     current: list[Piece] = []
     begin, pieces = 0, list(reversed(run))

@@ -1,14 +1,8 @@
-"""The process of a server: `python -m distrib.training.parameter_server`, started by the launcher beside the workers.
+"""The process of a parameter server: `python -m distrib.training.parameter_server`, started by the launcher beside the workers.
 
-It is in charge of one shard of the parameters from the start and, with `--replicas 1`, keeps a copy of another server's, of
-which it takes charge when that server is gone. One thread; it waits in the kernel when there is nothing to do.
-
-**Who is in charge** of a shard is counted in epochs. A replica takes charge when more than half of the members say that they
-cannot reach the primary and it cannot either; those do not count of which the launcher says that they have died. A primary
-whose replica is gone answers nobody until more than half of the members have agreed that it goes on alone, which they do unless
-they have given it up. Two such majorities have a worker in common, which obeys the higher epoch: so at most one server goes on,
-and it has every update that was acknowledged. Where primary and replica are both gone, what workers have is what there is
-(`succession`).
+It is the primary of one shard from the start. With `--replicas 1` it also stores a replica of another server's shard, and
+becomes its primary when the launcher reports that server dead (`replication`). If primary and replica have both died, the shard
+is rebuilt from the parameters that workers have (`failover`). One thread, which waits in the kernel when it is idle.
 """
 
 from __future__ import annotations
@@ -34,77 +28,84 @@ from distrib.environment import (
 )
 from distrib.errors import DistribError, TrainingError
 from distrib.strategy import Strategy, strategy_from_environment
-from distrib.training.parameter_server.failover import Ballot, Replica, patience_seconds
-from distrib.training.parameter_server.server_table import Pool, raw
-from distrib.training.parameter_server.shard_service import DROP_SECONDS, Part
+from distrib.training.parameter_server.failover import REBUILD_AFTER_SECONDS, RebuildTimer
+from distrib.training.parameter_server.replication import ReplicaLink, ReplicationTarget
+from distrib.training.parameter_server.server_table import BufferPool, as_memoryview
+from distrib.training.parameter_server.shard_service import ShardService
 from distrib.training.parameter_server.snapshots import Snapshots
-from distrib.training.parameter_server.transport import Connection, Frame, Kind, Loop, packed, unpacked
+from distrib.training.parameter_server.transport import Connection, EventLoop, Frame, FrameKind, decode, encode
 from distrib.utils.framing import HANDSHAKE_TIMEOUT_SECONDS, ProtocolError
 
 TICK_SECONDS = 0.5
 
 
 class _Peer:
-    """Whoever is at the other end of a connection that was accepted."""
+    """A connection that was accepted, from a worker or from the primary of a shard whose replica is here."""
 
-    def __init__(self, server: Server, sock: socket.socket) -> None:
+    def __init__(self, server: ParameterServer, sock: socket.socket) -> None:
         self.server = server
-        self.part: Part | None = None
+        self.service: ShardService | None = None
         self.worker: int | None = None
-        self.primary = False
         self.is_refused = False
         self.gradient: torch.Tensor | None = None
         self.connection = Connection(
-            sock, server.key, listener=True, room=self.room, receive=self.receive, queued=lambda: server.talk_to(self)
-        )
+            sock, server.key, listener=True, allocate=self.allocate, on_frame=self.on_frame,
+            on_queued=lambda: server.schedule_flush(self),
+        )  # fmt: skip
 
-    def attend(self, events: int) -> None:
-        self.server.attend(self, events)
+    def on_events(self, events: int) -> None:
+        self.server.on_events(self, events)
 
-    def room(self, frame: Frame) -> memoryview | None:
-        if frame.kind is Kind.PUSH and not self.is_refused and self.part and self.worker is not None:
-            self.gradient = memory = self.part.room(frame)
-            return raw(memory)
+    def allocate(self, frame: Frame) -> memoryview | None:
+        if frame.kind is FrameKind.PUSH and not self.is_refused and self.service and self.worker is not None:
+            self.gradient = memory = self.service.allocate_gradient(frame)
+            return as_memoryview(memory)
         return None
 
-    def receive(self, frame: Frame, payload: Any) -> None:
-        if self.is_refused:  # it does not know yet
+    def on_frame(self, frame: Frame, payload: Any) -> None:
+        if self.is_refused:  # the peer has not received the refusal yet
             return
-        if frame.kind is Kind.HELLO:
-            self.server.introduce(self, unpacked(payload))
-        elif self.part is None:
+        if frame.kind is FrameKind.HELLO:
+            self.server.on_hello(self, decode(payload))
+        elif self.service is None:
             raise ProtocolError(f"{frame.kind.name} before HELLO")
-        elif self.primary:
-            self.part.learn(frame, payload, self.connection)
-        elif frame.kind is Kind.AGREED:
-            self.server.agreed(self.part, self.worker, frame.version)
         elif self.worker is not None:
-            self.part.hear(self.worker, frame, self.gradient if frame.kind is Kind.PUSH else payload)
+            self.service.on_frame(self.worker, frame, self.gradient if frame.kind is FrameKind.PUSH else payload)
+        elif self.service.target:
+            self.service.target.on_frame(frame, payload, self.connection)
 
 
-class Server:
-    """Server number `number` of those at `addresses`, for `workers` workers."""
+class ParameterServer:
+    """One server of the job.
+
+    Args:
+        number: Number of this server, which is that of its shard.
+        addresses: Host and port of every server.
+        workers: Number of workers.
+        key: The key of the job.
+        strategy: The settings of the job.
+    """
 
     def __init__(
         self, number: int, addresses: Sequence[tuple[str, int]], workers: int, key: bytes, strategy: Strategy
     ) -> None:
         self.number, self.addresses, self.workers, self.key, self.strategy = number, addresses, workers, key, strategy
-        self.loop = Loop()
-        self.pool = Pool()
-        self.parts: dict[int, Part] = {}
+        self.loop = EventLoop()
+        self.pool = BufferPool()
+        self.services: dict[int, ShardService] = {}
+        """Shards of which this server is primary or stores a replica, by number."""
         self.snapshots = Snapshots(number)
-        again = bool(os.environ.get(DISTRIB_RESTARTED))
-        if not again or not strategy.replicas:  # else its replica is in charge by now
-            self._take_own_part(again)
-        self.was_called = again  # in its life before, it may be
-        """Whether a worker ever was."""
+        restarted = bool(os.environ.get(DISTRIB_RESTARTED))
+        if not restarted or not strategy.replicas:  # else the server with its replica is primary by now
+            self._add_own_shard(restarted)
+        self.was_called = restarted
+        """True once a worker has connected, perhaps to an earlier process of this server."""
         self._peers: set[_Peer] = set()
-        self._talkative: set[_Peer] = set()
-        self._dead: set[int] = set()
-        """The ranks that have died, as the launcher says, and were not started again."""
-        self._links: dict[int, _ReplicaLink] = {}
-        self._ballots: dict[int, Ballot] = {}  # by shard: who cannot reach its primary
-        self._agreed: dict[int, set[int]] = {}  # by shard: who agrees that it has no replica
+        self._to_flush: set[_Peer] = set()
+        self._dead_workers: set[int] = set()
+        self._dead_servers: set[int] = set()
+        self._links: dict[int, ReplicaLink] = {}
+        self._rebuild_timers: dict[int, RebuildTimer] = {}
         both = socket.has_dualstack_ipv6()
         self._listener = socket.create_server(
             ("", addresses[number][1]),
@@ -114,44 +115,29 @@ class Server:
         )
         self._listener.setblocking(False)
 
-    def _take_own_part(self, again: bool) -> None:
-        own = Part(self.number, self.workers, len(self.addresses), self.strategy, self.pool)
-        own.in_charge = True
-        self.parts[self.number] = own
-        if again:
-            own.await_again()
-            age = self.snapshots.restore(own)
-            source = "the parameters that workers have" if age is None else f"a snapshot of {age:.1f} s before"
-            say(f"was started again; its shard comes from {source}, without a replica (--replicas 1 loses nothing)")
+    def _add_own_shard(self, restarted: bool) -> None:
+        service = self._new_service(self.number, self.workers)
+        service.is_primary = True
+        if restarted:
+            service.expect_reconnection()
+            age = self.snapshots.restore(service)
+            source = "the parameters of the workers" if age is None else f"a snapshot from {age:.1f} s before"
+            report(f"restarted; its shard is restored from {source}, without a replica (--replicas 1 loses nothing)")
 
-    def hear_news(self, sock: socket.socket) -> None:
-        """Listens to what the launcher knows of ranks, one piece of JSON at a time."""
-
-        def read(_: int) -> None:
-            news = sock.recv(4096)
-            if not news:  # whoever told is gone, and this process soon, too
-                self.loop.forget(sock)
-                return
-            rank, is_dead = unpacked(news)["rank"], unpacked(news)["dead"]
-            if not is_dead:
-                self._dead.discard(rank)
-                return
-            self._dead.add(rank)
-            for part in self.parts.values():
-                if part.in_charge and rank < self.workers:
-                    part.give_up(rank)
-            self.flush()
-
-        self.loop.watch(sock, read)
+    def _new_service(self, shard: int, workers: int) -> ShardService:
+        service = self.services[shard] = ShardService(shard, workers, self.strategy, self.pool)
+        return service
 
     def run(self) -> None:
-        """Until SIGTERM."""
+        """Serve until the loop is ended."""
         self.loop.watch(self._listener, self._accept)
         self._tick()
-        if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.parts:
-            self._replicate(self.parts[self.number])
+        if self.strategy.replicas and len(self.addresses) > 1 and self.number in self.services:
+            self._replicate(self.services[self.number])
         self.loop.run()
         self.snapshots.remove()
+
+    # -- connections ---------------------------------------------------------------------------------------------------
 
     def _accept(self, _: int) -> None:
         try:
@@ -160,299 +146,250 @@ class Server:
             return
         peer = _Peer(self, sock)
         self._peers.add(peer)
-        self.talk_to(peer)
+        self.schedule_flush(peer)
         self.flush()
 
-    def attend(self, peer: _Peer, events: int) -> None:
-        """A connection can be read or written."""
-        self.talk_to(peer)
+    def on_events(self, peer: _Peer, events: int) -> None:
+        """Read from a connection and send what is queued.
+
+        Args:
+            peer: The connection.
+            events: Events of its socket.
+        """
+        self.schedule_flush(peer)
         try:
             if events & selectors.EVENT_READ:
                 peer.connection.read()
         except (OSError, ProtocolError):
-            self._end(peer)
+            self._close(peer)
         except Exception as error:
-            # The other workers still need this server, and this one would ask again on the next connection.
-            what = str(error) if isinstance(error, DistribError) else repr(error)
-            say(f"{'a server' if peer.worker is None else f'worker rank {peer.worker}'} sent what cannot be: {what}")
+            # The other workers still need this server, and this one would repeat its request on the next connection.
+            reason = str(error) if isinstance(error, DistribError) else repr(error)
+            report(
+                f"invalid request of {'a server' if peer.worker is None else f'worker rank {peer.worker}'}: {reason}"
+            )
             if peer.worker is None:
-                self._end(peer)
+                self._close(peer)
             else:
                 peer.is_refused = True
-                refusal = f"parameter server {self.number} cannot do what was asked: {what}"
-                peer.connection.send(Frame(Kind.REFUSED), packed(refusal))
+                refusal = f"parameter server {self.number} cannot handle a request: {reason}"
+                peer.connection.send(Frame(FrameKind.REFUSED), encode(refusal))
         self.flush()
 
-    def talk_to(self, peer: _Peer) -> None:
-        """There may be something to send to this peer."""
-        self._talkative.add(peer)
+    def schedule_flush(self, peer: _Peer) -> None:
+        """Send what is queued for a peer with the next `flush`.
+
+        Args:
+            peer: The connection.
+        """
+        self._to_flush.add(peer)
 
     def flush(self) -> None:
-        """Send what the sockets take, to everybody for whom there is something."""
-        while self._talkative:
-            peer = self._talkative.pop()
+        """Send as much as the sockets accept."""
+        while self._to_flush:
+            peer = self._to_flush.pop()
             if peer not in self._peers:
                 continue
             try:
                 peer.connection.flush()
-                self.loop.watch(peer.connection.sock, peer.attend, writing=peer.connection.waits_to_send)
+                self.loop.watch(peer.connection.sock, peer.on_events, writing=peer.connection.has_unsent)
             except (OSError, ValueError):
-                self._end(peer)
+                self._close(peer)
         for link in self._links.values():
             link.flush()
 
-    def _end(self, peer: _Peer) -> None:
+    def _close(self, peer: _Peer) -> None:
         if peer not in self._peers:
             return
         self._peers.discard(peer)
-        self.loop.forget(peer.connection.sock)
+        self.loop.unwatch(peer.connection.sock)
         peer.connection.close()
-        if peer.part and peer.worker is not None:
-            peer.part.lose(peer.worker, peer.connection)
+        if peer.service and peer.worker is not None:
+            peer.service.on_disconnected(peer.worker, peer.connection)
 
-    # -- who is in charge -----------------------------------------------------------------------------------------------
+    def on_hello(self, peer: _Peer, hello: dict[str, Any]) -> None:
+        """Handle the introduction of a worker, or of a primary that looks for a server for its replica.
 
-    def introduce(self, peer: _Peer, hello: dict[str, Any]) -> None:
-        """Somebody says who it is, which shard it wants, and the epoch that it knows of."""
+        Args:
+            peer: The connection.
+            hello: The shard, the epoch that the peer knows, and its rank or its number.
+        """
         shard, epoch = hello["shard"], hello["epoch"]
-        part = self.parts.get(shard)
-        if "worker" not in hello:  # a primary that looks for a replica
-            if part is None or not part.in_charge or epoch > part.epoch:
-                self.give_up(shard)
-                part = self.parts[shard] = Part(shard, 0, len(self.addresses), self.strategy, self.pool)
-                part.epoch = epoch
-                self._ballots.pop(shard, None)
-                peer.part, peer.primary = part, True
-            else:
+        service = self.services.get(shard)
+        if service and service.is_primary and epoch > service.epoch:
+            self.on_replaced(shard, epoch)
+            service = None
+        if "server" in hello:
+            if service and service.is_primary:
                 peer.is_refused = True
-                peer.connection.send(Frame(Kind.REFUSED, version=part.epoch), packed(""))
+                peer.connection.send(Frame(FrameKind.REFUSED, version=service.epoch), encode(""))
+                return
+            self._close_service(shard)
+            peer.service = self._new_service(shard, 0)
+            peer.service.epoch, peer.service.target = epoch, ReplicationTarget(peer.service, hello["server"])
+            self._rebuild_timers.pop(shard, None)
             return
         worker = hello["worker"]
-        if part is not None and part.in_charge and epoch > part.epoch:
-            say(f"shard {shard}: another server is in charge since epoch {epoch}")
-            self.give_up(shard)
-        counted = self._vote(shard, worker, epoch, set(hello["silent"]))
-        part = self.parts.get(shard)
-        if part is None or not part.in_charge:
-            peer.connection.send(Frame(Kind.REFUSED, flags=not counted), packed(""))
+        self._rebuild_if_lost(shard, worker, epoch, set(hello["silent"]))
+        service = self.services.get(shard)
+        if service is None or not service.is_primary:
+            peer.connection.send(Frame(FrameKind.REFUSED), encode(""))
             return
-        for old in [one for one in self._peers if one.part is part and one.worker == worker and one is not peer]:
-            self._end(old)  # it has not broken here yet
-        peer.part, peer.worker = part, worker
+        for old in [one for one in self._peers if one.service is service and one.worker == worker and one is not peer]:
+            self._close(old)  # it has not broken here yet
+        peer.service, peer.worker = service, worker
         self.was_called = True
-        part.welcome(worker, hello, peer.connection)
+        service.on_connected(worker, hello, peer.connection)
 
-    def give_up(self, shard: int) -> None:
-        """Another server is in charge of the shard: those who thought that this one was must call again."""
-        part = self.parts.pop(shard, None)
-        if part:
-            part.in_charge = False
-            for peer in [peer for peer in self._peers if peer.part is part]:
-                self._end(peer)
+    # -- primary and replica -------------------------------------------------------------------------------------------
 
-    def _vote(self, shard: int, worker: int, epoch: int, silent: set[int]) -> bool:
-        """A worker asks for a shard, and does not reach the servers `silent`: this one takes charge where that is its turn.
+    def watch_events(self, sock: socket.socket) -> None:
+        """Receive the launcher's reports of ranks that died or were restarted, one JSON value per datagram.
 
-        Whether the worker's voice counts; then it must not agree that the primary goes on alone.
+        Args:
+            sock: A local datagram socket.
         """
-        part = self.parts.get(shard)
-        if not self.strategy.replicas or (part and part.in_charge):
-            return False
-        if part and any(peer.primary and peer.part is part for peer in self._peers):
-            return False
-        voices = self._voices(part)
-        ballot = self._ballots.setdefault(shard, Ballot(len(self.addresses)))
-        asking_seconds = ballot.ask(worker, epoch, silent, voices, time.monotonic())
-        if part and ballot.epoch > part.epoch:
-            part = None  # of a server that went on without this replica
-        replica: Replica = "none"
-        if part:
-            replica = "whole" if part.is_whole else "partial"
-        dead = {rank - self.workers for rank in self._dead} - {self.number}
-        servers = len(self.addresses)
-        place = [at for at in ((shard + n) % servers for n in range(servers)) if at not in dead].index(self.number)
-        may = replica != "none" or ballot.silent <= dead | {self.number}
-        if may and asking_seconds is not None and asking_seconds >= patience_seconds(replica, place):
-            self._take_charge(shard, part, ballot.epoch)
-        return replica != "none"
 
-    def _voices(self, part: Part | None) -> set[int]:
-        """The workers of whom more than half decide about a part.
+        def read(_: int) -> None:
+            event = sock.recv(4096)
+            if not event:  # the rank agent has ended, and ends this process soon
+                self.loop.unwatch(sock)
+                return
+            about = decode(event)
+            self.on_rank_event(about["rank"], dead=about["dead"])
+            self.flush()
 
-        All of them where none is a member: the part is not known here, or each has asked not to be waited for, as it cannot reach
-        another server.
+        self.loop.watch(sock, read)
+
+    def on_rank_event(self, rank: int, *, dead: bool) -> None:
+        """Handle the launcher's report of a rank.
+
+        Args:
+            rank: A worker, or the rank of a server: the number of workers plus its number.
+            dead: False if the launcher is about to restart it.
         """
-        return ((part.members if part else set()) or set(range(self.workers))) - self._dead
-
-    def _take_charge(self, shard: int, part: Part | None, epoch: int) -> None:
-        """From a replica of the shard, or from the parameters that workers have."""
-        del self._ballots[shard]
-        if part:
-            part.members = part.members or set(range(self.workers))
-            part.take_charge(part.epoch + 1)
-            source = "its replica" if part.is_whole else "what was copied of it, and the parameters that workers have"
-            say(f"takes charge of shard {shard}, whose server is gone, from {source}")
-        else:
-            self.give_up(shard)
-            part = self.parts[shard] = Part(shard, self.workers, len(self.addresses), self.strategy, self.pool)
-            part.take_charge(epoch + 2)  # a replica that was out of reach may have taken charge with the next one
-            if shard == 0:
-                self.snapshots.restore_kept(part)
-            for worker in self._dead & set(range(self.workers)):
-                part.give_up(worker)
-            say(f"takes charge of shard {shard}, of which no replica is left, from the parameters that workers have")
-        self._replicate(part)
-
-    def _replicate(self, part: Part) -> None:
-        """Keeps a replica of a part on the next server that can be one, on another host if there is any."""
-        others = [(self.number + n) % len(self.addresses) for n in range(1, len(self.addresses))]
-        host = self.addresses[self.number][0]
-        # Where this server has taken charge, the one that was in charge is gone, or started anew.
-        others.sort(key=lambda other: (self.addresses[other][0] == host, other == part.shard))
-        if others:
-            part.await_follower()
-            self._links[part.shard] = _ReplicaLink(self, part, others)
-
-    def ask_to_go_on_alone(self, part: Part) -> None:
-        """The replica is gone: ask the workers whether this server is still theirs."""
-        self._agreed[part.shard] = set()
-        for peer in self._peers:
-            if peer.part is part and peer.worker is not None:
-                peer.connection.send(Frame(Kind.ALONE, version=part.epoch + 1))
-
-    def take_back(self, part: Part) -> bool:
-        """The question whether the part may go on alone, as a replica may be found. Whether it was open."""
-        return self._agreed.pop(part.shard, None) is not None
-
-    def agreed(self, part: Part, worker: int | None, epoch: int) -> None:
-        """A worker knows that the part has no replica, and will not go to an old one."""
-        agreed = self._agreed.get(part.shard)
-        if agreed is None or worker is None or epoch != part.epoch + 1:
+        dead_ranks, number = (
+            (self._dead_workers, rank) if rank < self.workers else (self._dead_servers, rank - self.workers)
+        )
+        if not dead:
+            dead_ranks.discard(number)
             return
-        agreed.add(worker)
-        voices = self._voices(part)
-        if len(agreed & voices) * 2 > len(voices):
-            del self._agreed[part.shard]
-            part.epoch = epoch
-            part.follow(None)
-            say(f"shard {part.shard} has no replica now: the server that kept it is gone")
+        dead_ranks.add(number)
+        for service in list(self.services.values()):
+            if rank < self.workers and service.is_primary:
+                service.on_worker_died(rank)
+            elif rank >= self.workers and service.target and service.target.primary == number:
+                self._take_over(service)
+        if rank >= self.workers:
+            for shard, link in self._links.items():
+                if link.on_server_died(number):
+                    report(f"shard {shard} has no replica: server {number} has died")
 
-    # -- time -------------------------------------------------------------------------------------------------------------
+    def _take_over(self, service: ShardService) -> None:
+        for peer in [peer for peer in self._peers if peer.service is service]:
+            self._close(peer)
+        membership = service.membership
+        membership.members = membership.members or set(range(self.workers))
+        source = "its replica" if service.is_complete else "an incomplete replica and the parameters of the workers"
+        service.become_primary(service.epoch + 1)
+        report(f"takes over shard {service.shard}, whose server has died, from {source}")
+        self._replicate(service)
+
+    def _rebuild_if_lost(self, shard: int, worker: int, epoch: int, silent: set[int]) -> None:
+        """Rebuild a shard from the workers' parameters if neither its primary nor a replica is left."""
+        if not self.strategy.replicas or shard in self.services:
+            return
+        timer = self._rebuild_timers.setdefault(shard, RebuildTimer(len(self.addresses)))
+        asked_seconds = timer.on_request(worker, epoch, silent, time.monotonic())
+        count = len(self.addresses)
+        alive = [
+            server for n in range(count) if (server := (shard + n) % count) not in self._dead_servers - {self.number}
+        ]
+        patience_seconds = REBUILD_AFTER_SECONDS * (1 + alive.index(self.number))
+        if asked_seconds < patience_seconds or not timer.silent <= self._dead_servers | {self.number}:
+            return
+        del self._rebuild_timers[shard]
+        service = self._new_service(shard, self.workers)
+        service.become_primary(timer.epoch + 2)  # above a replica that takes over at the same time
+        if shard == 0:
+            self.snapshots.restore_results(service)
+        for dead in self._dead_workers:
+            service.on_worker_died(dead)
+        report(f"takes over shard {shard}, of which no replica is left, from the parameters of the workers")
+        self._replicate(service)
+
+    def _replicate(self, service: ShardService) -> None:
+        """Store a replica on another server, on another host if there is one."""
+        if len(self.addresses) > 1:
+            service.replication.require()
+            self._links[service.shard] = ReplicaLink(
+                service, self.number, list(self.addresses), self.key, self.loop, self._dead_servers,
+                lambda epoch: self.on_replaced(service.shard, epoch),
+            )  # fmt: skip
+
+    def on_replaced(self, shard: int, epoch: int) -> None:
+        """Give up a shard of which another server is primary now.
+
+        Args:
+            shard: Number of the shard.
+            epoch: The epoch of the other server.
+        """
+        report(f"shard {shard}: another server is primary since epoch {epoch}")
+        self._close_service(shard)
+
+    def _close_service(self, shard: int) -> None:
+        service = self.services.pop(shard, None)
+        if service:
+            service.is_primary = False
+            for peer in [peer for peer in self._peers if peer.service is service]:
+                self._close(peer)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
-        for peer in [
-            p for p in self._peers if not p.connection.proven and now - p.connection.opened > HANDSHAKE_TIMEOUT_SECONDS
-        ]:
-            self._end(peer)
-        for part in list(self.parts.values()):
-            if part.in_charge:
-                part.tick(now)
-                if part.shard == 0:
-                    self.snapshots.keep(part, now)
+        for peer in [p for p in self._peers if not p.connection.proven]:
+            if now - peer.connection.opened > HANDSHAKE_TIMEOUT_SECONDS:
+                self._close(peer)
+        for service in list(self.services.values()):
+            if service.is_primary:
+                service.tick(now)
+                if service.shard == 0:
+                    self.snapshots.write_results(service, now)
                 if not self.strategy.replicas:
-                    self.snapshots.take(part, now)
-            for note in part.notes:
-                if part.shard == 0:
-                    say(note)
-            part.notes.clear()
+                    self.snapshots.write(service, now)
         for link in list(self._links.values()):
             link.tick(now)
+        for service in self.services.values():
+            if service.shard == 0:  # the others' are the same
+                for note in service.membership.notes:
+                    report(note)
+            service.membership.notes.clear()
         self.flush()
-        self.loop.later(TICK_SECONDS, self._tick)
+        self.loop.call_later(TICK_SECONDS, self._tick)
 
 
-class _ReplicaLink:
-    """A primary's connection to the server that keeps its replica; looks for one as long as there is none."""
+def report(text: str) -> None:
+    """Print a line to the output of the job.
 
-    def __init__(self, server: Server, part: Part, candidates: Sequence[int]) -> None:
-        self.server, self.part, self.candidates = server, part, candidates
-        self.connection: Connection | None = None
-        self._sock: socket.socket | None = None
-        self._since = time.monotonic()
-        self._asked = 0.0
-        self._tries = 0
-        self._broken = False
-
-    def tick(self, now: float) -> None:
-        silent = (
-            self.connection and not self.connection.proven and now - self.connection.opened > HANDSHAKE_TIMEOUT_SECONDS
-        )
-        if not self.part.in_charge or silent:
-            self._close()
-        elif self._sock is None:
-            alone = self.part.follower is None and all(t.shard.replicated_to is None for t in self.part.tables.values())
-            if not alone and now - self._since > DROP_SECONDS and now - self._asked > DROP_SECONDS:
-                self._asked = now
-                self.server.ask_to_go_on_alone(self.part)
-            else:
-                self._call()
-
-    def _call(self) -> None:
-        address = self.server.addresses[self.candidates[self._tries % len(self.candidates)]]
-        self._tries += 1
-        sock = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
-        sock.setblocking(False)
-        sock.connect_ex(address)
-        self._sock = sock
-        self.connection = Connection(sock, self.server.key, listener=False, room=lambda _: None, receive=self._hear)
-        # Workers may have given their voice for the next epoch meanwhile, to the replica or to this server alone.
-        was_open = self.server.take_back(self.part)
-        if self._broken or was_open:
-            self.part.epoch += 1
-            self._broken = False
-        hello = {"shard": self.part.shard, "epoch": self.part.epoch}
-        self.connection.send(Frame(Kind.HELLO), packed(hello), priority=-2, sent=self._connected)
-        self.server.loop.watch(sock, self._attend, writing=True)
-
-    def _connected(self) -> None:
-        assert self.connection
-        self.part.follow(self.connection)
-        self.part.tell_members()
-
-    def _hear(self, frame: Frame, payload: Any) -> None:
-        if frame.kind is Kind.LOGGED:
-            self.part.acknowledge(frame)
-        elif frame.kind is Kind.REFUSED and frame.version > self.part.epoch:
-            say(f"shard {self.part.shard}: another server is in charge since epoch {frame.version}")
-            self.server.give_up(self.part.shard)
-
-    def _attend(self, events: int) -> None:
-        assert self.connection
-        try:
-            if events & selectors.EVENT_READ:
-                self.connection.read()
-            self.connection.flush()
-        except (OSError, ProtocolError):
-            self._close()
-        self.server.flush()
-
-    def flush(self) -> None:
-        if self.connection and self._sock:
-            try:
-                self.connection.flush()
-                self.server.loop.watch(self._sock, self._attend, writing=self.connection.waits_to_send)
-            except OSError:
-                self._close()
-
-    def _close(self) -> None:
-        if self._sock:
-            self.server.loop.forget(self._sock)
-            self._sock.close()
-            self._sock = self.connection = None
-            if self.part.follower:
-                self.part.lose_follower()
-                self._broken = True
-                self._since = time.monotonic()
+    Args:
+        text: The line, without the name of the server.
+    """
+    print(f"distrib: parameter server {os.environ.get(DISTRIB_SERVER, '?')}: {text}", file=sys.stderr, flush=True)
 
 
-def say(text: str) -> None:
-    """A line in the job's output."""
-    print(f"distrib: parameter server {os.environ.get('DISTRIB_SERVER', '?')}: {text}", file=sys.stderr, flush=True)
+def read_server_addresses(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
+    """Read the addresses of the servers and the key of the job.
 
+    Args:
+        environ: The environment of a rank.
 
-def servers_from(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], bytes]:
-    """Where the servers listen, and the job's key. Raises TrainingError where the launcher has not said it."""
+    Returns:
+        Host and port of every server, and the key.
+
+    Raises:
+        TrainingError: The launcher has set neither, as the job has no parameter servers.
+    """
     found = []
     for text in environ.get(DISTRIB_SERVERS, "").split(","):
         host, _, port = text.rpartition(":")
@@ -460,32 +397,36 @@ def servers_from(environ: Mapping[str, str]) -> tuple[list[tuple[str, int]], byt
             found.append((host.strip("[]"), int(port)))
     if not found or not environ.get(DISTRIB_KEY):
         raise TrainingError(
-            "no parameter servers are known here", hint="start the script with distrib-launch --mode async"
+            "this job has no parameter servers", hint="start the script with distrib-launch --mode async"
         )
     return found, environ[DISTRIB_KEY].encode()
 
 
 def main() -> int:
-    """Runs the server that the environment describes, until it is told to end."""
+    """Run the server that the environment describes until SIGTERM.
+
+    Returns:
+        The exit code.
+    """
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     try:
-        addresses, key = servers_from(os.environ)
+        addresses, key = read_server_addresses(os.environ)
         number, workers = int(os.environ[DISTRIB_SERVER]), int(os.environ[WORLD_SIZE])
-        server = Server(number, addresses, workers, key, strategy_from_environment(os.environ))
+        server = ParameterServer(number, addresses, workers, key, strategy_from_environment(os.environ))
     except (DistribError, OSError) as error:
         print(f"distrib: parameter server: {error}", file=sys.stderr)
         return 1
 
     def end(*_: Any) -> None:
         server.loop.ended = True
-        server.loop.call(lambda: None)
+        server.loop.call_soon(lambda: None)
 
     signal.signal(signal.SIGTERM, end)
-    for own in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all that it runs: scripts are to save
-        signal.signal(own, signal.SIG_IGN)
-    if news := os.environ.get(DISTRIB_EVENTS_FD):
-        server.hear_news(socket.socket(fileno=int(news)))
+    for ignored in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm sends them to all processes: scripts shall save
+        signal.signal(ignored, signal.SIG_IGN)
+    if descriptor := os.environ.get(DISTRIB_EVENTS_FD):
+        server.watch_events(socket.socket(fileno=int(descriptor)))
     server.run()
     if number == 0 and not server.was_called:
-        say("no worker has called: --mode async is for scripts with distrib.init() and job.prepare()")
+        report("no worker has connected: --mode async is for scripts with distrib.init() and job.prepare()")
     return 0

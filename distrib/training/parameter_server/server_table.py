@@ -1,4 +1,4 @@
-"""A table: the parameters of one optimizer, as ranks describe it and as a server holds its chunks of it."""
+"""A table: the parameters of one optimizer, as ranks describe it and as a server stores its chunks."""
 
 from __future__ import annotations
 
@@ -13,184 +13,257 @@ import torch
 
 from distrib.errors import TrainingError
 from distrib.strategy import Strategy
-from distrib.training.parameter_server.partitioning import Chunk, Parameter, cut
-from distrib.training.parameter_server.server_optimizer import Recipe, Updater, by_own_momentum, share_of_rate
+from distrib.training.parameter_server.partitioning import Chunk, ParameterSpec, partition
+from distrib.training.parameter_server.server_optimizer import (
+    ChunkOptimizer,
+    OptimizerSpec,
+    rate_share,
+    with_own_momentum,
+)
 from distrib.training.parameter_server.shared_memory import is_borrowed
-from distrib.training.parameter_server.update_rules import Shard, Update
+from distrib.training.parameter_server.update_rules import UpdateController, WeightedGradient
 
-Wire = Literal["fp32", "bf16", "fp16"]
-STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
-"""Tensors of a parameter's size that an optimizer keeps at most, where that is not two."""
+TransferFormat = Literal["fp32", "bf16", "fp16"]
+STATE_TENSORS = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Adafactor": 0}
+"""Tensors of a parameter's size that an optimizer keeps at most; two for all other optimizers."""
 
-_WIRE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_TRANSFER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Description(msgspec.Struct, frozen=True):
-    """What all ranks must agree on, and what a server needs to know, of one optimizer and its parameters."""
+class TableDescription(msgspec.Struct, frozen=True):
+    """An optimizer and its parameters, equal on all ranks."""
 
-    recipe: Recipe
-    parameters: tuple[Parameter, ...]
+    optimizer: OptimizerSpec
+    parameters: tuple[ParameterSpec, ...]
     options: tuple[dict[str, Any], ...]
-    """The settings of each parameter group."""
+    """Settings of each parameter group."""
     servers: int
-    wire: Wire = "fp32"
+    transfer_format: TransferFormat = "fp32"
     shared: bool = False
-    """Whether all workers share the servers' memory."""
+    """True if all workers share memory with the servers."""
     pushers: int = 1
-    """How many there are of hosts whose workers push as one, and of other workers."""
+    """Number of host groups and of workers without one."""
 
     def chunks(self) -> tuple[Chunk, ...]:
-        """The chunks of all servers."""
-        return cut(self.parameters, self.servers, whole=self.recipe.whole, shared=self.shared)
+        """Return the chunks of all servers."""
+        return partition(self.parameters, self.servers, whole=self.optimizer.whole, shared=self.shared)
 
-    def differs(self, other: Description) -> str:
-        """What is not the same in `other`, in words; empty where they agree. Settings may differ: learning rates do."""
-        if self.recipe != other.recipe:
-            return f"its optimizer is {other.recipe.name}, not {self.recipe.name}"
+    def difference(self, other: TableDescription) -> str:
+        """Describe how another description differs. Settings may differ: learning rates do.
+
+        Args:
+            other: The description of another rank.
+
+        Returns:
+            Text; empty if both are equal.
+        """
+        if self.optimizer != other.optimizer:
+            return f"its optimizer is {other.optimizer.name}, expected {self.optimizer.name}"
         if len(self.parameters) != len(other.parameters):
-            return f"its optimizer has {len(other.parameters)} parameters, not {len(self.parameters)}"
+            return f"its optimizer has {len(other.parameters)} parameters, expected {len(self.parameters)}"
         for mine, theirs in zip(self.parameters, other.parameters, strict=True):
             if mine != theirs:
-                return f"its parameter {theirs.name} is {_shown(theirs)}, where others have {mine.name}, {_shown(mine)}"
-        return "" if self.wire == other.wire else f"it sends {other.wire}, not {self.wire}"
+                return f"its parameter {theirs.name} is {_format(theirs)}, expected {mine.name}, {_format(mine)}"
+        if self.transfer_format == other.transfer_format:
+            return ""
+        return f"it sends {other.transfer_format}, expected {self.transfer_format}"
 
 
-def _shown(parameter: Parameter) -> str:
+def _format(parameter: ParameterSpec) -> str:
     return f"{parameter.kind} {list(parameter.shape)} in group {parameter.group}"
 
 
-def wire_dtype(wire: Wire, kind: str) -> torch.dtype:
-    """In which format numbers of `kind` travel."""
+def transfer_dtype(transfer_format: TransferFormat, kind: str) -> torch.dtype:
+    """Return the dtype in which numbers are sent.
+
+    Args:
+        transfer_format: The format of transfer; `fp32` stands for the numbers' own.
+        kind: Name of their dtype on the server, as in torch.
+    """
     own: torch.dtype = getattr(torch, kind)
-    return _WIRE.get(wire, own)
+    return _TRANSFER_DTYPES.get(transfer_format, own)
 
 
-def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, where they are."""
+def as_memoryview(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor without a copy.
+
+    Args:
+        tensor: A contiguous tensor in host memory.
+    """
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # before Python 3.12 numpy cannot say
 
 
-def _bytes_of(content: dict[str, Any]) -> bytes:
+def _serialize(content: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
 
 
-class Pool:
-    """Memory that is used again and again: pages fresh from the kernel cost more than the copy into them."""
+class BufferPool:
+    """Buffers for gradients that are used again: new pages from the kernel cost more than the copy into them."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size: int) -> torch.Tensor:
-        """`size` bytes of whatever content."""
+        """Return a buffer of any content.
+
+        Args:
+            size: Bytes.
+        """
         free = self._free.get(size)
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu")
 
-    def give(self, memory: torch.Tensor) -> None:
-        """Nobody uses it any more."""
+    def give_back(self, memory: torch.Tensor) -> None:
+        """Return a buffer that is not used any more. Memory that a worker shares is left alone.
+
+        Args:
+            memory: The buffer.
+        """
         if is_borrowed(memory):
             return
         self._free.setdefault(memory.numel(), []).append(memory)
 
     def clear(self) -> None:
-        """What is free now is of sizes that nobody may need again."""
+        """Drop all free buffers, as their sizes may not be needed again."""
         self._free.clear()
 
 
 class _Published:
-    """A chunk as it is sent to workers; kept while it is under way."""
+    """A chunk in the format of transfer, cached while it is sent to workers."""
 
     def __init__(self, version: int, memory: torch.Tensor) -> None:
         self.version, self.memory, self.users = version, memory, 0
 
 
-class Table:
-    """One server's chunks of a table: values, optimizers, and the state machine that decides about them."""
+class ServerTable:
+    """One server's chunks of a table: values, optimizers and their update controller.
+
+    Args:
+        number: Number of the table.
+        description: The optimizer and its parameters.
+        server: Number of the shard.
+        members: Push ids that the controller waits for.
+        strategy: The settings of the job.
+        pool: Memory for gradients.
+    """
 
     def __init__(
-        self, number: int, description: Description, server: int, members: Iterable[int], strategy: Strategy, pool: Pool
-    ) -> None:
+        self, number: int, description: TableDescription, server: int, members: Iterable[int], strategy: Strategy,
+        pool: BufferPool,
+    ) -> None:  # fmt: skip
         self.number, self.description, self.strategy = number, description, strategy
         self.chunks = {chunk.number: chunk for chunk in description.chunks() if chunk.server == server}
-        self.shard = Shard(self.chunks, members, strategy.staleness)
-        self.options: dict[int, list[dict[str, Any]]] = {}  # the settings that each worker sent last
-        self.last_options = list(description.options)  # and the last of all
+        self.controller = UpdateController(self.chunks, members, strategy.staleness)
+        self.options: dict[int, list[dict[str, Any]]] = {}
+        """Settings of the parameter groups that each worker sent last."""
+        self.last_options = list(description.options)
+        """Settings that any worker sent last."""
         self.staleness: Counter[int] = Counter()
-        self.updaters: dict[int, Updater] = {}
+        """Number of updates by their staleness."""
+        self.optimizers: dict[int, ChunkOptimizer] = {}
+        """Chunks that have a value, and their optimizers."""
         self._pool = pool
         self._published: dict[int, _Published] = {}
-        self._copies: dict[int, tuple[int, weakref.ref[Any]]] = {}  # what `copied` gave, and of which version
-        self._seen: dict[tuple[int, int], torch.Tensor] = {}  # what each worker has, for delay compensation
+        self._snapshots: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by chunk, version and bytes
+        self._sent_values: dict[tuple[int, int], torch.Tensor] = {}  # by worker and chunk, for delay compensation
 
     @property
     def is_set(self) -> bool:
-        """Whether every chunk has its first value."""
-        return len(self.updaters) == len(self.chunks)
+        """True if every chunk has its first value."""
+        return len(self.optimizers) == len(self.chunks)
 
     def dtype(self, chunk: int) -> torch.dtype:
-        """The format in which the chunk travels."""
-        return wire_dtype(self.description.wire, self.chunks[chunk].kind)
+        """Return the dtype in which a chunk is sent.
 
-    def wire_bytes(self, chunk: int) -> int:
-        """The size of the chunk on the wire."""
+        Args:
+            chunk: Number of the chunk.
+        """
+        return transfer_dtype(self.description.transfer_format, self.chunks[chunk].kind)
+
+    def transfer_bytes(self, chunk: int) -> int:
+        """Return the size of a chunk as it is sent, in bytes.
+
+        Args:
+            chunk: Number of the chunk.
+        """
         return self.chunks[chunk].elements * self.dtype(chunk).itemsize
 
     def memory_bytes(self) -> int:
-        """What this server needs of memory: values, what is under way, the optimizer's state, and a gradient of all who push."""
+        """Return the memory that this server needs: values, data in flight, optimizer state and a gradient per pusher."""
         pushers = self.description.pushers
-        state = STATES.get(self.description.recipe.name, 2)
+        state = STATE_TENSORS.get(self.description.optimizer.name, 2)
         if (
             self.strategy.momentum_correction
             and state
             and any(group.get("momentum") for group in self.description.options)
         ):
-            state += pushers  # of which each has its own
+            state += pushers  # one momentum each
         if self.strategy.delay_compensation:
-            state += pushers  # the values that each has
+            state += pushers  # the value that was sent to each
         return sum(chunk.bytes for chunk in self.chunks.values()) * (2 + state + pushers)
 
-    def set(self, chunk: int, value: Any, *, replace: bool) -> None:
-        """Gives a chunk its value, bytes in the servers' format: the first one, or any with `replace`."""
+    def set_value(self, chunk: int, value: Any, *, replace: bool) -> None:
+        """Set the value of a chunk.
+
+        Args:
+            chunk: Number of the chunk.
+            value: Bytes in the dtype of the server.
+            replace: False to leave a value that is set.
+        """
         at = self.chunks[chunk]
-        if chunk not in self.updaters:
+        if chunk not in self.optimizers:
             like = self.description.parameters[at.pieces[0].parameter]
-            shape = like.shape if self.description.recipe.whole else (at.elements,)
-            self.updaters[chunk] = Updater(
-                self.description.recipe,
+            shape = like.shape if self.description.optimizer.whole else (at.elements,)
+            self.optimizers[chunk] = ChunkOptimizer(
+                self.description.optimizer,
                 torch.empty(shape, dtype=getattr(torch, at.kind), device="cpu"),
                 self.description.options[at.group],
             )
         elif not replace:
             return
-        target = self.updaters[chunk].value.data.view(-1)
+        target = self.optimizers[chunk].value.data.view(-1)
         target.copy_(torch.frombuffer(value, dtype=target.dtype))
-        self._forget(chunk)
+        self._drop_cached(chunk)
 
     def value(self, chunk: int) -> torch.Tensor:
-        """The chunk's present value, flat, in the servers' format. Not a copy."""
-        return self.updaters[chunk].value.data.view(-1)
+        """Return the present value of a chunk without a copy, flat, in the dtype of the server.
 
-    def copied(self, chunk: int) -> memoryview:
-        """The same as bytes that do not change: one copy for all who ask for a version, for as long as it is on its way to any."""
-        version = self.shard.version(chunk)
-        of_version, kept = self._copies.get(chunk, (-1, None))
-        array = kept() if kept and of_version == version else None
+        Args:
+            chunk: Number of the chunk.
+        """
+        return self.optimizers[chunk].value.data.view(-1)
+
+    def snapshot(self, chunk: int) -> memoryview:
+        """Return the present value of a chunk as bytes that do not change; one copy per version while it is in use.
+
+        Args:
+            chunk: Number of the chunk.
+        """
+        version = self.controller.version(chunk)
+        of_version, cached = self._snapshots.get(chunk, (-1, None))
+        array = cached() if cached and of_version == version else None
         if array is None:
             array = self.value(chunk).clone().view(torch.uint8).numpy()
-            self._copies[chunk] = version, weakref.ref(array)
-        return memoryview(array)  # type: ignore[arg-type]  # as in `raw`
+            self._snapshots[chunk] = version, weakref.ref(array)
+        return memoryview(array)  # type: ignore[arg-type]  # as in `as_memoryview`
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def effective(
-        self, chunk: int, updates: tuple[Update, ...], settings: list[dict[str, Any]] | None
+    def effective_update(
+        self, chunk: int, updates: tuple[WeightedGradient, ...], groups: list[dict[str, Any]] | None
     ) -> tuple[torch.Tensor, dict[str, Any], torch.Tensor | None]:
-        """The gradient and the settings with which the chunk is updated, and the memory to give back then, if any.
+        """Return the gradient and the optimizer settings with which a chunk is updated.
 
-        `settings` are those of the parameter groups, None: as described.
+        Args:
+            chunk: Number of the chunk.
+            updates: The gradients, whose weighted mean counts.
+            groups: Settings of the parameter groups; None for those of the description.
+
+        Returns:
+            The gradient, the settings, and the memory to give back after the update; None if there is none.
         """
-        at, shape = self.chunks[chunk], self.updaters[chunk].value.shape
+        at, shape = self.chunks[chunk], self.optimizers[chunk].value.shape
         dtype, target = self.dtype(chunk), getattr(torch, at.kind)
         first = updates[0]
         result = first.gradient.view(dtype)
@@ -199,101 +272,150 @@ class Table:
         if dtype != target or (changes and memory is None):
             memory = self._pool.take(at.bytes)
             result = memory.view(target).copy_(result)
-            self._pool.give(first.gradient)
+            self._pool.give_back(first.gradient)
         if len(updates) > 1:
             total = sum(update.weight for update in updates)
             result.mul_(first.weight / total)
             for update in updates[1:]:
                 result.add_(update.gradient.view(dtype), alpha=update.weight / total)
-                self._pool.give(update.gradient)
+                self._pool.give_back(update.gradient)
         for update in updates:
             self.staleness[update.staleness] += 1
-        options = (settings or list(self.description.options))[at.group]
+        options = (groups or list(self.description.options))[at.group]
         if len(updates) == 1:
-            options = self._corrected(chunk, result, first, options)
+            options = self._correct(chunk, result, first, options)
         return result.view(shape), options, memory
 
-    def _corrected(self, chunk: int, gradient: torch.Tensor, update: Update, options: dict[str, Any]) -> dict[str, Any]:
-        """What asynchrony does to an update, undone as far as was asked for."""
+    def _correct(
+        self, chunk: int, gradient: torch.Tensor, update: WeightedGradient, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Compensate for staleness as far as the settings demand."""
         strength = self.strategy.delay_compensation
-        if strength and (seen := self._seen.get((update.worker, chunk))) is not None:
+        if strength and (seen := self._sent_values.get((update.worker, chunk))) is not None:
             # Zheng et al. 2016 (arXiv:1609.08326), equation 10: the outer product of the gradient with itself, of which
             # only the diagonal is used, stands for the Hessian.
             gradient.addcmul_(gradient * gradient, self.value(chunk) - seen, value=strength)
         mean = self._mean_staleness()
         if self.strategy.stale_rate:
-            share = share_of_rate(self.description.recipe.name, max(update.staleness, mean))
+            share = rate_share(self.description.optimizer.name, max(update.staleness, mean))
             options = {**options, "lr": options["lr"] * share}
         if self.strategy.momentum_correction and max(update.staleness, mean) > 0:
-            options = by_own_momentum(self.description.recipe, options, update.worker)
+            options = with_own_momentum(self.description.optimizer, options, update.worker)
         return options
 
     def _mean_staleness(self) -> float:
         return sum(n * count for n, count in self.staleness.items()) / max(1, self.staleness.total())
 
     def apply(self, chunk: int, gradient: torch.Tensor, options: dict[str, Any]) -> None:
-        """One step of the chunk's optimizer."""
-        self.updaters[chunk].apply(gradient, options)
+        """Take one step of a chunk's optimizer.
+
+        Args:
+            chunk: Number of the chunk.
+            gradient: The gradient.
+            options: Optimizer settings of this step.
+        """
+        self.optimizers[chunk].apply(gradient, options)
 
     def give_back(self, memory: torch.Tensor | None) -> None:
-        """The memory of an effective gradient is not needed any more."""
-        if memory is not None:
-            self._pool.give(memory)
+        """Return the memory of an effective gradient.
 
-    # -- what workers get ---------------------------------------------------------------------------------------------
+        Args:
+            memory: The memory; None if there is none.
+        """
+        if memory is not None:
+            self._pool.give_back(memory)
+
+    # -- values for workers -------------------------------------------------------------------------------------------
 
     def publish(self, chunk: int, worker: int) -> tuple[memoryview, Any]:
-        """The chunk's bytes as they travel, unchanging, and what to call when they are sent."""
-        version = self.shard.version(chunk)
+        """Return a chunk's present value for a worker as bytes in the format of transfer.
+
+        Args:
+            chunk: Number of the chunk.
+            worker: The worker or push id, for delay compensation.
+
+        Returns:
+            Bytes that do not change, and a function to call when they are sent.
+        """
+        version = self.controller.version(chunk)
         published = self._published.get(chunk)
         if published is None or published.version != version:
-            self._forget(chunk)
-            memory = self._pool.take(self.wire_bytes(chunk))
+            self._drop_cached(chunk)
+            memory = self._pool.take(self.transfer_bytes(chunk))
             memory.view(self.dtype(chunk)).copy_(self.value(chunk))
             published = self._published[chunk] = _Published(version, memory)
         published.users += 1
-        self._note(chunk, worker)
+        self._record_sent(chunk, worker)
 
         def sent() -> None:
             published.users -= 1
             if not published.users and self._published.get(chunk) is not published:
-                self._pool.give(published.memory)
+                self._pool.give_back(published.memory)
 
-        return raw(published.memory), sent
+        return as_memoryview(published.memory), sent
 
     def publish_into(self, chunk: int, worker: int, memory: torch.Tensor) -> None:
-        """The same, into memory that the worker shares."""
+        """Write a chunk's present value into memory that a worker shares.
+
+        Args:
+            chunk: Number of the chunk.
+            worker: The worker or push id, for delay compensation.
+            memory: The memory.
+        """
         memory.view(self.dtype(chunk)).copy_(self.value(chunk))
-        self._note(chunk, worker)
+        self._record_sent(chunk, worker)
 
-    def _note(self, chunk: int, worker: int) -> None:
+    def _record_sent(self, chunk: int, worker: int) -> None:
         if self.strategy.delay_compensation:
-            self._seen[worker, chunk] = self.value(chunk).clone()
+            self._sent_values[worker, chunk] = self.value(chunk).clone()
 
-    def _forget(self, chunk: int) -> None:
-        self._copies.pop(chunk, None)
+    def _drop_cached(self, chunk: int) -> None:
+        self._snapshots.pop(chunk, None)
         published = self._published.pop(chunk, None)
         if published and not published.users:
-            self._pool.give(published.memory)
+            self._pool.give_back(published.memory)
 
-    # -- keeping ------------------------------------------------------------------------------------------------------
+    # -- serialization -------------------------------------------------------------------------------------------------
 
-    def saved(self, chunk: int) -> bytes:
-        """All there is of a chunk, to be opened with torch.load(weights_only=True)."""
-        return _bytes_of({"value": self.value(chunk), **self.updaters[chunk].parts()})
+    def serialize(self, chunk: int) -> bytes:
+        """Return value, optimizer state and momenta of a chunk, for torch.load(weights_only=True).
 
-    def state(self, chunk: int) -> bytes:
-        """Its optimizer's state, as a checkpoint has it, to be opened in the same way."""
-        return _bytes_of(self.updaters[chunk].state())
+        Args:
+            chunk: Number of the chunk.
+        """
+        return _serialize({"value": self.value(chunk), **self.optimizers[chunk].full_state()})
 
-    def load(self, chunk: int, data: Any) -> None:
-        """Takes over what `saved` gave."""
+    def optimizer_state(self, chunk: int) -> bytes:
+        """Return the optimizer state of a chunk as in a checkpoint, for torch.load(weights_only=True).
+
+        Args:
+            chunk: Number of the chunk.
+        """
+        return _serialize(self.optimizers[chunk].state())
+
+    def deserialize(self, chunk: int, data: Any) -> None:
+        """Restore what `serialize` returned.
+
+        Args:
+            chunk: Number of the chunk.
+            data: The bytes.
+
+        Raises:
+            TrainingError: The chunk has another size here.
+        """
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         if content["value"].numel() != self.chunks[chunk].elements:
-            raise TrainingError(f"chunk {chunk} does not fit: {content['value'].numel()} elements")
-        self.set(chunk, raw(content["value"].contiguous()), replace=True)
-        self.updaters[chunk].take_over(content)
+            raise TrainingError(
+                f"chunk {chunk} has {content['value'].numel()} elements, expected {self.chunks[chunk].elements}"
+            )
+        self.set_value(chunk, as_memoryview(content["value"].contiguous()), replace=True)
+        self.optimizers[chunk].restore_full_state(content)
 
-    def restore(self, chunk: int, data: Any) -> None:
-        """Takes over an optimizer's state of the chunk."""
-        self.updaters[chunk].restore(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    def set_optimizer_state(self, chunk: int, data: Any) -> None:
+        """Set the optimizer state of a chunk.
+
+        Args:
+            chunk: Number of the chunk.
+            data: What `optimizer_state` returned, or the same of a checkpoint.
+        """
+        self.optimizers[chunk].restore(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))

@@ -1,10 +1,8 @@
-"""One shard of the parameters on the server that is in charge of it: tables, the workers that are there, and the replica."""
+"""Service of one shard of the parameters: its workers, tables, collectives and replication."""
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,626 +11,315 @@ import msgspec
 import psutil
 import torch
 
-from distrib.errors import DistribError
 from distrib.strategy import Strategy
-from distrib.training.parameter_server.server_collectives import Gathering
-from distrib.training.parameter_server.server_table import Description, Pool, Table, raw
-from distrib.training.parameter_server.shared_memory import Shared
-from distrib.training.parameter_server.transport import (
-    APPLIED,
-    FINAL,
-    MORE,
-    SHARED,
-    Connection,
-    Frame,
-    Kind,
-    packed,
-    unpacked,
-)
-from distrib.training.parameter_server.update_rules import Answer, Apply, Effect
+from distrib.training.parameter_server.membership import Membership
+from distrib.training.parameter_server.replication import ReplicationSource, ReplicationTarget
+from distrib.training.parameter_server.server_collectives import AllGatherRounds, StoredResults
+from distrib.training.parameter_server.server_table import BufferPool, ServerTable, TableDescription
+from distrib.training.parameter_server.table_requests import TableRequests
+from distrib.training.parameter_server.transport import APPLIED, FINAL, Connection, Frame, FrameKind, encode
 from distrib.units import format_size
 
-DROP_SECONDS = 5.0
-"""How long the others wait for a worker whose connection is gone."""
 
-START_SECONDS = 1800.0
-"""How long they wait for one that has never called, as ranks do in mode sync: it may read its data first. Of those that have died the
-launcher tells."""
+class ShardService:
+    """One shard on the server that is its primary or stores its replica.
 
+    Args:
+        shard: Number of the shard.
+        workers: Number of workers; 0 for a replica, which learns the members from the primary.
+        strategy: The settings of the job.
+        pool: Memory for gradients.
+    """
 
-class Part:
-    """Shard number `shard` of the parameters, and who trains it."""
-
-    def __init__(self, shard: int, workers: int, servers: int, strategy: Strategy, pool: Pool) -> None:
-        self.shard, self.servers, self.strategy = shard, servers, strategy
+    def __init__(self, shard: int, workers: int, strategy: Strategy, pool: BufferPool) -> None:
+        self.shard, self.strategy, self.pool = shard, strategy, pool
         self.epoch = 0
-        self.in_charge = False
-        self.anyone = False
-        """Whether any worker may say what a table is: all have agreed on it before."""
-        self.tables: dict[int, Table] = {}
-        self.over: set[int] = set()
-        """Tables that are trained no more. A substitute still passes through them, and trains a copy of its own."""
-        self._users: dict[int, set[int]] = {}  # by table, the workers that have not said so yet
-        self._staleness: Counter[int] = Counter()  # of tables that are gone
-        self.members = set(range(workers))
-        self.substitutes: set[int] = set()
-        """Workers that were started again: their gradients count, but they are in another place of the script."""
-        self.main = 0, 0
-        """How often the worker that prints and saves was another one, and which it is. Decided for shard 0."""
-        self.pool = pool
-        self.follower: Connection | None = None
-        self._awaits_follower = False
-        self._there: dict[int, Connection] = {}
-        self._lives: dict[int, str] = {}
-        self._groups: dict[int, int] = {}  # under which number the workers of a host push that push as one
-        self._speakers: dict[int, int] = {}  # and the worker of each that did so last
-        self._gone = dict.fromkeys(range(workers), time.monotonic() + START_SECONDS - DROP_SECONDS)
-        self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first member
-        self._pulls: dict[tuple[int, int], list[tuple[int, Frame]]] = {}  # by table and chunk, until it has a value
-        self._shared: dict[tuple[int, int], Shared] = {}  # memory of workers on this host, by worker and table
-        self.kept: dict[int, list[Any]] = {}  # what main has read for all, in pieces
-        self._keeping: dict[tuple[int | None, int], dict[int, Any]] = {}  # what is not whole yet, by who brings it
-        self._fetches: list[tuple[int, Frame]] = []
-        self._dead: set[int] = set()  # workers of which the launcher says that they have died
-        self._main_is_lost = False
-        self._left: set[int] = set()
-        self._gathered: set[int] = set()
-        """Who has come to what all do together since it trained or was lost, member or not."""
-        self._gathering = Gathering(self._gatherers)
-        self._asked: dict[int, int] = {}  # the round of the gathering that each worker waits for
-        self._requests: dict[int, int] = {}  # and the number of its request
-        self._log: tuple[Frame, Any] | None = None  # the first half of an entry
-        self.notes: list[str] = []
+        """Number of times that a server took over the shard. A worker follows the server with the highest."""
+        self.is_primary = False
+        self.target: ReplicationTarget | None = None
+        """The replica's side of the replication; None on a primary."""
+        self.any_describes = False
+        """True if any worker may describe a table and give first values, as all have agreed on them before."""
+        self.tables: dict[int, ServerTable] = {}
+        self.retired: set[int] = set()
+        """Tables that are trained no more. A replacement worker still prepares them, and trains copies of its own."""
+        self.membership = Membership(shard, workers)
+        self.results = StoredResults()
+        self.rounds = AllGatherRounds(self.membership.gatherers)
+        self.replication = ReplicationSource(self.tables, self.retired, self.results, self.membership)
+        self.requests = TableRequests(self.tables, self.membership, self.rounds, self.replication, pool)
+        self.replication.run = self.requests.run
+        self._users: dict[int, set[int]] = {}  # by table, the workers that have not retired it
+        self._retired_staleness: Counter[int] = Counter()
+        self._descriptions: list[tuple[int, Frame, bytes]] = []  # that wait for that of the first worker
 
     @property
-    def is_whole(self) -> bool:
-        """Whether anything is trained, or was, and all of it has its first values."""
-        return bool(self.tables or self.over) and all(table.is_set for table in self.tables.values())
+    def is_complete(self) -> bool:
+        """True if a table was described, and all tables have their first values."""
+        return bool(self.tables or self.retired) and all(table.is_set for table in self.tables.values())
 
-    # -- who is there -------------------------------------------------------------------------------------------------
+    def expect_reconnection(self) -> None:
+        """Expect workers that know this shard from another server or an earlier process."""
+        self.any_describes = True
+        self.membership.expect_reconnection()
 
-    def welcome(self, worker: int, hello: dict[str, Any], connection: Connection) -> None:
-        """A worker has called; its connection before is lost. Its `life` tells one that was started anew from one that was cut off."""
-        life, again = hello["life"], hello["again"]
-        if self._lives.get(worker, None if again else life) != life:
-            self._drop(worker, is_lost=True)
-            self._groups.pop(worker, None)
-        if again:
-            self._replace(worker)
-        self._dead.discard(worker)
-        self._lives[worker] = life
-        self._there[worker] = connection
-        self._gone.pop(worker, None)
-        self._asked.pop(worker, None)
-        for waiting in self._pulls.values():
-            waiting[:] = [(who, frame) for who, frame in waiting if who != worker]
-        self._fetches = [(who, frame) for who, frame in self._fetches if who != worker]
-        self._forget_shared(worker)
+    def become_primary(self, epoch: int) -> None:
+        """Take over the shard. Members that do not connect are soon removed.
+
+        Args:
+            epoch: The new epoch, higher than any that a worker knows.
+        """
+        self.epoch, self.is_primary, self.target = epoch, True, None
+        self.expect_reconnection()
+        for table in self.tables.values():
+            table.controller.members = self.membership.push_ids()
+
+    def tick(self, now: float) -> None:
+        """Stop waiting for workers that were disconnected for too long.
+
+        Args:
+            now: Seconds of the monotonic clock.
+        """
+        for worker in self.membership.overdue(now):
+            self._remove(worker, lost=True)
+            self.membership.notes.append(f"worker rank {worker} is lost; the other workers continue without it")
+
+    # -- workers that connect and leave --------------------------------------------------------------------------------
+
+    def on_connected(self, worker: int, hello: dict[str, Any], connection: Connection) -> None:
+        """Welcome a worker.
+
+        Args:
+            worker: Rank of the worker.
+            hello: Its introduction.
+            connection: Its connection, which replaces an earlier one.
+        """
+        membership, restarted = self.membership, hello["restarted"]
+        if membership.is_new_incarnation(worker, hello["incarnation"], restarted=restarted):
+            self._remove(worker, lost=True)
+            membership.groups.pop(worker, None)
+        if restarted:
+            membership.replacements.add(worker)
+            for table in self.tables.values():  # its own schedule is at its beginning
+                table.options[worker] = table.last_options
+        membership.connect(worker, hello["incarnation"], connection)
+        self.rounds.forget_request(worker)
+        self.results.forget_requests(worker)
+        self.requests.forget_worker(worker)
         for number in self._users.keys() | set(hello["tables"]):
             users = self._users.setdefault(number, set())
             (users.add if number in hello["tables"] else users.discard)(worker)
-        known = hello["main"][0], hello["main"][1]
-        if known > self.main:  # the server that was in charge before has chosen it
-            self._make_main(*known)
-        self._choose_main()
-        if not self.tables and not self.over and not self.anyone and not again:
-            self.members.add(worker)  # it was cut off before there was anything to train
-        connection.send(
-            Frame(Kind.WELCOME),
-            packed(
-                {
-                    "member": worker in self.members,
-                    "epoch": self.epoch,
-                    "round": self._gathering.newest(),
-                    "tables": [table.number for table in self.tables.values() if table.is_set],
-                    "main": self.main,
-                    "kept": sorted(self.kept),
-                }
-            ),
-        )
+        known_main = hello["main"][0], hello["main"][1]
+        if known_main > membership.main:  # another server was primary, and has chosen it
+            membership.set_main(*known_main)
+        membership.choose_main()
+        if not self.tables and not self.retired and not self.any_describes and not restarted:
+            membership.members.add(worker)  # it was disconnected before there was anything to train
+        welcome = {
+            "member": worker in membership.members,
+            "epoch": self.epoch,
+            "round": self.rounds.next_round(),
+            "tables": [table.number for table in self.tables.values() if table.is_set],
+            "main": membership.main,
+            "results": sorted(self.results.pieces),
+        }
+        connection.send(Frame(FrameKind.WELCOME), encode(welcome))
 
-    def _replace(self, worker: int) -> None:
-        """A worker is a substitute from now on: it goes by the settings of the others, as its schedule is at its beginning."""
-        self.substitutes.add(worker)
-        for table in self.tables.values():
-            table.options[worker] = table.last_options
+    def on_disconnected(self, worker: int, connection: Connection) -> None:
+        """Record that a worker's connection is lost; the worker may return.
 
-    def lose(self, worker: int, connection: Connection) -> None:
-        """A worker's connection is gone; the worker may come back."""
-        if self._there.get(worker) is connection:
-            del self._there[worker]
-            self._forget_shared(worker)
-            if worker in self._dead:
-                self._drop(worker, is_lost=True)
-            elif worker in self.members | self._gathered or (worker == self.main[1] and worker not in self._left):
-                self._gone[worker] = time.monotonic()
-
-    def give_up(self, worker: int) -> None:
-        """The launcher says that the worker has died: nobody need wait for it to call."""
-        if worker in self._there:
-            self._dead.add(worker)  # its connection will break in a moment, unless it has been started again already
-        else:
-            self._drop(worker, is_lost=True)
-
-    def _forget_shared(self, worker: int) -> None:
-        self._shared = {key: shared for key, shared in self._shared.items() if key[0] != worker}
-
-    def tick(self, now: float) -> None:
-        """Stops waiting for workers that have been gone for too long."""
-        for worker in [worker for worker, since in self._gone.items() if now - since > DROP_SECONDS]:
-            self._drop(worker, is_lost=True)
-            self.notes.append(f"worker rank {worker} is gone; the others go on without it")
-
-    def _drop(self, worker: int, *, is_lost: bool = False, comes_back: bool = False) -> None:
-        gave_values = worker == self._main() and not self.anyone
-        self._gone.pop(worker, None)
-        self.members.discard(worker)
-        if not comes_back:  # one that does may be in the middle of what all do together, where it needs no other server
-            self._gathered.discard(worker)
-        for table in self.tables.values():
-            self._wait_for_members(table, come_back=comes_back)
-        self._main_is_lost |= is_lost and worker == self.main[1] and worker not in self._left
-        self._choose_main()
-        self._tell_rounds()
-        self.tell_members()
-        self._describe_all()
-        for table in self.tables.values():
-            if gave_values and not table.is_set:
-                refusal = packed(
-                    f"worker rank {worker} is gone before the parameters had their first values; start again"
-                )
-                for other in self.members:
-                    self._send(other, Frame(Kind.REFUSED), refusal)
-        self._end_tables()
-
-    def _pusher(self, worker: int) -> int:
-        """The number under which what this worker pushes is counted: its own, or that of its host's workers together."""
-        return self._groups.get(worker, worker)
-
-    def _wait_for_members(self, table: Table, *, come_back: bool = False) -> None:
-        """Those that are no members any more are not waited for; what they have pushed may be committed yet if they `come_back`."""
-        wanted = set() if table.number in self.over else {self._pusher(worker) for worker in self.members}
-        gone = table.shard.members - wanted
-        table.shard.members |= wanted
-        for pusher in gone:
-            self._carry_out(table, table.shard.excuse(pusher) if come_back else table.shard.drop(pusher))
-
-    def _choose_main(self) -> None:
-        """When main is lost, the first worker is main that is there and has been from the start.
-
-        One that has left stays main, as what it had to print and save is done, until somebody waits for what main has to say.
-        One that comes back does not become it again.
-        One that only cannot reach another server stays it, too: the others may not reach that server either.
+        Args:
+            worker: Rank of the worker.
+            connection: The connection.
         """
-        there = self._there.keys() - self.substitutes - self._left
-        if self.shard or not self._main_is_lost or not there:
-            return
-        self._main_is_lost = False
-        self._make_main(self.main[0] + 1, min(there & self.members or there))
-        self.notes.append(f"worker rank {self.main[1]} prints and saves now")
+        if self.membership.connections.get(worker) is connection:
+            del self.membership.connections[worker]
+            self.requests.forget_memory(worker)
+            if worker in self.membership.dead:
+                self._remove(worker, lost=True)
+            else:
+                self.membership.disconnect(worker)
 
-    def _make_main(self, number: int, main: int) -> None:
-        self.main = number, main
-        for worker in self._there:
-            self._send(worker, Frame(Kind.MAIN, step=main, version=number))
+    def on_worker_died(self, worker: int) -> None:
+        """Stop waiting for a worker that the launcher has reported dead.
 
-    # -- what workers ask ---------------------------------------------------------------------------------------------
-
-    def room(self, frame: Frame) -> torch.Tensor:
-        """Memory for a gradient that is about to come."""
-        table = self.tables.get(frame.table)
-        if table is None or frame.chunk not in table.chunks or frame.length != table.wire_bytes(frame.chunk):
-            raise DistribError(f"a gradient of {frame.length} bytes for chunk {frame.chunk} of table {frame.table}")
-        return self.pool.take(frame.length)
-
-    def hear(self, worker: int, frame: Frame, payload: Any) -> None:
-        """Does what a worker's frame asks for. A PUSH's payload is its gradient's tensor."""
-        if of_part := ASKED_OF_PART.get(frame.kind):
-            of_part(self, worker, frame, payload)
-        elif of_table := ASKED_OF_TABLES.get(frame.kind):
-            if (table := self.tables.get(frame.table)) is None:
-                raise DistribError(f"{frame.kind.name} for table {frame.table}, which nobody has described")
-            of_table(self, table, worker, frame, payload)
+        Args:
+            worker: Rank of the worker.
+        """
+        if worker in self.membership.connections:
+            self.membership.dead.add(worker)  # its connection breaks in a moment, unless it was restarted already
         else:
-            raise DistribError(f"a frame {frame.kind.name}, which no worker sends")
+            self._remove(worker, lost=True)
 
-    def _present(self) -> set[int]:
-        """The members but for substitutes; where all have lost another server nobody is one, and yet they come."""
-        return (self.members - self.substitutes) or (self._there.keys() - self._left - self.substitutes)
+    def _remove(self, worker: int, *, lost: bool = False, suspended: bool = False) -> None:
+        gave_first_values = worker == self.membership.first() and not self.any_describes
+        self.membership.remove(worker, lost=lost, suspended=suspended)
+        for table in self.tables.values():
+            self._update_members(table, keep_pending=suspended)
+        self._answer_rounds()
+        self.replication.send_members()
+        self._describe_all()
+        if gave_first_values and not all(table.is_set for table in self.tables.values()):
+            for other in self.membership.members:
+                self.membership.refuse(
+                    other,
+                    f"worker rank {worker} was lost before the parameters had their first values; restart the job",
+                )
+        self._drop_retired()
 
-    def _gatherers(self) -> set[int]:
-        """Who is waited for in what all do together."""
-        return self._present() | (self._gathered - self.substitutes)
+    def _update_members(self, table: ServerTable, *, keep_pending: bool = False) -> None:
+        wanted = set() if table.number in self.retired else self.membership.push_ids()
+        removed = table.controller.members - wanted
+        table.controller.members |= wanted
+        for push_id in removed:
+            self.requests.run(table, table.controller.remove_member(push_id, keep_pending=keep_pending))
 
-    def _gather(self, worker: int, frame: Frame, payload: Any) -> None:
-        self._gathered.add(worker)
-        self._gathering.bring(worker, frame.version, payload)
-        self._asked[worker] = frame.version
-        self._requests[worker] = frame.step
-        self._tell_rounds()
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _keep_again(self, worker: int, frame: Frame, payload: Any) -> None:
-        flags = FINAL if frame.version in self.kept else self._keep(worker, frame, payload)
-        self._send(worker, Frame(Kind.DONE, flags, step=frame.step))
+    def allocate_gradient(self, frame: Frame) -> torch.Tensor:
+        """Return memory for the gradient of a PUSH that is about to be received.
+
+        Args:
+            frame: Its header.
+
+        Raises:
+            DistribError: There is no such chunk, or its size differs.
+        """
+        return self.requests.allocate_gradient(frame)
+
+    def on_frame(self, worker: int, frame: Frame, payload: Any) -> None:
+        """Handle a worker's request.
+
+        Args:
+            worker: Rank of the worker.
+            frame: Its header.
+            payload: Its payload; for a PUSH the gradient, as a tensor.
+
+        Raises:
+            DistribError: The request is invalid.
+        """
+        if handler := _HANDLERS.get(frame.kind):
+            handler(self, worker, frame, payload)
+        else:
+            self.requests.handle(worker, frame, payload)
+
+    def _all_gather(self, worker: int, frame: Frame, payload: Any) -> None:
+        self.membership.gathered.add(worker)
+        self.rounds.contribute(worker, frame.version, frame.step, payload)
+        self._answer_rounds()
+
+    def _answer_rounds(self) -> None:
+        for worker, reply, data in self.rounds.replies():
+            self.membership.send(worker, reply, data)
+
+    def _store(self, worker: int, frame: Frame, payload: Any) -> None:
+        flags = FINAL
+        if frame.version not in self.results.pieces:
+            flags = FINAL | APPLIED if self.results.store(worker, frame, payload) else 0
+            if flags:
+                self.replication.send_result(frame.version)
+                self._answer_fetches()
+        self.membership.send(worker, Frame(FrameKind.DONE, flags, step=frame.step))
 
     def _fetch(self, worker: int, frame: Frame, payload: Any) -> None:
-        self._fetches.append((worker, frame))
+        self.results.fetch(worker, frame)
         self._answer_fetches()
+
+    def _answer_fetches(self) -> None:
+        for worker, reply, piece in self.results.replies():
+            self.membership.send(worker, reply, piece)
+        if self.results.awaited:
+            self.membership.replace_main_if_left()
 
     def _suspend(self, worker: int, frame: Frame, payload: Any) -> None:
-        if self.is_whole:  # else it may yet give the first values
-            self._drop(worker, comes_back=True)
+        if self.is_complete:  # else it may yet give the first values
+            self._remove(worker, suspended=True)
 
-    def _group(self, worker: int, frame: Frame, payload: Any) -> None:
-        self._groups[worker] = frame.version
+    def _set_group(self, worker: int, frame: Frame, payload: Any) -> None:
+        self.membership.groups[worker] = frame.version
         for table in self.tables.values():
-            self._wait_for_members(table)
-        self.tell_members()
+            self._update_members(table)
+        self.replication.send_members()
 
     def _leave(self, worker: int, frame: Frame, payload: Any) -> None:
-        self._left.add(worker)
-        self._drop(worker)
+        self.membership.left.add(worker)
+        self._remove(worker)
         self._answer_fetches()
-        self._reply(worker, frame)
+        self.membership.reply(worker, frame)
 
-    def _tell_statistics(self, worker: int, frame: Frame, payload: Any) -> None:
-        counts = sum((table.staleness for table in self.tables.values()), self._staleness)
-        self._reply(worker, frame, packed({str(staleness): count for staleness, count in counts.items()}))
+    def _statistics(self, worker: int, frame: Frame, payload: Any) -> None:
+        counts = sum((table.staleness for table in self.tables.values()), self._retired_staleness)
+        self.membership.reply(worker, frame, encode({str(staleness): count for staleness, count in counts.items()}))
 
-    def _hear_description(self, worker: int, frame: Frame, payload: Any) -> None:
+    def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
         self._descriptions.append((worker, frame, bytes(payload)))
         self._describe_all()
 
-    def _retire(self, worker: int, frame: Frame, payload: Any) -> None:
-        self._users.get(frame.table, set()).discard(worker)
-        if worker not in self.substitutes:  # the others have met before they say so, and none of them trains it
-            self.over.add(frame.table)
-            if table := self.tables.get(frame.table):
-                self._wait_for_members(table)
-        self._end_tables()
-        self._reply(worker, frame)
-
-    def _end_tables(self) -> None:
-        """Forgets what is trained no more once nobody has it. Who was away so long describes it anew when it calls."""
-        for number in self.over & self.tables.keys():
-            if self._users.get(number, set()).isdisjoint(self.members | self._there.keys()):
-                self._staleness += self.tables.pop(number).staleness
-                self._shared = {key: shared for key, shared in self._shared.items() if key[1] != number}
-                self.pool.clear()
-                if self.follower:
-                    self.follower.send(Frame(Kind.RETIRE, table=number))
-
-    def _push(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        if frame.flags & SHARED:
-            payload = self._shared[worker, frame.table].gradients[frame.chunk]
-        final, pusher = bool(frame.flags & FINAL), self._pusher(worker)
-        self._speakers[pusher] = worker
-        # Who waits in a round may have a neighbour who trains, or older pushes on their way.
-        trains = {other for other in self._gathered - self._asked.keys() if self._pusher(other) == pusher}
-        self._gathered -= trains
-        self._carry_out(
-            table,
-            table.shard.push(
-                pusher,
-                frame.chunk,
-                frame.step,
-                frame.version,
-                payload,
-                final=final,
-                weight=frame.weight,
-                mark=frame.mark,
-            ),
-        )
-
-    def _commit(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._carry_out(table, table.shard.commit(self._pusher(worker), frame.step, unpacked(payload)))
-
-    def _pull(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._pulls.setdefault((table.number, frame.chunk), []).append((worker, frame))
-        self._answer_pulls(table, frame.chunk)
-
-    def _share(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        sizes = {chunk: table.wire_bytes(chunk) for chunk in table.chunks}
-        with contextlib.suppress(OSError, KeyError, ValueError):
-            self._shared[worker, table.number] = Shared(unpacked(payload), sizes)
-        self._reply(worker, frame, packed((worker, table.number) in self._shared))
-
-    def _set_options(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        if worker not in self.substitutes:
-            table.last_options = unpacked(payload)
-            for one in (worker, *self.substitutes):
-                table.options[one] = table.last_options
-
-    def _set_values(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        """The first values, of which one worker's are enough, or with FINAL those that replace all before."""
-        table.set(frame.chunk, payload, replace=bool(frame.flags & FINAL))
-        self._send_state(table, frame.chunk)
-        self._answer_pulls(table, frame.chunk)
-        self._reply(worker, frame)
-
-    def _give_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._reply(worker, frame, table.state(frame.chunk))
-
-    def _take_state(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        table.restore(frame.chunk, payload)
-        self._send_state(table, frame.chunk)
-        self._reply(worker, frame)
-
-    def _tell_newest(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self._reply(worker, frame, packed((table.shard.newest(), table.shard.newest(self._pusher(worker)))))
-
-    def _join(self, table: Table, worker: int, frame: Frame, payload: Any) -> None:
-        self.members.add(worker)
-        self._carry_out(table, table.shard.join(self._pusher(worker), frame.version))
-        self._reply(worker, frame)
-        self.tell_members()
-
-    def _reply(self, worker: int, frame: Frame, payload: Any = b"") -> None:
-        self._send(worker, Frame(Kind.DONE, table=frame.table, chunk=frame.chunk, step=frame.step), payload)
-
-    def _send(self, worker: int, frame: Frame, payload: Any = b"", **how: Any) -> None:
-        if connection := self._there.get(worker):
-            connection.send(frame, payload, **how)
-
     def _describe_all(self) -> None:
-        """A table is what the first of the members says it is; the others have to agree."""
-        while waiting := [
-            said
-            for said in self._descriptions
-            if said[1].table in self.tables.keys() | self.over or self.anyone or said[0] == self._main()
+        """Create a table as the first worker describes it; the descriptions of other workers must be equal."""
+        while ready := [
+            waiting
+            for waiting in self._descriptions
+            if self.any_describes
+            or waiting[0] == self.membership.first()
+            or waiting[1].table in self.tables.keys() | self.retired
         ]:
-            self._descriptions.remove(waiting[0])
-            self._describe(*waiting[0])
+            self._descriptions.remove(ready[0])
+            self._check_description(*ready[0])
 
-    def _main(self) -> int | None:
-        return min(self._present(), default=None)
-
-    def _describe(self, worker: int, frame: Frame, payload: Any) -> None:
-        description = msgspec.json.decode(payload, type=Description)
-        table, is_over = self.tables.get(frame.table), frame.table in self.over
+    def _check_description(self, worker: int, frame: Frame, payload: bytes) -> None:
+        description = msgspec.json.decode(payload, type=TableDescription)
+        is_retired = frame.table in self.retired
         self._users.setdefault(frame.table, set()).add(worker)
-        if table is None:
-            pushers = set() if is_over else {self._pusher(member) for member in self.members}
-            table = Table(frame.table, description, self.shard, pushers, self.strategy, self.pool)
+        if (table := self.tables.get(frame.table)) is None:
+            push_ids = set() if is_retired else self.membership.push_ids()
+            table = ServerTable(frame.table, description, self.shard, push_ids, self.strategy, self.pool)
             needed, free = table.memory_bytes(), psutil.virtual_memory().available
             if needed > free:
                 where = f"parameter server {self.shard} on {socket.gethostname()}"
-                what = f"{where} needs {format_size(needed)} for its part of the model and has {format_size(free)} free"
-                refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
-                self._send(worker, refusal, packed(f"{what}; use more servers (--servers) or larger hosts"))
+                self.membership.refuse(
+                    worker,
+                    f"{where} needs {format_size(needed)} of memory for its shard, {format_size(free)} are free; "
+                    "use more servers (--servers) or larger hosts",
+                )
                 return
             self.tables[frame.table] = table
-            self._begin_replica(table)
-        elif why := table.description.differs(description):
-            refusal = Frame(Kind.REFUSED, table=frame.table, step=frame.step)
-            self._send(
-                worker,
-                refusal,
-                packed(
-                    f"worker rank {worker} has another model or optimizer than the others: {why}; make the same everywhere"
-                ),
-            )
+            self.replication.add_table(table)
+        elif difference := table.description.difference(description):
+            reason = f"worker rank {worker} has another model or optimizer than the other workers: {difference}"
+            self.membership.refuse(worker, f"{reason}; create the same on every rank")
             return
-        self._reply(worker, frame, packed({"give": not table.is_set and (is_over or worker == self._main())}))
+        gives_values = not table.is_set and (is_retired or worker == self.membership.first())
+        self.membership.reply(worker, frame, encode({"give": gives_values}))
 
-    def _answer_pulls(self, table: Table, chunk: int) -> None:
-        if chunk not in table.updaters:
-            return
-        for worker, frame in self._pulls.pop((table.number, chunk), []):
-            answer = Frame(Kind.DONE, 0, frame.table, chunk, frame.step, table.shard.version(chunk))
-            self._send(worker, answer, table.copied(chunk), priority=chunk)
+    def _retire(self, worker: int, frame: Frame, payload: Any) -> None:
+        self._users.get(frame.table, set()).discard(worker)
+        if worker not in self.membership.replacements:  # the others have met before, and none of them trains it
+            self.retired.add(frame.table)
+            if table := self.tables.get(frame.table):
+                self._update_members(table)
+        self._drop_retired()
+        self.membership.reply(worker, frame)
 
-    def _answer_fetches(self) -> None:
-        waiting, self._fetches = self._fetches, []
-        for worker, frame in waiting:
-            if (kept := self.kept.get(frame.version)) is not None:
-                answer = Frame(Kind.DONE, 0, 0, frame.chunk, frame.step, frame.version, len(kept))
-                self._send(worker, answer, kept[frame.chunk])
-            else:
-                if self.main[1] in self._left:  # and never says what this worker waits for
-                    self._main_is_lost = True
-                    self._choose_main()
-                self._fetches.append((worker, frame))
-
-    def _keep(self, worker: int | None, frame: Frame, payload: Any) -> int:
-        """A piece of what main has read for all, or of the primary's copy; the flags of the answer say whether it was the last."""
-        pieces = self._keeping.setdefault((worker, frame.version), {})
-        pieces[frame.chunk] = payload
-        if len(pieces) < frame.weight:
-            return 0
-        del self._keeping[worker, frame.version]
-        self.kept[frame.version] = [pieces[number] for number in range(frame.weight)]
-        self._send_kept(frame.version)
-        self._answer_fetches()
-        return FINAL | APPLIED
-
-    # -- rounds of all workers ----------------------------------------------------------------------------------------
-
-    def _tell_rounds(self) -> None:
-        results = self._gathering.complete()
-        bodies: dict[int, bytes] = {}  # the same for all who asked: there may be many, and much in it
-        for worker, number in list(self._asked.items()):
-            if (parts := results.get(number)) is not None:
-                del self._asked[worker]
-                if number not in bodies:
-                    index = [[who, len(parts[who])] for who in sorted(parts)]
-                    head = packed(index)
-                    bodies[number] = b"".join([len(head).to_bytes(4, "big"), head, *(parts[who] for who, _ in index)])
-                self._send(worker, Frame(Kind.DONE, step=self._requests[worker]), bodies[number])
-
-    # -- effects --------------------------------------------------------------------------------------------------------
-
-    def _carry_out(self, table: Table, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Apply) and not any(update.weight for update in effect.updates):
-                for update in effect.updates:  # everybody has left out this step, which is counted and changes nothing
-                    self.pool.give(update.gradient)
-                if self.follower:
-                    self._replicate(table, effect, b"", {}, None)
-            elif isinstance(effect, Apply):
-                pusher = effect.updates[0].worker
-                settings = table.options.get(self._speakers.get(pusher, pusher))
-                gradient, options, memory = table.effective(effect.chunk, effect.updates, settings)
-                table.apply(effect.chunk, gradient, options)
-                if self.follower:
-                    self._replicate(table, effect, raw(gradient), options, memory)
-                else:
-                    table.give_back(memory)
-            elif isinstance(effect, Answer):
-                speaker = self._speakers.get(effect.worker, effect.worker)
-                if connection := self._there.get(speaker):
-                    self._answer(table, effect, speaker, connection)
-            else:
-                self.pool.give(effect.gradient)
-
-    def _answer(self, table: Table, answer: Answer, speaker: int, connection: Connection) -> None:
-        chunk, flags = answer.chunk, APPLIED if answer.applied else 0
-        payload, sent = None, None
-        if shared := self._shared.get((speaker, table.number)):
-            table.publish_into(chunk, answer.worker, shared.values[chunk])
-            flags |= SHARED
-        else:
-            payload, sent = table.publish(chunk, answer.worker)
-        frame = Frame(Kind.VALUE, flags, table.number, chunk, answer.step, table.shard.version(chunk))
-        connection.send(frame, payload or b"", priority=chunk, sent=sent)
-
-    # -- the replica: this server's side --------------------------------------------------------------------------------
-
-    def lose_follower(self) -> None:
-        """The replica is gone. Tables that are new meanwhile wait for another, too, or for leave to go on without."""
-        self.follower, self._awaits_follower = None, True
-
-    def await_follower(self) -> None:
-        """Nobody is answered before there is a replica, or it is agreed that there is none."""
-        self._awaits_follower = True
-        for table in self.tables.values():
-            table.shard.replicate(table.shard.index)
-
-    def follow(self, follower: Connection | None) -> None:
-        """From now on `follower` gets all that this part learns; None: nobody does, and nobody is waited for."""
-        self.follower, self._awaits_follower = follower, False
-        for number in self.over:
-            if follower:
-                follower.send(Frame(Kind.RETIRE, table=number))
-        for table in self.tables.values():
-            self._begin_replica(table)
-        for number in self.kept:
-            self._send_kept(number)
-
-    def _begin_replica(self, table: Table) -> None:
-        if self.follower is None:
-            self._carry_out(table, table.shard.replicate(-1 if self._awaits_follower else None))
-            return
-        state = table.shard.state()
-        about = {"description": msgspec.to_builtins(table.description), "shard": state}
-        self.follower.send(Frame(Kind.STATE, MORE, table.number), packed(about))
-        for chunk in table.updaters:
-            self._send_state(table, chunk)
-        self.follower.send(
-            Frame(Kind.STATE, APPLIED, table.number, step=state["index"])
-        )  # asks for a word that it is there
-        table.shard.replicate(
-            min(-1 if table.shard.replicated_to is None else table.shard.replicated_to, state["index"])
-        )
-
-    def _send_state(self, table: Table, chunk: int) -> None:
-        if self.follower:
-            self.follower.send(Frame(Kind.STATE, 0, table.number, chunk), table.saved(chunk))
-
-    def _send_kept(self, number: int) -> None:
-        if self.follower:
-            for piece, content in enumerate(kept := self.kept[number]):
-                frame = Frame(Kind.STATE, SHARED, chunk=piece, version=number, weight=len(kept))
-                self.follower.send(frame, content)
-
-    def tell_members(self) -> None:
-        """Tells the replica who is waited for."""
-        if self.follower:
-            groups = [[worker, group] for worker, group in self._groups.items()]
-            self.follower.send(Frame(Kind.STATE, FINAL), packed({"members": sorted(self.members), "groups": groups}))
-
-    def _replicate(
-        self, table: Table, entry: Apply, gradient: Any, options: dict[str, Any], memory: torch.Tensor | None
-    ) -> None:
-        assert self.follower
-        about = {"updates": [[u.worker, u.step, u.mark] for u in entry.updates], "options": options}
-        frame = Frame(Kind.LOG, MORE, table.number, entry.chunk, entry.entry, entry.version)
-        self.follower.send(frame, packed(about))
-        self.follower.send(frame._replace(flags=0), gradient, sent=lambda: table.give_back(memory))
-
-    def acknowledge(self, frame: Frame) -> None:
-        """The replica has an entry."""
-        if table := self.tables.get(frame.table):
-            self._carry_out(table, table.shard.replicate(frame.step))
-
-    # -- the replica: the other side --------------------------------------------------------------------------------------
-
-    def learn(self, frame: Frame, payload: Any, primary: Connection) -> None:
-        """As a replica: takes over what the primary sends."""
-        if frame.kind is Kind.STATE and frame.flags & FINAL:
-            told = unpacked(payload)
-            self.members, self._groups = set(told["members"]), dict(told["groups"])
-        elif frame.kind is Kind.STATE and frame.flags & SHARED:
-            self._keep(None, frame, payload)
-        elif frame.kind is Kind.STATE and frame.flags & MORE:
-            about = unpacked(payload)
-            description = msgspec.convert(about["description"], Description)
-            table = Table(frame.table, description, self.shard, (), self.strategy, self.pool)
-            table.shard.restore(about["shard"])
-            self.tables[frame.table] = table
-        elif frame.kind is Kind.STATE and frame.flags & APPLIED:
-            primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
-        elif frame.kind is Kind.RETIRE:
-            self.tables.pop(frame.table, None)
-            self.over.add(frame.table)
-        elif frame.kind is Kind.STATE:
-            self.tables[frame.table].load(frame.chunk, payload)
-        elif frame.flags & MORE:
-            self._log = frame, unpacked(payload)
-        elif self._log:
-            table, about = self.tables[frame.table], self._log[1]
-            updates = [(worker, step, mark) for worker, step, mark in about["updates"]]
-            if table.shard.follow(frame.chunk, updates, frame.version, frame.step) and len(payload):
-                target = table.updaters[frame.chunk].value
-                table.apply(
-                    frame.chunk, torch.frombuffer(payload, dtype=target.dtype).view(target.shape), about["options"]
-                )
-            primary.send(Frame(Kind.LOGGED, table=frame.table, step=frame.step))
-
-    def await_again(self) -> None:
-        """The workers call at once if they are there: they knew this part from another server, or an earlier one here."""
-        self.anyone = True
-        self._gone = dict.fromkeys(self.members, time.monotonic())
-
-    def take_charge(self, epoch: int) -> None:
-        """The replica is the primary from now on; members that do not call are soon dropped."""
-        self.epoch, self.in_charge = epoch, True
-        self.await_again()
-        for table in self.tables.values():
-            table.shard.members = {self._pusher(worker) for worker in self.members}
+    def _drop_retired(self) -> None:
+        """Drop tables that no worker needs. A worker that was away describes its table anew when it connects."""
+        for number in self.retired & self.tables.keys():
+            users = self._users.get(number, set())
+            if users.isdisjoint(self.membership.members | self.membership.connections.keys()):
+                self._retired_staleness += self.tables.pop(number).staleness
+                self.requests.forget_table(number)
+                self.pool.clear()
+                self.replication.send_retired(number)
 
 
-ASKED_OF_PART: dict[Kind, Callable[[Part, int, Frame, Any], None]] = {
-    Kind.GATHER: Part._gather,
-    Kind.KEEP: Part._keep_again,
-    Kind.FETCH: Part._fetch,
-    Kind.SUSPEND: Part._suspend,
-    Kind.GROUP: Part._group,
-    Kind.LEAVE: Part._leave,
-    Kind.STATISTICS: Part._tell_statistics,
-    Kind.DESCRIBE: Part._hear_description,
-    Kind.RETIRE: Part._retire,
+_HANDLERS: dict[FrameKind, Callable[[ShardService, int, Frame, Any], None]] = {
+    FrameKind.ALL_GATHER: ShardService._all_gather,
+    FrameKind.STORE: ShardService._store,
+    FrameKind.FETCH: ShardService._fetch,
+    FrameKind.SUSPEND: ShardService._suspend,
+    FrameKind.GROUP: ShardService._set_group,
+    FrameKind.LEAVE: ShardService._leave,
+    FrameKind.STATISTICS: ShardService._statistics,
+    FrameKind.DESCRIBE: ShardService._describe,
+    FrameKind.RETIRE: ShardService._retire,
 }
-ASKED_OF_TABLES: dict[Kind, Callable[[Part, Table, int, Frame, Any], None]] = {
-    Kind.PUSH: Part._push,
-    Kind.COMMIT: Part._commit,
-    Kind.PULL: Part._pull,
-    Kind.SHARE: Part._share,
-    Kind.OPTIONS: Part._set_options,
-    Kind.SET: Part._set_values,
-    Kind.GET_STATE: Part._give_state,
-    Kind.SET_STATE: Part._take_state,
-    Kind.NEWEST: Part._tell_newest,
-    Kind.JOIN: Part._join,
-}
-"""What a worker's frame asks for, of the part, or of a table that it names."""

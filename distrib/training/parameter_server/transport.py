@@ -1,8 +1,8 @@
 """Connections between workers and servers: frames over TCP, without copies, on sockets that never block.
 
-TCP, not MPI and not torch's process groups: a peer may die, be cut off and come back, and nobody else may notice. A frame is
-a header of fixed size and a payload that is received into the memory where it belongs and sent from where it
-lies. Frames that wait are sent by priority: a late frame that the next forward pass needs first overtakes.
+TCP is used, not MPI or torch's process groups, because a peer may die, be disconnected and return without effect on other
+peers. A frame is a header of fixed size and a payload, which is received into its final memory and sent from where it lies.
+Queued frames are sent by priority: a chunk that the next forward pass needs first overtakes.
 
 Both sides prove that they know the job's key (`distrib.utils.framing`) before any frame is read. Frames are neither signed nor
 encrypted, as with NCCL, Gloo and MPI, which do not authenticate at all: the network between the hosts is trusted.
@@ -28,103 +28,129 @@ from distrib.errors import TrainingError
 from distrib.units import format_size
 from distrib.utils.framing import Handshake, ProtocolError
 
-HEADER = struct.Struct("!BBHIQQHII")
+HEADER = struct.Struct("!BBHIQQHI")
 GREETING = b"dps1"
-LONGEST_BYTES = 1 << 31
-SILENCE_SECONDS = 5.0
-"""After which a peer that acknowledges nothing is taken for lost: its connection ends, the peer may call again."""
+MAX_PAYLOAD_BYTES = 1 << 31
+SILENCE_TIMEOUT_SECONDS = 5.0
+"""Time without acknowledgement after which the kernel closes a connection. The peer may connect again."""
 
-UNSENT_BYTES = 512 << 10
-"""What the kernel may hold of a connection that is not yet on the wire: all that nothing can overtake any more."""
+MAX_UNSENT_BYTES = 512 << 10
+"""Data of a connection that the kernel holds and has not sent: nothing can overtake it."""
 
-WORTHWHILE_BYTES = 128 << 10
-"""What must have arrived of a large payload before the process is woken to take it: waking costs as much as 50 KiB."""
+WAKE_UP_BYTES = 128 << 10
+"""Data of a large payload that wakes the process: a wake-up costs as much as copying 50 KiB."""
 
-TURN_BYTES = 4 << 20
-"""What is read from one connection before others have their turn."""
+READ_TURN_BYTES = 4 << 20
+"""Data that is read from one connection before other connections get their turn."""
 
 
-class Kind(enum.IntEnum):
-    """What a frame is. From workers: HELLO to RETIRE; from servers: WELCOME to MAIN; between servers: HELLO, RETIRE, STATE to LOGGED;
-    between workers of a host, those of both that they need."""
+class FrameKind(enum.IntEnum):
+    """FrameKind of a frame. Workers send HELLO to RETIRE, servers to workers WELCOME to MAIN, servers to servers HELLO, RETIRE and
+    STATE to LOG_ACK. Members of a host group and their leader use those that they need."""
 
     HELLO = 1
     DESCRIBE = 2
-    SET = 3
+    SET_VALUE = 3
     OPTIONS = 4
     PUSH = 5
     COMMIT = 6
     PULL = 7
     GET_STATE = 8
     SET_STATE = 9
-    NEWEST = 10
+    LAST_STEP = 10
     JOIN = 11
     SUSPEND = 12
-    GATHER = 13
+    ALL_GATHER = 13
     STATISTICS = 14
     LEAVE = 15
-    AGREED = 16
-    KEEP = 17
+    STORE = 17
     FETCH = 18
-    SHARE = 19
+    SHARE_MEMORY = 19
     GROUP = 20
     RETIRE = 21
     WELCOME = 32
     VALUE = 33
     DONE = 34
     REFUSED = 35
-    ALONE = 36
-    OUTSIDE = 37
+    EXCLUDED = 37
     MAIN = 38
     STATE = 49
     LOG = 50
-    LOGGED = 51
+    LOG_ACK = 51
 
 
 FINAL, APPLIED, MORE, SHARED = 1, 2, 4, 8
-"""Flags, in this order. FINAL: a PUSH needs no COMMIT; a SET replaces all values before; a STATE says who are members; what was kept is complete.
-APPLIED: the gradient counted that a VALUE answers; a table's STATE is complete; what was kept is this worker's. MORE: to a LOG or STATE. SHARED: the payload
-of a PUSH or VALUE lies in memory that both share; a STATE is what main has kept for the others. In a REFUSED, any: the worker's voice did not count."""
+"""Flags of a frame.
+
+FINAL: a PUSH needs no COMMIT; a SET_VALUE replaces values that are set; a STATE lists the members; a STORE is complete.
+APPLIED: the gradient of a VALUE was applied; the STATE of a table is complete; a STORE was this worker's.
+MORE: another frame of a LOG or STATE follows.
+SHARED: the payload of a PUSH or VALUE is in shared memory; a STATE is a stored result.
+"""
 
 
 class Frame(NamedTuple):
-    """A header. `step` is the number of the request where the frame is no push or answer to one; `weight` says of how many
-    workers a pushed gradient is the mean, and `mark` which they are; of a KEEP, and of what is fetched then, in how many
-    pieces it is, of which this is number `chunk`."""
+    """A header. `step` is the number of the request if the frame is neither a push nor a reply to one.
 
-    kind: Kind
+    `weight` is the number of workers whose mean a pushed gradient is. For STORE and FETCH, `weight` is the number of pieces and
+    `chunk` the number of this piece.
+    """
+
+    kind: FrameKind
     flags: int = 0
     table: int = 0
     chunk: int = 0
     step: int = 0
     version: int = 0
     weight: int = 1
-    mark: int = 0
     length: int = 0
 
 
 class Outgoing:
-    """A frame that waits to be sent. It may be changed, or left out (`cancelled`), until its first byte is sent."""
+    """A queued frame. Until its first byte is sent it may be changed or cancelled.
 
-    __slots__ = ("cancelled", "frame", "payload", "sent")
+    Args:
+        frame: The header.
+        payload: A buffer, sent from where it lies.
+        on_sent: Called when the frame was sent or cancelled.
+    """
 
-    def __init__(self, frame: Frame, payload: Any, sent: Callable[[], None] | None) -> None:
-        self.frame, self.payload, self.sent = frame, payload, sent
+    __slots__ = ("cancelled", "frame", "on_sent", "payload")
+
+    def __init__(self, frame: Frame, payload: Any, on_sent: Callable[[], None] | None) -> None:
+        self.frame, self.payload, self.on_sent = frame, payload, on_sent
         self.cancelled = False
 
 
-def check_size(size: int, hint: str = "use an optimizer that does not need tensors whole, such as AdamW") -> None:
-    """Raises TrainingError for what is too large for a frame: no connection would ever carry it."""
-    if size > LONGEST_BYTES:
-        limit = f"mode async sends {format_size(LONGEST_BYTES)} at most"
-        raise TrainingError(f"{format_size(size)} are to be sent in one piece: {limit}", hint=hint)
+def check_payload_size(
+    size: int, hint: str = "use an optimizer that does not need tensors whole, such as AdamW"
+) -> None:
+    """Check that a payload fits a frame.
+
+    Args:
+        size: Bytes.
+        hint: Advice for the error.
+
+    Raises:
+        TrainingError: The payload is larger than `MAX_PAYLOAD_BYTES`.
+    """
+    if size > MAX_PAYLOAD_BYTES:
+        raise TrainingError(
+            f"message too large for mode async: {format_size(size)}, expected at most {format_size(MAX_PAYLOAD_BYTES)}",
+            hint=hint,
+        )
 
 
 class Connection:
-    """One end of a connection. `OSError` and `ProtocolError` mean that it is of no more use.
+    """One end of a connection. After `OSError` or `ProtocolError` it must be closed.
 
-    `room(frame)` gives the memory for a payload, or None for memory of the frame's own; `receive(frame, payload)` gets it whole.
-    `queued` is called when there is something to send.
+    Args:
+        sock: A socket that is connected or connecting. It becomes non-blocking.
+        key: The key of the job.
+        listener: True for the side that accepted the connection.
+        allocate: Returns the memory for a frame's payload; None for new memory.
+        on_frame: Called with each frame and its complete payload.
+        on_queued: Called when there is something to send.
     """
 
     def __init__(
@@ -133,16 +159,16 @@ class Connection:
         key: bytes,
         *,
         listener: bool,
-        room: Callable[[Frame], memoryview | None],
-        receive: Callable[[Frame, Any], None],
-        queued: Callable[[], None] = lambda: None,
+        allocate: Callable[[Frame], memoryview | None],
+        on_frame: Callable[[Frame, Any], None],
+        on_queued: Callable[[], None] = lambda: None,
     ) -> None:
         sock.setblocking(False)
-        settle(sock)
+        set_tcp_options(sock)
         self.sock = sock
         self.opened = time.monotonic()
-        self._room, self._receive, self._queued = room, receive, queued
-        self._least = 1
+        self._allocate, self._on_frame, self._on_queued = allocate, on_frame, on_queued
+        self._low_water_bytes = 1
         self._handshake = Handshake(key, GREETING, listener=listener)
         self._unsent_handshake = self._handshake.opening
         self._head = memoryview(bytearray(HEADER.size))
@@ -161,25 +187,36 @@ class Connection:
     # -- out ------------------------------------------------------------------------------------------------------
 
     def send(
-        self, frame: Frame, payload: Any = b"", *, priority: int = -1, sent: Callable[[], None] | None = None
+        self, frame: Frame, payload: Any = b"", *, priority: int = -1, on_sent: Callable[[], None] | None = None
     ) -> Outgoing:
-        """Queue a frame; those of a lower `priority` go first, those of the same in their order.
+        """Queue a frame.
 
-        Raises TrainingError for what is too large for one.
+        Args:
+            frame: The header; its length is filled in.
+            payload: Bytes or a buffer, which must not change until it is sent.
+            priority: Frames of lower priority numbers go first, frames of the same in their order.
+            on_sent: Called when the frame was sent or cancelled.
+
+        Returns:
+            The queued frame.
+
+        Raises:
+            TrainingError: The payload is too large for a frame.
         """
-        outgoing = Outgoing(frame, memoryview(payload), sent)
-        check_size(len(outgoing.payload))
+        outgoing = Outgoing(frame, memoryview(payload), on_sent)
+        check_payload_size(len(outgoing.payload))
         self._count += 1
         heapq.heappush(self._queue, (priority, self._count, outgoing))
-        self._queued()
+        self._on_queued()
         return outgoing
 
     @property
-    def waits_to_send(self) -> bool:
+    def has_unsent(self) -> bool:
+        """True if there is something to send."""
         return bool(self._unsent_handshake or self._current or (self._queue and self.proven))
 
     def flush(self) -> None:
-        """Send what the socket takes."""
+        """Send as much as the socket accepts."""
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while self._unsent_handshake:
                 self._unsent_handshake = self._unsent_handshake[self.sock.send(self._unsent_handshake) :]
@@ -195,26 +232,26 @@ class Connection:
                     parts[0] = parts[0][sent:]
                 else:
                     self._current = None
-                    if outgoing.sent:
-                        outgoing.sent()
+                    if outgoing.on_sent:
+                        outgoing.on_sent()
 
     def _next(self) -> bool:
         while self._queue:
             outgoing = heapq.heappop(self._queue)[2]
             if not outgoing.cancelled:
-                outgoing.cancelled = True  # too late to change it
+                outgoing.cancelled = True  # it cannot be changed any more
                 header = HEADER.pack(*outgoing.frame[:-1], len(outgoing.payload))
                 self._current = outgoing, [memoryview(header), *([outgoing.payload] if outgoing.payload else [])]
                 return True
-            if outgoing.sent:
-                outgoing.sent()
+            if outgoing.on_sent:
+                outgoing.on_sent()
         return False
 
     # -- in -------------------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Take what has arrived, up to a turn's worth."""
-        left = TURN_BYTES
+        """Receive what has arrived, up to `READ_TURN_BYTES`."""
+        left = READ_TURN_BYTES
         with contextlib.suppress(BlockingIOError, InterruptedError):
             while left > 0:
                 if not self.proven:
@@ -224,146 +261,181 @@ class Connection:
                 if self._got < len(target):
                     got = self.sock.recv_into(target[self._got :])
                     if not got:
-                        raise ConnectionResetError("the other side has closed the connection")
+                        raise ConnectionResetError("the peer has closed the connection")
                     self._got += got
                     left -= got
                 if self._got == len(target):
                     self._complete()
         if self.proven:
-            self._sleep_until_worthwhile()
+            self._set_low_water()
 
-    def _sleep_until_worthwhile(self) -> None:
-        """Be woken when the rest of a payload, or much of it, is there, not for each packet."""
+    def _set_low_water(self) -> None:
+        """Wake up when the rest of a payload or much of it has arrived, not for each packet."""
         left = len(self._body) - self._got if self._frame is not None else 1
-        least = min(left, WORTHWHILE_BYTES)
-        if least != self._least:
-            self._least = least
+        low_water = min(left, WAKE_UP_BYTES)
+        if low_water != self._low_water_bytes:
+            self._low_water_bytes = low_water
             with contextlib.suppress(OSError):
-                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water)
 
     def _complete(self) -> None:
         self._got = 0
         if self._frame is None:
             kind, *rest = HEADER.unpack(self._head)
             try:
-                frame = Frame(Kind(kind), *rest)
+                frame = Frame(FrameKind(kind), *rest)
             except ValueError:
-                raise ProtocolError(f"a frame of unknown kind {kind}") from None
-            if frame.length > LONGEST_BYTES:
-                raise ProtocolError(f"a frame of {frame.length} bytes is announced")
+                raise ProtocolError(f"a frame has the unknown kind {kind}") from None
+            if frame.length > MAX_PAYLOAD_BYTES:
+                raise ProtocolError(f"a frame has {frame.length} bytes, expected at most {MAX_PAYLOAD_BYTES}")
             if frame.length:
-                body = self._room(frame)
+                body = self._allocate(frame)
                 if body is not None and len(body) != frame.length:
-                    raise ProtocolError(f"{frame.length} bytes where {len(body)} belong")
+                    raise ProtocolError(f"a frame has {frame.length} bytes, expected {len(body)}")
                 self._frame = frame
                 self._body = memoryview(bytearray(frame.length)) if body is None else body
                 return
-            self._receive(frame, b"")
+            self._on_frame(frame, b"")
             return
         frame, body = self._frame, self._body
         self._frame = self._body = None
-        self._receive(frame, body)
+        self._on_frame(frame, body)
 
     def _shake_hands(self) -> None:
         data = self.sock.recv(self._handshake.missing_bytes)
         if not data:
-            raise ConnectionResetError("the other side has closed the connection")
+            raise ConnectionResetError("the peer has closed the connection")
         self._unsent_handshake += self._handshake.feed(data)
         self.flush()
 
     def close(self) -> None:
+        """Close the socket."""
         self.sock.close()
 
 
-def settle(sock: socket.socket) -> None:
-    """No delay for small frames, a short queue in the kernel, and an end when the other side falls silent."""
-    with contextlib.suppress(OSError):  # not every kind of socket has these
+def set_tcp_options(sock: socket.socket) -> None:
+    """Send small frames at once, keep the kernel's queue short, and fail when the peer is silent.
+
+    Args:
+        sock: Any socket; options that it does not have are left out.
+    """
+    with contextlib.suppress(OSError):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(SILENCE_SECONDS) - 2))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, int(SILENCE_TIMEOUT_SECONDS) - 2))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_TIMEOUT_SECONDS * 1000))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
 
 
-def packed(value: Any) -> bytes:
-    """A small value as a payload."""
+def encode(value: Any) -> bytes:
+    """Encode a small value as a payload.
+
+    Args:
+        value: Plain values that JSON can express.
+    """
     return msgspec.json.encode(value)
 
 
-def unpacked(payload: Any) -> Any:
-    """What `packed` packed. Raises ProtocolError for what it did not."""
+def decode(payload: Any) -> Any:
+    """Decode what `encode` returned.
+
+    Args:
+        payload: Bytes or a buffer.
+
+    Raises:
+        ProtocolError: The payload is not JSON.
+    """
     try:
         return msgspec.json.decode(payload)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"a payload that is no JSON: {error}") from None
+        raise ProtocolError(f"a payload is not JSON: {error}") from None
 
 
-class Loop:
-    """One thread that waits for sockets, for calls from other threads, and for time to pass."""
+class EventLoop:
+    """A loop of one thread over sockets, calls from other threads, and timers."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._calls: deque[Callable[[], None]] = deque()
-        self._bell, self._ring = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ring.setblocking(False)
-        self._rung = threading.Lock()
-        self._selector.register(self._bell, selectors.EVENT_READ, self._answer_bell)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._wake_lock = threading.Lock()
+        self._selector.register(self._wake_read, selectors.EVENT_READ, self._on_wake_up)
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
-        self._forgotten: set[socket.socket] = set()
+        self._unwatched: set[socket.socket] = set()
         self.ended = False
 
-    def call(self, work: Callable[[], None]) -> None:
-        """Have the loop's thread do `work` soon. May be called by any thread."""
-        self._calls.append(work)
-        if self._rung.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                self._ring.send(b"!")
+    def call_soon(self, work: Callable[[], None]) -> None:
+        """Run a function in the loop's thread. Any thread may call this.
 
-    def later(self, seconds: float, work: Callable[[], None]) -> None:
-        """Do `work` after `seconds`; for the loop's own thread."""
+        Args:
+            work: The function.
+        """
+        self._calls.append(work)
+        if self._wake_lock.acquire(blocking=False):
+            with contextlib.suppress(OSError):
+                self._wake_write.send(b"!")
+
+    def call_later(self, seconds: float, work: Callable[[], None]) -> None:
+        """Run a function after a time. For the loop's own thread.
+
+        Args:
+            seconds: The time from now.
+            work: The function.
+        """
         self._count += 1
         heapq.heappush(self._timers, (time.monotonic() + seconds, self._count, work))
 
-    def watch(self, sock: socket.socket, attend: Callable[[int], None], *, writing: bool = False) -> None:
-        """Call `attend(events)` when the socket can be read, or written where `writing`."""
+    def watch(self, sock: socket.socket, on_events: Callable[[int], None], *, writing: bool = False) -> None:
+        """Call a function when a socket is readable or writable.
+
+        Args:
+            sock: The socket, which may be watched already.
+            on_events: Called with the events.
+            writing: True to wait for the socket to be writable, too.
+        """
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0)
         try:
             key = self._selector.get_key(sock)
         except KeyError:
-            self._selector.register(sock, events, attend)
+            self._selector.register(sock, events, on_events)
             return
-        if key.events != events or key.data != attend:
-            self._selector.modify(sock, events, attend)
+        if key.events != events or key.data != on_events:
+            self._selector.modify(sock, events, on_events)
 
-    def forget(self, sock: socket.socket) -> None:
-        """Stop watching; what has happened to the socket already is not told any more."""
-        self._forgotten.add(sock)
+    def unwatch(self, sock: socket.socket) -> None:
+        """Stop watching a socket. Events that have happened already are not delivered.
+
+        Args:
+            sock: The socket.
+        """
+        self._unwatched.add(sock)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(sock)
 
     def run(self) -> None:
-        """Until `ended`."""
+        """Run until `ended`."""
         while not self.ended:
-            wait = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+            timeout = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
             if self._calls:
-                wait = 0.0
-            self._forgotten.clear()
-            for key, events in self._selector.select(wait):
-                if key.fileobj not in self._forgotten:
+                timeout = 0.0
+            self._unwatched.clear()
+            for key, events in self._selector.select(timeout):
+                if key.fileobj not in self._unwatched:
                     key.data(events)
-            if self._calls:  # one at a time: each may wait for a GPU, and meanwhile there is to send and to read
+            if self._calls:  # one at a time, as each may wait for a GPU while there is data to send
                 self._calls.popleft()()
             while self._timers and self._timers[0][0] <= time.monotonic():
                 heapq.heappop(self._timers)[2]()
         self._selector.close()
-        self._bell.close()
-        self._ring.close()
+        self._wake_read.close()
+        self._wake_write.close()
 
-    def _answer_bell(self, _: int) -> None:
+    def _on_wake_up(self, _: int) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._bell.recv(64)
-        self._rung.release()
+            self._wake_read.recv(64)
+        self._wake_lock.release()

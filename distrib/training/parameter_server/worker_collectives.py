@@ -1,4 +1,4 @@
-"""What workers do together: what main reads for all, and what each brings and all get. Server 0 keeps the one and collects the other."""
+"""Collectives of elastic workers: all-gather, and results of the main rank for all. Shard 0 stores and collects."""
 
 from __future__ import annotations
 
@@ -8,121 +8,153 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from distrib.errors import DistribError, TrainingError
-from distrib.training.parameter_server.client import Client
-from distrib.training.parameter_server.transport import APPLIED, FINAL, Frame, Kind, check_size, packed, unpacked
+from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.transport import (
+    APPLIED,
+    FINAL,
+    Frame,
+    FrameKind,
+    check_payload_size,
+    decode,
+    encode,
+)
 from distrib.training.world import World
 
 T = TypeVar("T")
 
 PIECE_BYTES = 256 << 20
-"""In which pieces what main reads for all travels: a frame has an end, and a server others to answer."""
+"""Size of the pieces of a result: a frame has a maximum size, and a server must answer other workers meanwhile."""
 
-INDEX_BYTES = 32
-"""What is said of each part of what all workers bring, at most."""
+INDEX_ENTRY_BYTES = 32
+"""Upper bound for the index entry of one contribution."""
 
-VIEW = "view"
-"""What is brought to the beginning of an evaluation."""
+EVALUATION = "view"
+"""Tag of the collective at the beginning of an evaluation."""
 
 
-class Meeting:
-    """A worker's part of it. A `substitute` is elsewhere in the script: it hears what main has read, and meets nobody."""
+class WorkerCollectives:
+    """A worker's side of the collectives.
 
-    def __init__(self, client: Client, world: World, *, substitute: bool) -> None:
-        self._client, self._world, self._substitute = client, world, substitute
-        self._kept = 0
-        self._place: int | None = None  # how often all have met since an evaluation began
+    Args:
+        client: The client of this worker.
+        world: The ranks of the job.
+        is_replacement: True for a replacement worker, which is at another place of the script. It receives the results of
+            main, and takes part in no all-gather.
+    """
+
+    def __init__(self, client: ParameterClient, world: World, *, is_replacement: bool) -> None:
+        self._client, self._world, self._is_replacement = client, world, is_replacement
+        self._results = 0
+        self._since_evaluation: int | None = None  # collectives since an evaluation began
 
     def from_main(self, work: Callable[[], T]) -> T:
-        """What `work` returns on main; what it raises is raised on every rank. It stays known: substitutes ask for it later."""
-        self._step_aside()
-        number, self._kept = self._kept, self._kept + 1
-        problem: Exception | None = None
-        kept = self._fetched(number)
-        if kept is None:
+        """Run a function on the main rank and return its result on every rank. The result stays stored for replacement workers.
+
+        Args:
+            work: The function, which is called on the main rank only.
+
+        Raises:
+            TrainingError: The function raised an error on the main rank; there the error itself is raised.
+        """
+        self._announce_wait()
+        number, self._results = self._results, self._results + 1
+        error: Exception | None = None
+        content = self._fetch_from_main(number)
+        if content is None:
             try:
-                answer: tuple[Any, str | None] = work(), None
-            except (OSError, DistribError) as error:
-                problem, answer = error, (None, str(error))
-            own = pickle.dumps(answer)
-            fetch = Frame(Kind.FETCH, version=number)
-            kept = own if self._keep(number, own) else self._whole(*self._client.result(self._client.ask(0, fetch)))
-        value, why = pickle.loads(kept)  # written by a rank of this job, whose key it proved
-        if why is not None:
-            raise problem or TrainingError(f"on the main rank: {why}")
+                outcome: tuple[Any, str | None] = work(), None
+            except (OSError, DistribError) as caught:
+                error, outcome = caught, (None, str(caught))
+            own = pickle.dumps(outcome)
+            # Another worker was main before if the servers have its result.
+            content = own if self._store(number, own) else self._join_pieces(*self._fetch(number, 0))
+        value, reason = pickle.loads(content)  # written by a rank of this job, which has proven that it knows the key
+        if reason is not None:
+            raise error or TrainingError(f"on the main rank: {reason}")
         result: T = value
         return result
 
-    def _step_aside(self) -> None:
-        """Others of this host may be in another step, and must not wait for one who waits for them."""
+    def _announce_wait(self) -> None:
+        """Let other workers of this host continue: they may be in another step."""
         if self._client.group:
-            self._client.group.leave()
+            self._client.group.announce_wait()
 
-    def _keep(self, number: int, content: bytes) -> bool:
-        """Has the servers keep this under `number`, in pieces. False where they had another's already, who was main before."""
+    def _store(self, number: int, content: bytes) -> bool:
+        """Store a result on the servers. Returns False if they have one of another worker."""
         whole, count = memoryview(content), -(-len(content) // PIECE_BYTES)
         pieces = [
-            (Frame(Kind.KEEP, chunk=piece, version=number, weight=count), whole[piece * PIECE_BYTES :][:PIECE_BYTES])
-            for piece in range(count)
+            (Frame(FrameKind.STORE, chunk=n, version=number, weight=count), whole[n * PIECE_BYTES :][:PIECE_BYTES])
+            for n in range(count)
         ]
-        while True:  # again from the first piece where the server was lost between two
-            for frame, data in pieces:
-                if (flags := self._client.result(self._client.ask(0, frame, data))[0].flags) & FINAL:
+        while True:  # from the first piece again if the server was lost between two
+            for frame, piece in pieces:
+                flags = self._client.result(self._client.request(0, frame, piece))[0].flags
+                if flags & FINAL:
                     if flags & APPLIED:
-                        self._client.keep(number, pieces)
+                        self._client.retain_result(number, pieces)
                     return bool(flags & APPLIED)
 
-    def _fetched(self, number: int) -> Any:
-        """What main has kept under this number; None where this worker is main, or becomes it while it waits."""
-        asked = None if self._client.is_main() else self._client.ask(0, Frame(Kind.FETCH, version=number))
-        while asked and not self._client.is_main():
-            concurrent.futures.wait([asked], timeout=0.2)
-            if asked.done():
-                return self._whole(*asked.result())
+    def _fetch(self, number: int, piece: int) -> tuple[Frame, Any]:
+        frame = Frame(FrameKind.FETCH, chunk=piece, version=number)
+        return self._client.result(self._client.request(0, frame))
+
+    def _fetch_from_main(self, number: int) -> Any:
+        """Return main's stored result; None if this worker is main or becomes it meanwhile."""
+        if self._client.is_main():
+            return None
+        future = self._client.request(0, Frame(FrameKind.FETCH, version=number))
+        while not self._client.is_main():
+            concurrent.futures.wait([future], timeout=0.2)
+            if future.done():
+                return self._join_pieces(*future.result())
             self._client.check()
         return None
 
-    def _whole(self, first: Frame, content: Any) -> Any:
-        """All of what main has kept, of which the first piece has come."""
-        rest = []
-        for piece in range(1, first.weight):
-            frame = Frame(Kind.FETCH, chunk=piece, version=first.version)
-            rest.append(self._client.result(self._client.ask(0, frame))[1])
+    def _join_pieces(self, first: Frame, content: Any) -> Any:
+        rest = [self._fetch(first.version, piece)[1] for piece in range(1, first.weight)]
         return b"".join([content, *rest]) if rest else content
 
-    def gather(self, what: str, part: Any = b"") -> list[tuple[int, Any]]:
-        """What every worker that is there has brought to the same place of the script, as bytes, and who brought it.
+    def gather(self, tag: str, data: Any = b"") -> list[tuple[int, Any]]:
+        """Gather bytes of all workers that are at the same place of the script.
 
-        A substitute, which is elsewhere in the script, is alone. One that was cut off may have come back in the middle of what
-        the others do there: whoever brings something else is not counted, and its next evaluation begins with that of the others.
-        Raises TrainingError where all of it is too large for a frame.
+        A replacement worker is alone. A worker that was disconnected may return in the middle of the others' collectives: a
+        contribution with another tag does not count, and its next evaluation begins with that of the others.
+
+        Args:
+            tag: Text that tells places of the script apart.
+            data: The bytes of this worker.
+
+        Returns:
+            Rank and bytes of each worker.
+
+        Raises:
+            TrainingError: All of it is too large for a frame.
         """
-        if self._substitute:
-            return [(self._world.rank, part)]
-        self._step_aside()
-        if what == VIEW:
-            self._place = 0
-        elif self._place is not None:
-            self._place += 1
-        head = packed([what, self._place]) + b"\n"
-        own = b"".join([head, part])
-        check_size(self._world.size * (len(own) + INDEX_BYTES), hint="reduce one part of it after the other")
+        if self._is_replacement:
+            return [(self._world.rank, data)]
+        self._announce_wait()
+        if tag == EVALUATION:
+            self._since_evaluation = 0
+        elif self._since_evaluation is not None:
+            self._since_evaluation += 1
+        head = encode([tag, self._since_evaluation]) + b"\n"
+        own = b"".join([head, data])
+        check_payload_size(self._world.size * (len(own) + INDEX_ENTRY_BYTES), hint="reduce it in several parts")
         while True:
-            parts = self._round(own)
-            here = [(who, whole[len(head) :]) for who, whole in parts if whole[: len(head)] == head]
-            if what != VIEW or not self._client.astray or len(here) == len(parts):
+            contributions = self._all_gather(own)
+            same = [(rank, whole[len(head) :]) for rank, whole in contributions if whole[: len(head)] == head]
+            if tag != EVALUATION or not self._client.missed_rounds or len(same) == len(contributions):
                 break
-        if what == VIEW:
-            self._client.astray = False
-        return here or [(self._world.rank, part)]
+        if tag == EVALUATION:
+            self._client.missed_rounds = False
+        return same or [(self._world.rank, data)]
 
-    def _round(self, part: bytes) -> list[tuple[int, memoryview]]:
-        """What the members have brought to the next round, whatever it is."""
+    def _all_gather(self, data: Any) -> list[tuple[int, memoryview]]:
         number, self._client.round = self._client.round, self._client.round + 1
-        asked = self._client.ask(0, Frame(Kind.GATHER, version=number), part)
-        answer = self._client.result(asked)[1]
-        offset = 4 + int.from_bytes(answer[:4], "big")
-        parts = []
-        for who, size in unpacked(answer[4:offset]):
-            parts.append((who, answer[offset : offset + size]))
+        reply = self._client.result(self._client.request(0, Frame(FrameKind.ALL_GATHER, version=number), data))[1]
+        offset = 4 + int.from_bytes(reply[:4], "big")
+        found = []
+        for rank, size in decode(reply[4:offset]):
+            found.append((rank, reply[offset : offset + size]))
             offset += size
-        return parts
+        return found

@@ -124,9 +124,7 @@ class HostAggregator:
         return [
             action
             for chunk, state in self._rounds.items()
-            for action in self._actions(
-                chunk, state, state.controller.remove_member(worker, keep_pending=keep_pending)
-            )
+            for action in self._actions(chunk, state, state.controller.remove_member(worker, keep_pending=keep_pending))
         ]
 
     def join(self, worker: int) -> tuple[int, list[LeaderAction]]:

@@ -1,238 +1,279 @@
-"""The worker that speaks for its host: it hears the others' gradients, pushes their mean, and hands out the answers."""
+"""Host leader: averages the gradients of all workers of this host, pushes the mean to the servers and distributes the replies."""
 
 from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distrib.training.parameter_server.host_aggregation.aggregator import Commit, Merger, Order, Send
-from distrib.training.parameter_server.host_aggregation.local_socket import Line
-from distrib.training.parameter_server.shared_memory import Arena, Shared
-from distrib.training.parameter_server.transport import APPLIED, FINAL, SHARED, Frame, Kind, packed, unpacked
-from distrib.training.parameter_server.update_rules import Answer, Update
+from distrib.training.parameter_server.chunk_buffers import ChunkBuffer, InFlightPush
+from distrib.training.parameter_server.host_aggregation.aggregator import (
+    CommitMean,
+    HostAggregator,
+    LeaderAction,
+    PushMean,
+)
+from distrib.training.parameter_server.host_aggregation.host_group import HostGroup, HostTable
+from distrib.training.parameter_server.host_aggregation.local_socket import LocalConnection
+from distrib.training.parameter_server.shared_memory import MappedArena
+from distrib.training.parameter_server.transport import APPLIED, FINAL, SHARED, Frame, FrameKind, decode, encode
+from distrib.training.parameter_server.update_rules import PushReply, WeightedGradient
 
 if TYPE_CHECKING:
-    from distrib.training.parameter_server.client import Client, Slot
+    from distrib.training.parameter_server.client import ParameterClient
 
-NEIGHBOUR_SECONDS = 5.0
-"""How long one that takes another's place waits for the workers that are left."""
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""Time that the members get to connect. All workers have just met, so a member that takes longer has died."""
 
-AWAY_SECONDS = 0.5
-"""How long the others wait for a worker that waits elsewhere."""
-
-
-class GroupTable(NamedTuple):
-    """A table as a worker tells its host's group of it."""
-
-    slots: Sequence[Slot]
-    arena: Arena
-    """The memory of all slots, which whoever speaks for the host reads and writes."""
-    sizes: Mapping[int, int]
-    """Bytes of each chunk."""
-    to_servers: Callable[[], tuple[dict[int, Slot], dict[int, Arena]]]
-    """Makes what the one who speaks for the host pushes and receives with: slots by chunk, arenas by server."""
+AWAY_TIMEOUT_SECONDS = 0.5
+"""Time that a round waits for a worker that waits elsewhere; a barrier of workers in the same step takes less."""
 
 
-class Speaker:
-    """Lives in the client's thread. `members` are those of the host that are waited for, perhaps this worker among them.
+class HostLeader(HostGroup):
+    """This worker's part in its host's group if it is the leader.
 
-    `arrived` is told of answers to this worker's own pushes, `excused` when nobody waits for it any more.
+    Args:
+        client: This worker's client.
+        push_id: Number under which the servers count the group's pushes.
+        listener: The local socket that members connect to.
+        members: Ranks of all workers of the group, this one among them.
+        synchronous: True if every step needs all workers.
     """
+
+    is_leader = True
 
     def __init__(
         self,
-        client: Client,
+        client: ParameterClient,
+        push_id: int,
+        listener: socket.socket,
         members: Iterable[int],
-        arrived: Callable[[Slot, Answer], None],
-        excused: Callable[[], None],
+        *,
+        synchronous: bool,
     ) -> None:
-        self._client, self._arrived, self._excused = client, arrived, excused
+        super().__init__(client, push_id, synchronous=synchronous)
+        self._listener = listener
         self._members = set(members)
-        self._tables: dict[int, GroupTable] = {}
-        self._mergers: dict[int, Merger] = {}
-        self._slots: dict[int, dict[int, Slot]] = {}  # with which it pushes for all
-        self._lines: dict[int, Line] = {}
-        self._memory: dict[tuple[int, int], Shared] = {}  # the others', by worker and table
-        self._early: list[tuple[Line, Frame, Any]] = []  # of tables that this worker does not have yet
-        self._over: set[int] = set()  # tables that nobody trains any more
-        self._elsewhere: dict[int, float] = {}  # who waits elsewhere, and since when
-        self._expected_until = time.monotonic() + NEIGHBOUR_SECONDS
+        self._aggregators: dict[int, HostAggregator] = {}
+        self._buffers: dict[int, dict[int, ChunkBuffer]] = {}  # that the mean is pushed from
+        self._connections: dict[int, LocalConnection] = {}
+        self._memory: dict[tuple[int, int], MappedArena] = {}  # of the members, by worker and table
+        self._early: list[
+            tuple[LocalConnection, Frame, Any]
+        ] = []  # frames of tables that this worker does not have yet
+        self._retired: set[int] = set()
+        self._away: dict[int, float] = {}  # workers that wait elsewhere, and since when
+        self._connect_deadline = float("inf")
+        self._drained: Future[None] | None = None
 
-    def begin(self, number: int, table: GroupTable, *, outside: bool) -> None:
-        """From now on there is this table; whether this worker has yet to join in it."""
-        if not outside:  # all begin it together, also those that others went on without before
-            self._members |= self._lines.keys() | {self._client.rank}
-        self._tables[number] = table
-        self._mergers[number] = Merger(table.sizes, self._members - ({self._client.rank} if outside else set()))
-        slots, arenas = table.to_servers()
-        for own in table.slots:
-            slot = slots[own.chunk]
-            slot.version = own.version
-            slot.value.copy_(own.value)
-            slot.answered = self._answered
-        self._slots[number] = slots
-        self._client.offer(number, arenas)
-        waiting, self._early = self._early, []
-        for line, frame, payload in waiting:
-            if self._lines.get(line.worker) is line:  # it may have died meanwhile
-                self._listen(line, frame, payload)
-
-    def forget(self, number: int) -> None:
-        """Nobody trains this table any more."""
-        for known in (self._tables, self._mergers, self._slots):
-            known.pop(number, None)
-        self._memory = {at: memory for at, memory in self._memory.items() if at[1] != number}
-        self._over.add(number)
-
-    # -- what workers of the host want, this one among them -----------------------------------------------------------
-
-    def push(self, worker: int, frame: Frame, gradient: torch.Tensor) -> None:
-        """A worker's gradient is ready in its memory."""
-        self._elsewhere.pop(worker, None)
-        final = bool(frame.flags & FINAL)
-        orders = self._mergers[frame.table].push(
-            worker, frame.chunk, frame.step, 0, gradient, final=final, weight=frame.weight
-        )
-        self._carry_out(frame.table, orders)
-
-    def commit(self, worker: int, table: int, step: int, chunks: Iterable[int]) -> None:
-        """What the worker has pushed of these chunks is final."""
-        self._carry_out(table, self._mergers[table].commit(worker, step, chunks))
-
-    def leave(self, worker: int) -> None:
-        """The worker waits elsewhere."""
-        self._elsewhere[worker] = time.monotonic()
-
-    def join(self, worker: int, table: int) -> int:
-        """The worker takes part again, after the step that is returned."""
-        self._members.add(worker)
-        newest, orders = self._mergers[table].join(worker)
-        self._carry_out(table, orders)
-        return newest
-
-    def restart(self, table: int, step: int) -> None:
-        """The host was cut off: this worker goes on after `step`, and the others have to join."""
-        self._members = {self._client.rank}
-        self._carry_out(table, self._mergers[table].restart(self._client.rank, step))
-        for line in self._lines.values():
-            line.send(Frame(Kind.OUTSIDE))
+    def begin(self) -> None:
+        self._connect_deadline = time.monotonic() + CONNECT_TIMEOUT_SECONDS
+        self.client.loop.watch(self._listener, self._accept)
 
     def tick(self, now: float) -> None:
-        """Stops waiting for those that do not call, and for those that wait elsewhere while others wait for them."""
-        if now > self._expected_until:
-            self._expected_until = float("inf")
-            for worker in self._members - self._lines.keys() - {self._client.rank}:
-                self._drop(worker)
-        for worker in [worker for worker, since in self._elsewhere.items() if now - since > AWAY_SECONDS]:
-            if any(merger.awaits(worker) for merger in self._mergers.values()):
-                self._excuse(worker)
-
-    # -- the lines of the others --------------------------------------------------------------------------------------
-
-    def accept(self, sock: socket.socket) -> None:
-        """Another worker of the host has called."""
-        Line(self._client.loop, sock, self._client.key, listener=True, receive=self._listen, closed=self._hung_up)
-
-    def _listen(self, line: Line, frame: Frame, payload: Any) -> None:
-        if frame.kind is Kind.HELLO:
-            line.worker = unpacked(payload)
-            if (old := self._lines.get(line.worker)) is not None:
-                old.close()
-                self._forget(old)
-            self._lines[line.worker] = line
-            line.send(Frame(Kind.WELCOME), packed(line.worker in self._members))
-        elif frame.kind is Kind.SUSPEND:
-            self.leave(line.worker)
-        elif frame.table in self._over:
-            return
-        elif frame.table not in self._mergers:
-            self._early.append((line, frame, payload))
-        elif frame.kind is Kind.SHARE:
-            try:
-                self._memory[line.worker, frame.table] = Shared(unpacked(payload), self._tables[frame.table].sizes)
-            except (FileNotFoundError, ProcessLookupError):  # it has died meanwhile
-                line.close()
-                self._hung_up(line)
-                return
-            if line.worker not in self._members:  # it was left out before it had this table to be outside of
-                line.send(Frame(Kind.OUTSIDE))
-        elif frame.kind is Kind.PUSH:
-            slot = self._slots[frame.table][frame.chunk]
-            gradient = self._memory[line.worker, frame.table].gradients[frame.chunk].view(slot.gradient.dtype)
-            self.push(line.worker, frame, gradient)
-        elif frame.kind is Kind.COMMIT:
-            self.commit(line.worker, frame.table, frame.step, unpacked(payload))
-        elif frame.kind is Kind.JOIN:
-            newest = self.join(line.worker, frame.table)
-            line.send(Frame(Kind.DONE, table=frame.table, step=frame.step, version=newest))
-
-    def _forget(self, line: Line) -> None:
-        self._early = [said for said in self._early if said[0] is not line]
-
-    def _hung_up(self, line: Line) -> None:
-        self._forget(line)
-        if self._lines.get(line.worker) is line:
-            del self._lines[line.worker]
-            self._memory = {key: memory for key, memory in self._memory.items() if key[0] != line.worker}
-            self._drop(line.worker)
-
-    def _drop(self, worker: int) -> None:
-        self._members.discard(worker)
-        self._elsewhere.pop(worker, None)
-        for table, merger in self._mergers.items():
-            self._carry_out(table, merger.drop(worker))
-
-    def _excuse(self, worker: int) -> None:
-        self._members.discard(worker)
-        del self._elsewhere[worker]
-        for table, merger in self._mergers.items():
-            self._carry_out(table, merger.excuse(worker))
-        if worker == self._client.rank:
-            self._excused()
-        elif line := self._lines.get(worker):
-            line.send(Frame(Kind.OUTSIDE))
-
-    # -- the servers --------------------------------------------------------------------------------------------------
-
-    def _answered(self, slot: Slot, applied: bool) -> None:
-        self._carry_out(slot.table, self._mergers[slot.table].answered(slot.chunk, applied=applied))
-
-    def _carry_out(self, table: int, orders: Iterable[Order]) -> None:
-        committed: dict[int, list[Slot]] = {}
-        for order in orders:
-            slot = self._slots[table][order.chunk]
-            if isinstance(order, Send):
-                _average(order.updates, slot.gradient)
-                self._client.send_push(
-                    slot, order.step, final=order.final, weight=sum(u.weight for u in order.updates), mark=order.mark
-                )
-            elif isinstance(order, Commit):
-                committed.setdefault(order.step, []).append(slot)
-            else:
-                self._answer(slot, order)
-        for step, slots in committed.items():
-            self._client.send_commit(slots, step)
-
-    def _answer(self, slot: Slot, answer: Answer) -> None:
-        if answer.worker == self._client.rank:
-            self._arrived(slot, answer)
-        elif (memory := self._memory.get((answer.worker, slot.table))) is not None:
-            memory.values[slot.chunk].view(slot.value.dtype).copy_(slot.value)
-            flags = SHARED | (APPLIED if answer.applied else 0)
-            self._lines[answer.worker].send(Frame(Kind.VALUE, flags, slot.table, slot.chunk, answer.step, slot.version))
+        if now > self._connect_deadline:
+            self._connect_deadline = float("inf")
+            for worker in self._members - self._connections.keys() - {self.client.rank}:
+                self._remove_member(worker)
+        for worker in [worker for worker, since in self._away.items() if now - since > AWAY_TIMEOUT_SECONDS]:
+            if any(aggregator.is_blocked_by(worker) for aggregator in self._aggregators.values()):
+                self._exclude(worker)
 
     def close(self) -> None:
-        """Leaves the others to themselves."""
-        for line in self._lines.values():
-            line.close()
+        self.client.loop.unwatch(self._listener)
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+
+    def forget_table(self, table: int) -> None:
+        super().forget_table(table)
+        self._aggregators.pop(table, None)
+        self._buffers.pop(table, None)
+        self._memory = {key: memory for key, memory in self._memory.items() if key[1] != table}
+        self._retired.add(table)
+
+    def restart(self, table: int, step: int) -> None:
+        self.client.loop.call_soon(lambda: self._restart(table, step))
+
+    def _restart(self, table: int, step: int) -> None:
+        self._members = {self.client.rank}
+        self._run(table, self._aggregators[table].restart(self.client.rank, step))
+        for connection in self._connections.values():
+            connection.send(Frame(FrameKind.EXCLUDED))
+
+    def wait_for_members(self) -> None:
+        drained: Future[None] = Future()
+
+        def drain() -> None:
+            self._drained = drained
+            self._exclude(self.client.rank)
+            self._check_drained()
+
+        self.client.loop.call_soon(drain)
+        self.client.result(drained)
+
+    def _check_drained(self) -> None:
+        if self._drained and not self._connections and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- this worker's own part ----------------------------------------------------------------------------------------
+
+    def _add_table(self, number: int, table: HostTable) -> None:
+        # All workers begin a table together, also those that were excluded before.
+        self._members |= self._connections.keys() | {self.client.rank}
+        self._tables[number] = table
+        self._aggregators[number] = HostAggregator(table.sizes, self._members)
+        buffers, arenas = table.create_server_buffers()
+        for own in table.buffers:
+            buffer = buffers[own.chunk]
+            buffer.version = own.version
+            buffer.value.copy_(own.value)
+            buffer.on_reply = self._on_server_reply
+        self._buffers[number] = buffers
+        self.client.offer_memory(number, arenas)
+        waiting, self._early = self._early, []
+        for connection, frame, payload in waiting:
+            if self._connections.get(connection.worker) is connection:  # it may have died meanwhile
+                self._on_frame(connection, frame, payload)
+
+    def _announce_wait(self) -> None:
+        self._away[self.client.rank] = time.monotonic()
+
+    def _join(self, table: int, future: Future[int]) -> None:
+        future.set_result(self._add_member(self.client.rank, table))
+
+    def _push(self, push: InFlightPush) -> None:
+        buffer = push.buffer
+        self._on_push(
+            self.client.rank,
+            buffer.table,
+            buffer.chunk,
+            push.step,
+            buffer.gradient,
+            final=push.final,
+            weight=push.weight,
+        )
+
+    def _commit(self, table: int, step: int, chunks: list[int]) -> None:
+        self._run(table, self._aggregators[table].commit(self.client.rank, step, chunks))
+
+    # -- any worker of the host ----------------------------------------------------------------------------------------
+
+    def _on_push(
+        self, worker: int, table: int, chunk: int, step: int, gradient: torch.Tensor, *, final: bool, weight: int
+    ) -> None:
+        self._away.pop(worker, None)
+        actions = self._aggregators[table].push(worker, chunk, step, gradient, final=final, weight=weight)
+        self._run(table, actions)
+
+    def _add_member(self, worker: int, table: int) -> int:
+        self._members.add(worker)
+        last, actions = self._aggregators[table].join(worker)
+        self._run(table, actions)
+        return last
+
+    def _remove_member(self, worker: int, *, keep_pending: bool = False) -> None:
+        self._members.discard(worker)
+        self._away.pop(worker, None)
+        for table, aggregator in self._aggregators.items():
+            self._run(table, aggregator.remove_member(worker, keep_pending=keep_pending))
+
+    def _exclude(self, worker: int) -> None:
+        self._remove_member(worker, keep_pending=True)
+        if worker == self.client.rank:
+            self._excluded.update(self._tables)
+        elif connection := self._connections.get(worker):
+            connection.send(Frame(FrameKind.EXCLUDED))
+
+    # -- connections of the members ------------------------------------------------------------------------------------
+
+    def _accept(self, _: int) -> None:
+        try:
+            sock, _address = self._listener.accept()
+        except OSError:
+            return
+        LocalConnection(
+            self.client.loop, sock, self.client.key, listener=True, on_frame=self._on_frame, on_closed=self._on_closed
+        )
+
+    def _on_frame(self, connection: LocalConnection, frame: Frame, payload: Any) -> None:
+        worker, table = connection.worker, frame.table
+        if frame.kind is FrameKind.HELLO:
+            connection.worker = worker = decode(payload)
+            self._connections[worker] = connection
+            connection.send(Frame(FrameKind.WELCOME), encode(worker in self._members))
+        elif frame.kind is FrameKind.SUSPEND:
+            self._away[worker] = time.monotonic()
+        elif table in self._retired:
+            return
+        elif table not in self._aggregators:
+            self._early.append((connection, frame, payload))
+        elif frame.kind is FrameKind.SHARE_MEMORY:
+            try:
+                self._memory[worker, table] = MappedArena(decode(payload), self._tables[table].sizes)
+            except (FileNotFoundError, ProcessLookupError):  # it has died meanwhile
+                connection.close()
+                self._on_closed(connection)
+                return
+            if worker not in self._members:  # it was excluded before it had this table
+                connection.send(Frame(FrameKind.EXCLUDED))
+        elif frame.kind is FrameKind.PUSH:
+            dtype = self._buffers[table][frame.chunk].gradient.dtype
+            gradient = self._memory[worker, table].gradients[frame.chunk].view(dtype)
+            final = bool(frame.flags & FINAL)
+            self._on_push(worker, table, frame.chunk, frame.step, gradient, final=final, weight=frame.weight)
+        elif frame.kind is FrameKind.COMMIT:
+            self._run(table, self._aggregators[table].commit(worker, frame.step, decode(payload)))
+        elif frame.kind is FrameKind.JOIN:
+            last = self._add_member(worker, table)
+            connection.send(Frame(FrameKind.DONE, table=table, step=frame.step, version=last))
+
+    def _on_closed(self, connection: LocalConnection) -> None:
+        self._early = [entry for entry in self._early if entry[0] is not connection]
+        if self._connections.get(connection.worker) is connection:
+            del self._connections[connection.worker]
+            self._memory = {key: memory for key, memory in self._memory.items() if key[0] != connection.worker}
+            self._remove_member(connection.worker)
+            self._check_drained()
+
+    # -- the servers ---------------------------------------------------------------------------------------------------
+
+    def _on_server_reply(self, buffer: ChunkBuffer, applied: bool) -> None:
+        self._run(buffer.table, self._aggregators[buffer.table].on_reply(buffer.chunk, applied=applied))
+
+    def _run(self, table: int, actions: Iterable[LeaderAction]) -> None:
+        committed: dict[int, list[ChunkBuffer]] = {}
+        for action in actions:
+            buffer = self._buffers[table][action.chunk]
+            if isinstance(action, PushMean):
+                _average(action.updates, buffer.gradient)
+                weight = sum(update.weight for update in action.updates)
+                self.client.send_push(buffer, action.step, final=action.final, weight=weight)
+            elif isinstance(action, CommitMean):
+                committed.setdefault(action.step, []).append(buffer)
+            else:
+                self._reply(buffer, action)
+        for step, buffers in committed.items():
+            self.client.send_commit(buffers, step)
+
+    def _reply(self, buffer: ChunkBuffer, reply: PushReply) -> None:
+        if reply.worker == self.client.rank:
+            if push := self._pushes.get((buffer.table, buffer.chunk)):
+                push.buffer.value.copy_(buffer.value)
+            self._on_push_reply(buffer.table, buffer.chunk, reply.step, buffer.version, reply.applied)
+        elif (memory := self._memory.get((reply.worker, buffer.table))) is not None:
+            memory.values[buffer.chunk].view(buffer.value.dtype).copy_(buffer.value)
+            flags = SHARED | (APPLIED if reply.applied else 0)
+            frame = Frame(FrameKind.VALUE, flags, buffer.table, buffer.chunk, reply.step, buffer.version)
+            self._connections[reply.worker].send(frame)
 
 
-def _average(updates: Sequence[Update], target: torch.Tensor) -> None:
-    """The mean of the gradients of those that have one; of half precision it is calculated in single."""
+def _average(updates: Sequence[WeightedGradient], target: torch.Tensor) -> None:
+    """Write the mean of the gradients with a weight; half precision is summed in single."""
     first, *others = [update.gradient for update in updates if update.weight] or [updates[0].gradient]
     if others:
         first = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)

@@ -1,4 +1,4 @@
-"""A connection between two workers of one host, over a local socket without a file."""
+"""Connections between the workers of one host: local sockets with abstract names, without a file."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from distrib.training.parameter_server.transport import Connection, Frame, Loop
+from distrib.training.parameter_server.transport import Connection, EventLoop, Frame
 from distrib.utils.framing import ProtocolError
 
 
-def open_door() -> socket.socket:
-    """Where this worker is found by the others of its host, by the socket's name."""
-    door = socket.socket(socket.AF_UNIX)
-    door.bind("")  # the kernel chooses a free name
-    door.listen(1024)
-    door.setblocking(False)
-    return door
+def open_local_listener() -> socket.socket:
+    """Listen on a local socket whose name the kernel chooses.
+
+    Returns:
+        The listening socket, non-blocking.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
 
 
-def knock(name: bytes) -> socket.socket | None:
-    """A connection to a worker's door; None when the worker is gone."""
+def connect_locally(name: bytes) -> socket.socket | None:
+    """Connect to a worker of this host.
+
+    Args:
+        name: Name of its listening socket.
+
+    Returns:
+        The connected socket; None if the worker has died.
+    """
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.connect(name)
@@ -31,62 +42,68 @@ def knock(name: bytes) -> socket.socket | None:
     return sock
 
 
-def is_there(name: bytes) -> bool:
-    """Whether the worker with this door lives."""
-    sock = knock(name)
-    if sock is not None:
-        sock.close()
-    return sock is not None
+class LocalConnection:
+    """One end of a connection between a host leader and a member. Lives in the thread of the loop.
 
-
-class Line:
-    """One end. `receive(line, frame, payload)` gets what comes in, `closed(line)` is called when the other side is gone."""
+    Args:
+        loop: The event loop that serves it.
+        sock: A connected socket.
+        key: The key of the job.
+        listener: True for the side that accepted the connection.
+        on_frame: Called with this connection, a frame and its payload.
+        on_closed: Called with this connection when the peer has closed it.
+    """
 
     def __init__(
-        self, loop: Loop, sock: socket.socket, key: bytes, *, listener: bool,
-        receive: Callable[[Line, Frame, Any], None], closed: Callable[[Line], None],
+        self, loop: EventLoop, sock: socket.socket, key: bytes, *, listener: bool,
+        on_frame: Callable[[LocalConnection, Frame, Any], None], on_closed: Callable[[LocalConnection], None],
     ) -> None:  # fmt: skip
         self.worker = -1
-        """Who is at the other end."""
-        self._loop, self._sock, self._closed = loop, sock, closed
-        self._queued = False
+        """Rank of the peer, once it is known."""
+        self._loop, self._sock, self._on_closed = loop, sock, on_closed
+        self._flush_is_scheduled = False
         self._connection = Connection(
             sock,
             key,
             listener=listener,
-            room=lambda _: None,
-            receive=lambda f, p: receive(self, f, p),
-            queued=self._queue,
+            allocate=lambda _: None,
+            on_frame=lambda frame, payload: on_frame(self, frame, payload),
+            on_queued=self._schedule_flush,
         )
-        loop.watch(sock, self._attend, writing=True)
+        loop.watch(sock, self._on_events, writing=True)
 
     def send(self, frame: Frame, payload: Any = b"") -> None:
-        """Queues a frame; all that is queued in one turn of the loop is sent at its end."""
+        """Queue a frame. All frames of one turn of the loop are sent at its end.
+
+        Args:
+            frame: The header.
+            payload: Bytes or a buffer.
+        """
         self._connection.send(frame, payload)
 
     def close(self) -> None:
-        """Hangs up; `closed` is not called."""
+        """Close the connection without calling `on_closed`."""
         if self._sock.fileno() >= 0:
-            self._loop.forget(self._sock)
+            self._loop.unwatch(self._sock)
             self._sock.close()
 
-    def _queue(self) -> None:
-        if not self._queued:
-            self._queued = True
-            self._loop.later(0.0, self._flush)
+    def _schedule_flush(self) -> None:
+        if not self._flush_is_scheduled:
+            self._flush_is_scheduled = True
+            self._loop.call_later(0.0, self._flush)
 
     def _flush(self) -> None:
-        self._queued = False
-        self._attend(0)
+        self._flush_is_scheduled = False
+        self._on_events(0)
 
-    def _attend(self, events: int) -> None:
+    def _on_events(self, events: int) -> None:
         if self._sock.fileno() < 0:
             return
         try:
             if events & selectors.EVENT_READ:
                 self._connection.read()
             self._connection.flush()
-            self._loop.watch(self._sock, self._attend, writing=self._connection.waits_to_send)
+            self._loop.watch(self._sock, self._on_events, writing=self._connection.has_unsent)
         except (OSError, ProtocolError):
             self.close()
-            self._closed(self)
+            self._on_closed(self)

@@ -1,0 +1,120 @@
+"""Detection of changes that a script makes itself: of gradients before a step, and of parameters between steps."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+FULL_CHECK_STEPS = frozenset({1, 2, 10, 100, 1000})
+"""Steps after which all parameters are checked; a check reads all of them once."""
+
+MAX_SAMPLE_ELEMENTS = 4096
+"""Size of the largest parameter that is checked after every other step."""
+
+
+class PushedGradients:
+    """Fingerprints of gradients that were pushed in the backward pass, before the optimizer steps."""
+
+    def __init__(self) -> None:
+        self._pushed: dict[torch.Tensor, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def __contains__(self, parameter: torch.Tensor) -> bool:
+        return parameter in self._pushed
+
+    def record(self, parameter: torch.Tensor) -> None:
+        """Record the gradient of a parameter as it is pushed.
+
+        Args:
+            parameter: The parameter, with a gradient.
+        """
+        assert parameter.grad is not None
+        self._pushed[parameter] = parameter.grad, parameter.grad._version, _fingerprint(parameter.grad)
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        self._pushed.clear()
+
+    def unchanged(self) -> set[torch.Tensor]:
+        """Return the parameters whose gradient is what was pushed. Fingerprints show writes through `.data`, too."""
+        same = [
+            (parameter, before)
+            for parameter, (gradient, version, before) in self._pushed.items()
+            if parameter.grad is gradient and gradient._version == version
+        ]
+        unchanged = set()
+        for device in {before.device for _, before in same}:
+            here = [(parameter, before) for parameter, before in same if before.device == device]
+            before = torch.stack([fingerprint for _, fingerprint in here])
+            now = torch.stack([_fingerprint(parameter.grad) for parameter, _ in here])
+            changed = ((before != now) & ~(before.isnan() & now.isnan())).any(1).tolist()
+            unchanged |= {parameter for (parameter, _), differs in zip(here, changed, strict=True) if not differs}
+        return unchanged
+
+
+class ParameterChangeCheck:
+    """Warns once if the script changes parameters itself, as the servers' values overwrite such changes.
+
+    Args:
+        parameters: The parameters of the table.
+        name: Returns the name of a parameter.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], name: Callable[[torch.Tensor], str]) -> None:
+        self._parameters, self._name = parameters, name
+        small = [parameter for parameter in parameters if 0 < parameter.numel() <= MAX_SAMPLE_ELEMENTS]
+        # A script that swaps in averaged parameters for an evaluation changes all of them, so one shows it.
+        self._sample = sorted(small, key=torch.numel)[-1:]
+        self._fingerprints: dict[torch.Tensor, torch.Tensor] = {}
+        self._steps = 0
+        self._has_warned = False
+
+    def on_step(self, *, first: bool = False) -> None:
+        """Record the parameters after a step.
+
+        Args:
+            first: True before the first step.
+        """
+        self._steps += not first
+        if not self._has_warned:
+            everything = first or self._steps in FULL_CHECK_STEPS
+            checked = self._parameters if everything else self._sample
+            self._fingerprints = {parameter: _fingerprint(parameter.detach()) for parameter in checked}
+
+    def check(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        """Warn if recorded parameters have changed, before the servers' values overwrite them.
+
+        Args:
+            parameters: The parameters that are overwritten; None for all.
+        """
+        affected = [*self._fingerprints] if parameters is None else parameters
+        recorded = [(p, self._fingerprints.pop(p)) for p in affected if p in self._fingerprints]
+        changed = [parameter for parameter, before in recorded if _differs(before, parameter.detach())]
+        if changed and not self._has_warned:
+            self._has_warned = True
+            self._fingerprints.clear()
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            print(
+                f"distrib: warning: the script has changed {self._name(changed[0])}{more} itself. In mode async the values of "
+                "the servers overwrite such changes. Set values before job.prepare or with load_state_dict, or use --mode sync",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    def clear(self) -> None:
+        """Forget all parameters, as values were loaded."""
+        self._fingerprints.clear()
+
+
+def _fingerprint(values: torch.Tensor | None) -> torch.Tensor:
+    """Return sum and norm in the tensor's own dtype if it is wide enough, of which torch needs no copy."""
+    assert values is not None
+    wide = None if values.dtype in (torch.float32, torch.float64) else torch.float32
+    return torch.stack((values.sum(dtype=wide), torch.linalg.vector_norm(values, dtype=wide)))
+
+
+def _differs(before: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if values have changed, not only the order of summation, as a new memory layout does."""
+    before, now = before.double().cpu(), _fingerprint(values).double().cpu()
+    tolerance = max(1e-4, 1e-6 * values.numel() ** 0.5) * max(float(before[1]), float(now[1]))
+    return bool(((before - now).abs() > tolerance).any())

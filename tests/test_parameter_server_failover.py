@@ -1,0 +1,266 @@
+"""Parameter servers that die: replicas, rebuilt shards and snapshots."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distrib.errors import TrainingError
+from distrib.strategy import Strategy
+from distrib.training.parameter_server.client import ParameterClient
+from distrib.training.parameter_server.server_table import BufferPool
+from distrib.training.parameter_server.shard_service import ShardService
+from distrib.training.parameter_server.snapshots import MAX_WRITING_FRACTION, Snapshots
+from distrib.training.parameter_server.transport import Frame, FrameKind
+from distrib.training.parameter_server.worker_table import WorkerTable
+from distrib.training.strategies.parameter_server import ParameterServerStrategy
+from tests import parameter_server_cluster
+from tests.parameter_server_cluster import (
+    batch,
+    comes_true,
+    cut_off,
+    network,
+    prepared,
+    reached,
+    straight,
+    take_step,
+    weight,
+)
+
+make = parameter_server_cluster.make
+again = parameter_server_cluster.again
+
+
+def test_a_server_that_takes_over_hears_from_the_workers_who_is_main(make):
+    cluster = make(workers=2)
+    first, second = cluster.each(lambda backend: straight(backend) and backend)
+    second.client.main = (1, 1)  # as the server before has told it, but not rank 0
+    cut_off(second)
+    assert comes_true(lambda: not second.client._links[0].welcomed)
+    reached(second, cluster)
+    assert comes_true(lambda: second.is_main and not first.is_main)
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_what_is_advised_where_a_server_is_lost(monkeypatch, replicas):
+    monkeypatch.setattr("distrib.training.parameter_server.client.FAIL_AFTER_SECONDS", 0.3)
+    client = ParameterClient(0, [("127.0.0.1", 9), ("127.0.0.1", 9)], b"key", replicas=bool(replicas))
+    with pytest.raises(TrainingError, match="is unreachable") as raised:
+        client.result(client.request(0, Frame(FrameKind.STATISTICS)))
+    assert ("a replica takes over" in str(raised.value)) == bool(replicas)
+    client.close()
+
+
+def test_what_main_has_kept_is_on_the_replica(make):
+    cluster = make(workers=1, replicas=1)
+    backend = cluster.worker(0)
+    straight(backend)  # its buffers are kept, too
+    backend.from_main(lambda: 5)
+    own, copies = cluster.servers[0].services[0].results.pieces, cluster.servers[1].services
+    assert len(own) == 2 and comes_true(lambda: 0 in copies and copies[0].results.pieces == own)
+
+
+def test_what_a_server_keeps_is_its_own_and_goes_with_it(monkeypatch, tmp_path):
+    """Also what is being written at that moment; and what others have put in its place is not read."""
+    monkeypatch.setenv("DISTRIB_RUN_DIR", "/nowhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("DISTRIB_JOB", "job")
+    service = ShardService(0, 1, Strategy(mode="async"), BufferPool())
+    service.results.pieces[0] = [b"x" * (1 << 20)] * 100
+    first = Snapshots(0)
+    first.write_results(service, time.monotonic())
+    assert comes_true(lambda: first.write_results(service, time.monotonic()) or any(first.folder.glob("result-0")))
+    again, other = Snapshots(0), ShardService(0, 1, Strategy(mode="async"), BufferPool())
+    assert again.restore(other) is None and other.results.pieces == service.results.pieces
+    service.results.pieces[1] = service.results.pieces[0] * 5
+    first.write_results(service, time.monotonic())
+    first.remove()
+    assert first._result_writer
+    first._result_writer.join(30)
+    assert not any(tmp_path.iterdir())
+    planted = tmp_path / first.folder.name
+    planted.mkdir(mode=0o755)
+    (planted / "result-3").write_bytes(b"[1]\nx")
+    other.results.pieces.clear()
+    assert Snapshots(0).restore(other) is None and not other.results.pieces
+
+
+def test_snapshots_take_no_more_than_a_part_of_the_time(monkeypatch, tmp_path):
+    """As where they are written to a file system that hosts share."""
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr("distrib.training.parameter_server.snapshots.INTERVAL_SECONDS", 0.0)
+    snapshots, service = Snapshots(0), ShardService(0, 1, Strategy(mode="async"), BufferPool())
+    write = snapshots._write
+    monkeypatch.setattr(snapshots, "_write", lambda *words: (time.sleep(0.2), write(*words))[1])
+    service.retired.add(0)
+    snapshots._seen = [1]  # something was updated since
+    begun = time.monotonic()
+    snapshots.write(service, begun)
+    assert snapshots._writer
+    snapshots._writer.join(10)
+    assert snapshots.path.exists() and snapshots._next >= begun + 0.2 / MAX_WRITING_FRACTION
+
+
+def test_a_snapshot_for_which_the_disk_has_no_room_leaves_nothing_behind(monkeypatch, tmp_path):
+    monkeypatch.setenv("DISTRIB_RUN_DIR", str(tmp_path))
+    snapshots = Snapshots(0)
+    with contextlib.suppress(OSError), Path("/dev/full").open("wb") as full:  # where torch raises a RuntimeError
+        assert not snapshots._write("snapshot.pt", lambda _: torch.save(torch.ones(1000), full))
+    assert not any(snapshots.folder.iterdir())
+
+
+def trained_by(backend: ParameterServerStrategy) -> Callable[[], Any]:
+    """Prepares a model, and returns a function that takes a step."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    prepared(backend, model, optimizer)
+    return lambda: (model(batch(0, 0)).sum().backward(), optimizer.step(), model(batch(0, 0)))
+
+
+def test_a_replica_takes_over_when_the_launcher_reports_the_server_dead(make):
+    """And not before: the server may be unreachable for some of the workers only."""
+    cluster = make(workers=2, replicas=1)
+    train, _ = cluster.each(trained_by)
+    train()
+    first, second = cluster.servers
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    first.loop.call_soon(lambda: first.watch_events(theirs))
+    assert comes_true(
+        lambda: (1 in first.services and 1 in first._links) or first.services[0].replication.replica is not None
+    )
+    cluster.report = lambda rank, *, dead: None
+    cluster.lose(1)
+    waits = threading.Thread(target=train)
+    waits.start()
+    waits.join(3)
+    assert waits.is_alive() and not first.services[1].is_primary
+    with ours:
+        ours.send(json.dumps({"rank": 2 + second.number, "dead": True}).encode())
+        waits.join(60)
+    assert not waits.is_alive() and first.services[1].is_primary
+
+
+def test_a_primary_replies_to_no_push_while_its_replica_is_unreachable(make):
+    """The replica may have taken over. The launcher decides, or the primary exits after a time."""
+    cluster = make(workers=1, replicas=1)
+    backend = cluster.worker(0)
+    model, optimizer = straight(backend)
+    first = cluster.servers[0]
+    assert comes_true(lambda: first.services[0].replication.replica is not None)
+    link, addresses = first._links[0], first._links[0]._addresses
+
+    def cut() -> None:
+        link._addresses = [("127.0.0.1", 9)] * 2
+        link.close()
+
+    first.loop.call_soon(cut)
+    assert comes_true(lambda: first.services[0].replication.required)
+    take_step(model, optimizer)
+    waits = threading.Thread(target=lambda: weight(model))
+    waits.start()
+    waits.join(1)
+    assert first.services[0].is_primary and any(buffer.is_waiting for buffer in backend.tables[0].buffers)
+    first.loop.call_soon(lambda: setattr(link, "_addresses", addresses))
+    waits.join(20)
+    assert not waits.is_alive() and weight(model) == -1
+
+
+@pytest.mark.parametrize("lost", [(0,), (0, 1)])
+@pytest.mark.parametrize("replicas", [0, 1])
+def test_servers_that_die_before_they_have_all_first_values(make, monkeypatch, replicas, lost):
+    """The workers have been told that the table is known, rank 0 is about to give its values, and others wait for them."""
+    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("distrib.training.parameter_server.client.SUSPEND_AFTER_SECONDS", 0.3)
+    cluster = make(workers=2, replicas=replicas)
+    give, given, have_values = WorkerTable.give_values, [], threading.Barrier(2)
+
+    def interrupted(table: WorkerTable, numbers: Any, *, replace: bool) -> None:
+        numbers = list(numbers)
+        give(table, numbers[:1], replace=replace)
+        for number in lost:
+            cluster.lose(number)
+        for number in lost:
+            cluster.start_again(number, monkeypatch)
+        given.append(table)
+        time.sleep(0.8)  # in which rank 0 cannot reach a server
+        give(table, numbers, replace=replace)
+
+    monkeypatch.setattr(WorkerTable, "give_values", interrupted)
+
+    def train(backend: ParameterServerStrategy) -> list[torch.Tensor]:
+        model = network(seed=backend.world.rank)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        prepared(backend, model, optimizer)
+        held = [parameter.detach().clone() for parameter in model.parameters()]
+        have_values.wait(30)
+        model(batch(0, backend.world.rank)).sum().backward()
+        optimizer.step()
+        model(batch(1, 0))
+        return held
+
+    values = cluster.each(train)
+    assert len(given) == 1
+    for mine, theirs, first in zip(*values, network(seed=0).parameters(), strict=True):
+        torch.testing.assert_close(mine, first)
+        torch.testing.assert_close(theirs, first)
+
+
+def test_training_goes_on_with_what_workers_have_when_a_server_and_its_replica_die(make, monkeypatch, capfd):
+    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 1.0)
+    cluster = make(workers=2, replicas=1)
+    both = cluster.each(lambda backend: straight(backend))
+    for model, optimizer in both:
+        take_step(model, optimizer)
+    for number in (0, 1):
+        cluster.lose(number)
+    for number in (0, 1):
+        cluster.start_again(number, monkeypatch)
+    for model, optimizer in both:
+        take_step(model, optimizer)
+    said = capfd.readouterr().err
+    assert "takes over shard 0, of which no replica is left, from the parameters of the workers" in said
+    assert comes_true(lambda: all(len(server.services) == 2 for server in cluster.servers))  # with new replicas
+    assert -4 <= weight(both[0][0]) <= -3  # the first worker's second step may have come to a server of before
+
+
+def test_no_server_rebuilds_a_shard_whose_primary_is_only_unreachable(make, monkeypatch):
+    monkeypatch.setattr("distrib.training.parameter_server.server.REBUILD_AFTER_SECONDS", 0.5)
+    cluster = make(servers=3, workers=1, replicas=1)
+    [train] = cluster.each(trained_by)
+    train()
+    left = cluster.servers[2]
+    assert comes_true(lambda: 1 in left.services)  # the replica of shard 1; that of shard 0 is on server 1
+    report = cluster.report
+    cluster.report = lambda rank, *, dead: None
+    for number in (0, 1):
+        cluster.lose(number)
+    waits = threading.Thread(target=train)
+    waits.start()
+    waits.join(4)
+    assert waits.is_alive() and 0 not in left.services and not left.services[1].is_primary
+    for rank in (1, 2):  # after the worker, the servers
+        report(rank, dead=True)
+    waits.join(60)
+    assert not waits.is_alive() and left.services[0].is_primary and left.services[1].is_primary
+
+
+def test_a_primary_that_was_given_up_hears_of_it_from_who_is_in_charge_now(make):
+    cluster = make(workers=1, replicas=1)
+    [(model, optimizer)] = cluster.each(lambda backend: straight(backend))
+    first, second = cluster.servers
+    assert comes_true(lambda: 0 in second.services and second.services[0].membership.members == {0})
+    second.loop.call_soon(lambda: second.services[0].become_primary(5))
+    first.loop.call_soon(lambda: first._links[0].close())
+    assert comes_true(lambda: 0 not in first._links or 0 not in first.services or not first.services[0].is_primary)
+    take_step(model, optimizer)
+    assert second.services[0].is_primary and weight(model) == -1
