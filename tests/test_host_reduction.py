@@ -320,11 +320,11 @@ def test_the_ranks_of_a_host_make_one_update_together(parameter_servers, several
 
 
 def test_beside_all_servers_every_rank_makes_its_own(parameter_servers, several_hosts, monkeypatch):
-    assert parameter_servers(workers=3).worker(0).ranks_in_step == 3
+    assert parameter_servers(workers=3).worker(0).ranks_per_step == 3
     monkeypatch.setenv("DISTRIB_ADDRESS", "127.0.0.1")  # where the servers are
-    assert parameter_servers(workers=3).worker(0).ranks_in_step == 1
+    assert parameter_servers(workers=3).worker(0).ranks_per_step == 1
     assert (
-        parameter_servers(workers=3, stale_rate=True).worker(0).ranks_in_step == 3
+        parameter_servers(workers=3, stale_rate=True).worker(0).ranks_per_step == 3
     )  # late updates have less of the rate
     cluster = parameter_servers(workers=3)
     cluster.each(lambda backend: train(backend, 8, OPTIMIZERS["SGD"]), "aaa")
@@ -445,8 +445,6 @@ def test_members_push_by_themselves_when_the_leader_dies(parameter_servers, seve
         backend.synchronize()
         met.wait()
         if backend.world.rank == 0:
-            for worker in range(2):
-                cluster.servers[0].loop.call_soon(lambda worker=worker: None)
             backend.client.close()
             cluster.servers[0].loop.call_soon(lambda: cluster.servers[0].on_rank_event(0, dead=True))
             return 0.0

@@ -71,6 +71,8 @@ class ParameterClient:
         """The host group that this worker pushes with."""
         self.push_id: int | None = None
         """Number under which servers count its pushes; None if it never had a group."""
+        self.last_group_steps: dict[int, int] = {}
+        """By table, the step that was in flight when this worker left its group."""
         self.rejoin: Callable[[], None] = lambda: None
         """Joins all tables again."""
         self.round = 0
@@ -347,10 +349,13 @@ class ParameterClient:
             link.offer_memory(table)
             link.flush()
 
-    def leave_group(self) -> None:
-        """Push alone from now on, as the host leader has died. Servers do not wait for this worker until it joins again."""
-        self.group, self.must_rejoin = None, True
-        self._send_all(Frame(FrameKind.SUSPEND))
+    def leave_group(self, steps: dict[int, int]) -> None:
+        """Push alone from now on, as the host leader has died.
+
+        Args:
+            steps: By table, the step of which pushes were in flight; this worker continues after it.
+        """
+        self.group, self.last_group_steps = None, steps
         self._set_push_id(self.rank)
 
     def mark_answered(self, buffer: ChunkBuffer) -> None:
@@ -375,11 +380,11 @@ class ParameterClient:
 
     def _set_push_id(self, push_id: int) -> None:
         self.push_id = push_id
-        self._send_all(Frame(FrameKind.GROUP, version=push_id))
+        self._send_all(Frame(FrameKind.GROUP, version=push_id), encode(self.last_group_steps))
 
-    def _send_all(self, frame: Frame) -> None:
+    def _send_all(self, frame: Frame, payload: Any = b"") -> None:
         for link in self._links:
-            link.send(frame)
+            link.send(frame, payload)
             link.flush()
 
     def _run(self) -> None:

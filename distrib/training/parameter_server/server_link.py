@@ -261,7 +261,8 @@ class ServerLink:
                 for frame, piece in pieces:
                     self._connection.send(frame, piece)
         if client.push_id is not None:
-            self._connection.send(Frame(FrameKind.GROUP, version=client.push_id))
+            frame = Frame(FrameKind.GROUP, version=client.push_id)
+            self._connection.send(frame, encode(client.last_group_steps))
         for table in client.arenas:
             self.offer_memory(table)
         if self._last_gather:

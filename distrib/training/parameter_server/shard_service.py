@@ -17,7 +17,7 @@ from distrib.training.parameter_server.replication import ReplicationSource, Rep
 from distrib.training.parameter_server.server_collectives import AllGatherRounds, StoredResults
 from distrib.training.parameter_server.server_table import BufferPool, ServerTable, TableDescription
 from distrib.training.parameter_server.table_requests import TableRequests
-from distrib.training.parameter_server.transport import APPLIED, FINAL, Connection, Frame, FrameKind, encode
+from distrib.training.parameter_server.transport import APPLIED, FINAL, Connection, Frame, FrameKind, decode, encode
 from distrib.units import format_size
 
 
@@ -236,8 +236,12 @@ class ShardService:
             self._remove(worker, suspended=True)
 
     def _set_group(self, worker: int, frame: Frame, payload: Any) -> None:
+        before, steps = self.membership.push_id(worker), decode(payload)
         self.membership.groups[worker] = frame.version
         for table in self.tables.values():
+            if worker == frame.version != before and worker in self.membership.members:  # its host leader has died
+                last_step = max(table.controller.last_step(before), steps.get(str(table.number), 0))
+                self.requests.run(table, table.controller.join(worker, last_step + 1))
             self._update_members(table)
         self.replication.send_members()
 

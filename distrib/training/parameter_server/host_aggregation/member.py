@@ -52,13 +52,15 @@ class HostMember(HostGroup):
         """Push to the servers directly from now on. Pushes in flight count as rejected, so that none is applied twice."""
         self._leader = None
         pushes, self._pushes = self._pushes, {}
+        steps: dict[int, int] = {}
         for push in pushes.values():
+            steps[push.buffer.table] = max(push.step, steps.get(push.buffer.table, 0))
             push.buffer.rejected += 1
             self.client.mark_answered(push.buffer)
         joins, self._joins = self._joins, {}
         for future in joins.values():
             future.set_result(0)
-        self.client.leave_group()
+        self.client.leave_group(steps)
 
     def _on_frame(self, _: LocalConnection, frame: Frame, payload: Any) -> None:
         if frame.kind is FrameKind.VALUE:
