@@ -25,7 +25,7 @@ from distrib.training import collectives, rendezvous
 from distrib.training import job as job_module
 from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
 from distrib.training.nan_guard import Finite
-from distrib.training.parameter_server.shared_memory import Arena
+from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.strategies.local_sgd import Round
 from distrib.training.telemetry.device_timer import Clock
@@ -316,7 +316,7 @@ def test_marks_are_in_the_order_of_the_gpu(device):
 
 
 def test_shared_memory_is_pinned_once(device):
-    arena = Arena({0: 1 << 20})
+    arena = SharedArena({0: 1 << 20})
     arena.pin()
     assert arena.values[0].is_pinned()
     arena.pin()  # a second time fails in CUDA, and must not be blamed on what comes next
