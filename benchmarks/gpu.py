@@ -123,13 +123,14 @@ def train(options: argparse.Namespace) -> None:
         for name, on_nan in (("distrib", "raise"), ("distrib, on_nan=ignore", "ignore")):
             model, optimizer, loader = job.prepare(*make(), on_nan=on_nan)
             contenders[name] = steps_of(model, optimizer, iter(loader))
-        job._backend = Wrapping(job._backend.settings, job._backend.world, device)
+        strategy = Wrapping(job._strategy.settings, job._strategy.world, device)
+        job._preparer._strategy = job._state.strategy = strategy
         model, optimizer, loader = job.prepare(*make())
         assert isinstance(model, DistributedDataParallel)
         # What a rank of several does for the others: to be able to name the rank of a nan.
-        watch = job._steps[-1]
-        watch._finite._together = True
-        watch.pair(job._models)
+        stepper = job._state.steppers[-1]
+        stepper._nan_guard._averaged = True
+        stepper.pair(job._state.models)
         contenders["distrib, wrapped"] = steps_of(model, optimizer, iter(loader))
         seconds: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(options.turns + 1):

@@ -18,7 +18,7 @@ from distrib.errors import TrainingError
 from distrib.strategy import Strategy
 from distrib.training.data.load_balancing import MEASURED, Measured, Proportion, new_speeds
 from distrib.training.data.sampler import proportional, share
-from distrib.training.gradient_accumulation import Mean, Samples
+from distrib.training.gradient_accumulation import BatchSamples, GradientAccumulator
 from distrib.training.strategies.base import create_strategy
 from distrib.training.world import World
 from tests.conftest import SCRIPTS
@@ -197,17 +197,17 @@ def test_gradients_are_the_mean_over_all_samples(sizes):
     per_batch = [[torch.randn(own, 4, generator=generator, dtype=torch.float64) for own in ranks] for ranks in sizes]
     for rank in range(3):
         weight = torch.zeros(4, dtype=torch.float64, requires_grad=True)
-        samples = Samples(own=1, all=3)
-        mean = Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
+        samples = BatchSamples(own=1, all=3)
+        mean = GradientAccumulator(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
         mean.batches = len(sizes)
         for batch in per_batch:
             samples.own, samples.all = len(batch[rank]), sum(map(len, batch))
-            mean.follow()
+            mean.update_hooks()
             weight.grad = None
             (batch[rank] @ weight).mean().backward()
-            last = mean.last
-            mean.next()
-        assert last and not mean.begun
+            last = mean.is_last
+            mean.next_batch()
+        assert last and not mean.is_begun
         shares.append(weight.grad)
     every = torch.cat([part for batch in per_batch for part in batch])
     torch.testing.assert_close(sum(shares) / 3, every.mean(0))
@@ -215,32 +215,32 @@ def test_gradients_are_the_mean_over_all_samples(sizes):
 
 def test_a_model_that_is_frozen_for_the_turn_of_another_keeps_what_it_gathers():
     weight = torch.zeros(3, requires_grad=True)
-    mean = Mean(torch.optim.SGD([weight], lr=1.0), Samples(), ranks=1)
+    mean = GradientAccumulator(torch.optim.SGD([weight], lr=1.0), BatchSamples(), ranks=1)
     mean.batches = 2
-    mean.follow()
+    mean.update_hooks()
     for gradient in (torch.tensor([1.0, 0.0, 4.0]), torch.tensor([3.0, 2.0, 0.0])):
         weight.requires_grad_(False)
-        mean.follow()  # a batch is read while it is frozen
+        mean.update_hooks()  # a batch is read while it is frozen
         weight.requires_grad_(True)
         weight.grad = None
         (weight * gradient).sum().backward()
-        mean.next()
+        mean.next_batch()
     assert weight.grad.tolist() == [2.0, 1.0, 2.0]
 
 
 def test_even_batches_cost_nothing():
     weight = torch.zeros(4, requires_grad=True)
-    samples = Samples(own=1, all=3)
-    mean = Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
+    samples = BatchSamples(own=1, all=3)
+    mean = GradientAccumulator(torch.optim.SGD([weight], lr=1.0), samples, ranks=3)
     for own, every, weighted in ((4, 12, False), (3, 10, True), (4, 12, False)):
         samples.own, samples.all = own, every
-        mean.follow()
+        mean.update_hooks()
         assert bool(mean._hooks) == weighted
 
 
 def test_what_a_script_computes_beside_its_step_is_not_weighted():
     weight = torch.ones(2, requires_grad=True)
-    Mean(torch.optim.SGD([weight], lr=1.0), Samples(own=3, all=4), ranks=2).follow()
+    GradientAccumulator(torch.optim.SGD([weight], lr=1.0), BatchSamples(own=3, all=4), ranks=2).update_hooks()
     loss = (2 * weight).sum()
     assert torch.autograd.grad(loss, weight, retain_graph=True)[0].tolist() == [2.0, 2.0]
     loss.backward()
@@ -249,18 +249,18 @@ def test_what_a_script_computes_beside_its_step_is_not_weighted():
 
 def test_a_parameter_of_two_optimizers_is_weighted_once():
     weight = torch.ones(2, requires_grad=True)
-    samples = Samples(own=3, all=4)
-    means = [Mean(torch.optim.SGD([weight], lr=1.0), samples, ranks=2) for _ in range(2)]
+    samples = BatchSamples(own=3, all=4)
+    means = [GradientAccumulator(torch.optim.SGD([weight], lr=1.0), samples, ranks=2) for _ in range(2)]
     for own in (3, 2, 3):
         samples.own = own
         for mean in means:
-            mean.follow()
+            mean.update_hooks()
         weight.grad = None
         weight.sum().backward()
         assert weight.grad.tolist() == [own / 2, own / 2]
     means[1].batches = 2
     with pytest.raises(TrainingError, match="in two optimizers"):
-        means[1].follow()
+        means[1].update_hooks()
 
 
 @given(st.integers(1, 2000), st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12))

@@ -1,10 +1,4 @@
-"""Processes that a rank forks, as loaders do for their workers.
-
-Before 3.12 (and the last releases of 3.9 to 3.11), Python takes the lock of its list of threads in a new process before it makes
-that lock anew (CPython issue 112275). If another thread had it at the moment of the fork, the new process waits for ever, and
-whoever waits for its first batch, too. Gloo's threads have it when they come to Python for the first time, to free a tensor that
-the script has let go of, which is just after an all-reduce: where a loop often begins.
-"""
+"""Workarounds for defects of Python and torch."""
 
 from __future__ import annotations
 
@@ -13,21 +7,34 @@ import sys
 import time
 
 QUIET_SECONDS = 0.01
-"""In which a thread that is about to enter Python, or to leave it, has done so."""
+"""Time in which a thread that enters or leaves Python has done so."""
+SAME_LOADER_SECONDS = 0.1
+"""Forks within this time are those of one DataLoader, which calls no collective between them."""
+GLOO_CALLBACK_SECONDS = 0.1
 
-TOGETHER_SECONDS = 0.1
-"""Within which forks are those of one loader, which calls no collective between them."""
 
+def make_fork_safe() -> None:
+    """Let other threads leave Python before this process forks, as for the workers of a DataLoader. Call it once.
 
-def make_safe() -> None:
-    """Lets other threads finish what they are at before this process forks. Once a process."""
-    last = -TOGETHER_SECONDS
+    Before 3.12 Python takes the lock of its list of threads in a forked process before it makes it anew (CPython issue 112275). If
+    another thread held it, the process waits forever. Gloo's threads hold it when they free a tensor just after an all-reduce.
+    """
+    last = -SAME_LOADER_SECONDS
 
     def rest() -> None:
         nonlocal last
-        if time.monotonic() - last > TOGETHER_SECONDS:
+        if time.monotonic() - last > SAME_LOADER_SECONDS:
             time.sleep(QUIET_SECONDS)
         last = time.monotonic()
 
     if sys.version_info < (3, 12):
         os.register_at_fork(before=rest)
+
+
+def wait_for_gloo_callbacks() -> None:
+    """Give Gloo's threads time to free the tensors of the last collectives, for which they take Python's lock.
+
+    Before torch 2.8 destroying their group holds the lock and waits for them, forever (pytorch pull request 154976). A thread that
+    asks for the lock after Python began to exit aborts the process (one exit of four with torch 2.13; pytorch pull request 179291).
+    """
+    time.sleep(GLOO_CALLBACK_SECONDS)

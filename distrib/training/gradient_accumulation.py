@@ -1,7 +1,7 @@
-"""Gradients of several batches, and of unequal ones, as the one mean over all their samples.
+"""Gradients of accumulates batches, and of unequal ones, as the one mean over all their samples.
 
 A loss is taken to be the mean over the samples of its batch. With b samples on this rank of B on all R ranks, the gradient that
-the ranks are to average is R b / B of its own; over several batches, the sum of b times each gradient, times R / sum of B.
+the ranks are to average is R b / B of its own; over accumulates batches, the sum of b times each gradient, times R / sum of B.
 Both are done where a gradient arrives, before it is exchanged: so what a script clips, unscales or looks at is the mean
 already, whoever carries it between the ranks.
 """
@@ -21,110 +21,120 @@ from distrib.training.model_parameters import optimizer_parameters
 
 
 @dataclass(kw_only=True)
-class Samples:
-    """How many samples the present batch has on this rank and on all of them, or any numbers in that proportion."""
+class BatchSamples:
+    """Sizes of the present batch on this rank and on all ranks, or any numbers in that proportion."""
 
     own: int = 1
     all: int = 1
-    weighted_by: dict[torch.Tensor, Mean] = field(default_factory=dict)
-    """Whose weight the gradient of a parameter takes on its way: once, however many optimizers have it."""
+    weighted_by: dict[torch.Tensor, GradientAccumulator] = field(default_factory=dict)
+    """The accumulator that weights a parameter's gradient: one, however many optimizers have the parameter."""
 
 
-class Mean:
-    """The gradients of one optimizer's parameters: their mean over `batches` batches of unequal sizes.
+class GradientAccumulator:
+    """Accumulates the gradients of one optimizer over `batches` batches, weighted by their samples.
 
-    On all batches but the last of each group `.grad` holds the gradient of that batch alone, and the script may do with it as
-    it likes. What the backward passes made it counts, once the batch is done, unless the script has cleared it meanwhile. That is
-    kept apart, which takes as much memory as the gradients, and in a backward pass as much again. As the first gradient of the
-    last batch comes, all that was gathered is put into `.grad`, also of parameters which that batch does not use; and again
-    of one whose `.grad` the script clears before a further backward pass.
+    Until the last batch of a group `.grad` holds the gradient of one batch, which the script may clip or read. Its value after
+    backward counts, unless the script clears it. It is added to a copy, which takes as much memory as the gradients. When the
+    first gradient of the last batch arrives, the accumulated ones are added to `.grad`, before it is averaged over ranks.
     """
 
-    def __init__(self, optimizer: Optimizer, samples: Samples, *, ranks: int) -> None:
-        """`ranks` divide the gradients when they are exchanged: 1 where they are not."""
+    def __init__(self, optimizer: Optimizer, samples: BatchSamples, *, ranks: int) -> None:
+        """Create the accumulator of one optimizer.
+
+        Args:
+            optimizer: The prepared optimizer.
+            samples: Sizes of the present batch.
+            ranks: Number of ranks over which gradients are averaged; 1 if they are not.
+        """
         self._optimizer, self._samples, self._ranks = optimizer, samples, ranks
         self.batches = 1
         self.passes = 0
-        """Backward passes so far, counted while a group has several batches."""
+        """Backward passes so far, counted only while batches accumulate."""
         self._pass = -1
-        self._done = 0
-        self._gathered = 0.0  # samples of the group so far, in units of `_unit`
+        self._batches_done = 0
+        self._samples_done = 0.0  # samples of the group so far, in units of `_unit`
         self._unit = 1.0
-        self._present: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}  # what backward made of .grad, and its version
-        self._kept: dict[torch.Tensor, torch.Tensor] = {}
+        self._batch_gradients: dict[
+            torch.Tensor, tuple[torch.Tensor, int]
+        ] = {}  # what backward made of .grad, and its version
+        self._accumulated: dict[torch.Tensor, torch.Tensor] = {}
         self._counted: set[torch.Tensor] = set()  # parameters in whose .grad lies what is kept already
-        self._given: dict[torch.Tensor, _Given] = {}
-        self._handed: set[int] = set()
-        """The models to whose gradients what was kept of theirs is added."""
+        self._contributions: dict[torch.Tensor, _Contribution] = {}
+        self._merged_models: set[int] = set()
+        """Numbers of the models whose accumulated gradients were added to `.grad` in this group."""
         self.models: Mapping[torch.Tensor, int] = {}
-        """The numbers of the models that the parameters are of: what is exchanged of one is exchanged together."""
-        self._hooks: dict[torch.Tensor, list[RemovableHandle | _OnItsWay]] = {}
-        self._several = False
+        """Number of the model of each parameter: the gradients of a model are averaged together."""
+        self._hooks: dict[torch.Tensor, list[RemovableHandle | _InFlight]] = {}
+        self._accumulates = False
         self._ended = False
 
-    def end(self) -> None:
-        """The optimizer takes no more steps."""
+    def close(self) -> None:
+        """Remove all hooks."""
         self._ended = True
-        self.follow()
+        self.update_hooks()
 
     @property
-    def last(self) -> bool:
-        """Whether the present batch is the last of its group: the one that is exchanged, and after which a step is taken."""
-        return self._done + 1 >= self.batches
+    def is_last(self) -> bool:
+        """True if the present batch is the last of its group: its gradients are averaged over ranks, and a step follows."""
+        return self._batches_done + 1 >= self.batches
 
     @property
-    def begun(self) -> bool:
-        """Whether the group has batches behind it."""
-        return self._done > 0
+    def is_begun(self) -> bool:
+        """True if the group has accumulated at least one batch."""
+        return self._batches_done > 0
 
     @property
     def share(self) -> float:
-        """Of all ranks' samples in the present batch, this rank's."""
+        """This rank's fraction of the samples of all ranks in the present batch."""
         return self._own / self._all
 
-    def next(self) -> None:
-        """The script is done with the present batch."""
-        if self.last:
-            for parameter in self._given:
-                del self._kept[parameter]
-            self._given.clear()
-            self._handed.clear()
+    def next_batch(self) -> None:
+        """Finish the present batch."""
+        if self.is_last:
+            for parameter in self._contributions:
+                del self._accumulated[parameter]
+            self._contributions.clear()
+            self._merged_models.clear()
             self._counted.clear()
-            self._done, self._gathered = 0, 0.0
+            self._batches_done, self._samples_done = 0, 0.0
         else:
-            self._unit = self._present_unit
-            self._take_up()
-            self._gathered += self._all / self._unit
-            self._done += 1
-        self.follow()
+            self._unit = self._current_unit
+            self._accumulate_batch()
+            self._samples_done += self._all / self._unit
+            self._batches_done += 1
+        self.update_hooks()
 
-    def follow(self) -> None:
-        """Sees to it that gradients are weighted where they must be, and cost nothing where they need not."""
+    def update_hooks(self) -> None:
+        """Hook parameters whose gradients must be weighted, and no others.
+
+        Raises:
+            TrainingError: A parameter is in two optimizers, and one of them accumulates.
+        """
         wanted = not self._ended and (self.batches > 1 or self._own * self._ranks != self._all)
         parameters = set(optimizer_parameters(self._optimizer)) if wanted else set()
-        several = self.batches > 1
+        accumulates = self.batches > 1
         taken = self._samples.weighted_by
-        for parameter in [p for p in self._hooks if several != self._several or p not in parameters]:
+        for parameter in [p for p in self._hooks if accumulates != self._accumulates or p not in parameters]:
             del taken[parameter]
             for handle in self._hooks.pop(parameter):
                 handle.remove()
-        self._several = several
+        self._accumulates = accumulates
         for parameter in parameters - self._hooks.keys():
-            # One that is frozen may be so for the turn of another model only: it keeps the hooks that it has, and is given one.
-            if not parameter.requires_grad and (several or not _can_learn(parameter)):
+            # A frozen parameter may be unfrozen within the batch, as in a GAN: it is hooked, too.
+            if not parameter.requires_grad and (accumulates or not _can_have_gradient(parameter)):
                 continue
             other = taken.setdefault(parameter, self)
             if other is not self:
-                if several or other.batches > 1:
+                if accumulates or other.batches > 1:
                     raise TrainingError(
                         f"a parameter {list(parameter.shape)} is in two optimizers, {type(other._optimizer).__name__} and "
-                        f"{type(self._optimizer).__name__}: whose batches of one step its gradient belongs to cannot be told",
+                        f"{type(self._optimizer).__name__}: with accumulate a gradient must belong to one optimizer",
                         hint="leave out accumulate, or give the parameter to one of them",
                     )
                 continue
-            self._hooks[parameter] = [_OnItsWay(parameter, self._on_its_way(parameter))]
-            if several:
-                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._arrived))  # type: ignore[no-untyped-call]
+            self._hooks[parameter] = [_InFlight(parameter, self._make_hook(parameter))]
+            if accumulates:
+                self._hooks[parameter].append(parameter.register_post_accumulate_grad_hook(self._on_gradient))  # type: ignore[no-untyped-call]
 
     @property
     def _own(self) -> float:
@@ -134,18 +144,18 @@ class Mean:
     def _all(self) -> float:
         return self._samples.all if self._ranks > 1 else self._samples.own
 
-    def _on_its_way(self, parameter: torch.Tensor) -> Any:
+    def _make_hook(self, parameter: torch.Tensor) -> Any:
         def weighted(gradient: torch.Tensor | None) -> torch.Tensor | None:
             if self.batches > 1:
-                self._count()
+                self._count_pass()
             if parameter in self._counted:
                 self._clear(parameter)
-            if not self.last or gradient is None:  # None: of an output that the loss does not use
+            if not self.is_last or gradient is None:  # None: of an output that the loss does not use
                 return None
-            self._hand_over(self.models.get(parameter, -1))
-            weight = self._own * self._ranks / self._present_unit
-            kept = self._kept.get(parameter)
-            if kept is None or not self._given[parameter].is_lost(parameter, self._pass):
+            self._merge(self.models.get(parameter, -1))
+            weight = self._own * self._ranks / self._current_unit
+            kept = self._accumulated.get(parameter)
+            if kept is None or not self._contributions[parameter].was_cleared(parameter, self._pass):
                 return gradient * (weight * self._share)
             return torch.add(kept, gradient, alpha=weight).mul_(self._share)
 
@@ -153,26 +163,28 @@ class Mean:
 
     @property
     def _share(self) -> float:
-        """What a sum of the group's gradients is multiplied with, so that it is their mean."""
-        return 1 / (self._gathered + self._all / self._present_unit)
+        """The factor that makes the group's sum of gradients a mean."""
+        return 1 / (self._samples_done + self._all / self._current_unit)
 
     @property
-    def _present_unit(self) -> float:
-        return self._unit if self._done else self._all
+    def _current_unit(self) -> float:
+        return self._unit if self._batches_done else self._all
 
     def before_step(self) -> None:
-        """No more gradients will come before the step. Where they are exchanged, what was gathered and not given waits for the next
-        group: by itself it would be this rank's own."""
-        if self.last and self._ranks == 1:
-            for model in {self.models.get(parameter, -1) for parameter in self._kept}:
-                self._hand_over(model)
+        """Merge what was accumulated of parameters that the last batch does not use.
 
-    def _hand_over(self, model: int) -> None:
-        """Puts what was gathered of a model's gradients into `.grad`, where that is not done yet."""
-        if model in self._handed:
+        With several ranks it waits for the next group, as it would be this rank's own.
+        """
+        if self.is_last and self._ranks == 1:
+            for model in {self.models.get(parameter, -1) for parameter in self._accumulated}:
+                self._merge(model)
+
+    def _merge(self, model: int) -> None:
+        """Add a model's accumulated gradients to `.grad`, once in a group."""
+        if model in self._merged_models:
             return
-        self._handed.add(model)
-        for parameter, kept in self._kept.items():
+        self._merged_models.add(model)
+        for parameter, kept in self._accumulated.items():
             if self.models.get(parameter, -1) != model:
                 continue
             if parameter in self._counted:
@@ -181,10 +193,10 @@ class Mean:
                 parameter.grad = kept * self._share
             else:
                 parameter.grad.add_(kept, alpha=self._share)
-            self._given[parameter] = _Given(self._pass, parameter.grad._version)
+            self._contributions[parameter] = _Contribution(self._pass, parameter.grad._version)
 
     def _clear(self, parameter: torch.Tensor) -> None:
-        """What lies in `.grad` has been counted, and the script has not cleared it: nor has it where it adds up batches itself."""
+        """Clear a gradient that was counted and that the script has not cleared."""
         self._counted.discard(parameter)
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
@@ -192,27 +204,27 @@ class Mean:
             else:
                 parameter.grad.zero_()
 
-    def _arrived(self, parameter: torch.Tensor) -> None:
-        if not self.last and parameter.grad is not None:
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self.is_last and parameter.grad is not None:
             # A copy: what the script clips or unscales on its way to `step` is clipped and unscaled as a whole later.
-            self._present[parameter] = parameter.grad.detach().clone(), parameter.grad._version
+            self._batch_gradients[parameter] = parameter.grad.detach().clone(), parameter.grad._version
 
-    def _take_up(self) -> None:
-        """What lies in `.grad` counts."""
+    def _accumulate_batch(self) -> None:
+        """Add the present batch's gradients to the accumulated ones, unless the script has cleared them."""
         weight = self._own * self._ranks / self._unit
         first: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         more: list[torch.Tensor] = []
-        for parameter, (gradient, version) in self._present.items():
+        for parameter, (gradient, version) in self._batch_gradients.items():
             if parameter.grad is None:
                 continue
             self._counted.add(parameter)
             if parameter.grad._version != version:
                 # It was clipped, or zeroed: which of them, only the GPU may know yet.
                 _values(gradient).masked_fill_(~_values(parameter.grad).any(), 0)
-            kept = self._kept.get(parameter)
+            kept = self._accumulated.get(parameter)
             if kept is None:
-                self._kept[parameter] = gradient
+                self._accumulated[parameter] = gradient
                 first.append(gradient)
             else:
                 sums.append(kept)
@@ -221,9 +233,9 @@ class Mean:
             torch._foreach_mul_(first, weight)
         if sums:
             torch._foreach_add_(sums, more, alpha=weight)
-        self._present.clear()
+        self._batch_gradients.clear()
 
-    def _count(self) -> None:
+    def _count_pass(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._pass:
             self._pass = task
@@ -231,14 +243,22 @@ class Mean:
 
 
 @dataclass
-class _Given:
-    """Before which backward pass what was kept was added to a parameter's `.grad`, and that one's version then; None once more has come."""
+class _Contribution:
+    """The backward pass in which accumulated gradients were added to `.grad`, and its version then; None once more was added."""
 
     number: int
     version: int | None
 
-    def is_lost(self, parameter: torch.Tensor, number: int) -> bool:
-        """Whether the script has cleared it before pass `number`, which adds to it. Values are read where nothing else tells."""
+    def was_cleared(self, parameter: torch.Tensor, number: int) -> bool:
+        """Detect that the script has cleared `.grad` before a later pass adds to it; reads values if the version cannot tell.
+
+        Args:
+            parameter: The parameter.
+            number: The present backward pass.
+
+        Returns:
+            True if the contribution must be added again.
+        """
         if self.number == number:
             return False
         untouched = self.version is not None and parameter.grad is not None and parameter.grad._version == self.version
@@ -246,10 +266,10 @@ class _Given:
         return not untouched and _is_cleared(parameter)
 
 
-class _OnItsWay:
-    """A hook of where the gradient of `parameter` arrives, which exists as long as this does.
+class _InFlight:
+    """A hook on the gradient accumulator of a parameter.
 
-    A hook of the tensor itself would also weight what `torch.autograd.grad` gives to a script.
+    A hook on the tensor itself would also weight the results of `torch.autograd.grad`.
     """
 
     def __init__(self, parameter: torch.Tensor, weighted: Callable[[torch.Tensor | None], torch.Tensor | None]) -> None:
@@ -270,15 +290,15 @@ class _OnItsWay:
         self._handle.remove()
 
 
-def _can_learn(parameter: torch.Tensor) -> bool:
-    """Whether a gradient may come for one that is frozen: some are numbers of a kind that has none, or made in inference mode."""
+def _can_have_gradient(parameter: torch.Tensor) -> bool:
+    """Detect a frozen parameter that may be unfrozen: not an integer, and not made in inference mode."""
     return (
         (parameter.is_floating_point() or parameter.is_complex()) and parameter.is_leaf and not parameter.is_inference()
     )
 
 
 def _is_cleared(parameter: torch.Tensor) -> bool:
-    """Whether the script has cleared `.grad`, in either way that `zero_grad` has."""
+    """Detect `zero_grad`, with and without `set_to_none`."""
     return parameter.grad is None or not bool(_values(parameter.grad).any())
 
 

@@ -1,4 +1,4 @@
-"""Gradients that are no numbers: found before they reach the parameters, with the rank and the parameter they came from."""
+"""Detection of NaN and infinite gradients before they reach the parameters, with rank and parameter."""
 
 from __future__ import annotations
 
@@ -16,59 +16,73 @@ from distrib.training.collectives import gather_objects
 from distrib.training.model_parameters import optimizer_parameters, trainable_parameters
 
 OnNan = Literal["raise", "skip", "ignore"]
-WITNESSES = 16
-"""Small parameters whose own gradients are kept until the step, to tell whose the nan was when the mean has one."""
-SMALL = 4096
-"""Elements of a parameter that is small."""
+MAX_WITNESSES = 16
+"""Parameters whose local gradients are kept until the step, to find the rank of a NaN in the mean."""
+MAX_WITNESS_ELEMENTS = 4096
+"""Only parameters of at most this size are kept: 16 x 4096 elements are 256 KiB in float32."""
 
 
-class _Seen(NamedTuple):
-    """What is known of the gradients of one step, perhaps only later, as a GPU computes it."""
+class _CheckedStep(NamedTuple):
+    """The norms of one step's gradients, perhaps still being computed by a GPU."""
 
     step: int
     norms: torch.Tensor
     parameters: list[torch.Tensor]
     witnesses: list[torch.Tensor]
-    verdict: torch.Tensor
-    """Whether all norms are finite: of a GPU that is not waited for, on its way into the host's memory."""
+    all_finite: torch.Tensor
+    """True if all norms are finite; of a late check being copied into host memory."""
     arrived: Any
 
     def is_finite(self) -> bool:
         if self.arrived is not None:
             self.arrived.synchronize()  # with this step, not with what the GPU was given since
-        return bool(self.verdict)
+        return bool(self.all_finite)
 
 
-class Finite:
-    """The watch over one optimizer's gradients.
+class NanGuard:
+    """Checks the gradients of one optimizer.
 
-    `raise` ends the job; `skip` leaves the step out, on every rank where all have the same mean; `ignore` looks at nothing.
-    `together`: the gradients are means over the ranks. On a GPU `raise` learns of a nan one step late: to be in
-    time the script would have to wait for the GPU in each step, as it does with `skip`. `late` says for all devices whether it may be.
+    On a GPU `raise` reports a NaN one step late: to report it in time the script would have to wait for the GPU in each step, as it
+    does with `skip`.
     """
 
-    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, together: bool, late: bool | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, on_nan: OnNan, *, averaged: bool, late: bool | None = None) -> None:
+        """Create the guard.
+
+        Args:
+            optimizer: The prepared optimizer.
+            on_nan: `raise` an error, `skip` the step or `ignore` NaN.
+            averaged: True if gradients are means over ranks.
+            late: True if a check may be one step late; None: on GPUs only.
+
+        Raises:
+            TrainingError: `on_nan` is none of these.
+        """
         if on_nan not in get_args(OnNan):
             raise TrainingError(f"on_nan={on_nan!r}", hint=f"give {', '.join(get_args(OnNan))}")
-        self._optimizer, self._on_nan, self._together, self._late = optimizer, on_nan, together, late
+        self._optimizer, self._on_nan, self._averaged, self._late = optimizer, on_nan, averaged, late
         self._names: Mapping[torch.Tensor, str] = {}
         self._witnesses: dict[torch.Tensor, torch.Tensor] = {}
         """What the step's backward passes have computed for some parameters."""
         self._handles: list[RemovableHandle] = []
-        self._waiting: _Seen | None = None
+        self._pending: _CheckedStep | None = None
 
-    def name(self, names: Mapping[torch.Tensor, str]) -> None:
-        """`names` are those of the parameters in their models."""
+    def watch(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Hook the parameters whose local gradients are kept.
+
+        Args:
+            names: The names of the parameters in their models, for messages.
+        """
         self._names = names
-        self.end()
-        small = [p for p in trainable_parameters(self._optimizer) if p.numel() <= SMALL]
-        if not self._together or self._on_nan == "ignore":
+        self.close()
+        small = [p for p in trainable_parameters(self._optimizer) if p.numel() <= MAX_WITNESS_ELEMENTS]
+        if not self._averaged or self._on_nan == "ignore":
             small = []
-        chosen = small[:: max(-(-len(small) // WITNESSES), 1)]
+        chosen = small[:: max(-(-len(small) // MAX_WITNESSES), 1)]
         self._handles = [p.register_hook(self._keep(p)) for p in chosen]  # type: ignore[no-untyped-call]
 
-    def end(self) -> None:
-        """Watches no backward pass any more."""
+    def close(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -85,13 +99,23 @@ class Finite:
         return keep
 
     @torch.no_grad()
-    def after(self, step: int) -> bool:
-        """Whether step number `step` may be taken. Raises TrainingError where it may not, naming rank and parameter."""
+    def check(self, step: int) -> bool:
+        """Check the gradients of a step.
+
+        Args:
+            step: Number of the step, from 1.
+
+        Returns:
+            False if the step must be skipped.
+
+        Raises:
+            TrainingError: A gradient is NaN or infinite, and `on_nan` is `raise`.
+        """
         if self._on_nan == "ignore":
             return True
         parameters = [p for p in optimizer_parameters(self._optimizer) if p.grad is not None]
         parameters = [p for p in parameters if p.grad.is_floating_point() or p.grad.is_complex()]  # type: ignore[union-attr]
-        gradients = [_reals(p.grad) for p in parameters if p.grad is not None]
+        gradients = [_real_values(p.grad) for p in parameters if p.grad is not None]
         witnesses = self.forget()
         filled = [number for number, gradient in enumerate(gradients) if gradient.numel()]
         gradients, parameters = [gradients[n] for n in filled], [parameters[n] for n in filled]
@@ -102,10 +126,10 @@ class Finite:
         # Late, the gradients will be gone when the answer is there: the largest element is finite where all are. The usual
         # norm, which a CPU computes ten times as fast, may be too large of finite ones, which are looked at again then.
         norms = _norms(gradients, float("inf") if late else 2)
-        seen = _Seen(step, norms, parameters, witnesses, *_verdict(norms, late=late))
+        seen = _CheckedStep(step, norms, parameters, witnesses, *_all_finite(norms, late=late))
         if late:
-            self.flush()
-            self._waiting = seen
+            self.check_pending()
+            self._pending = seen
             return True
         if seen.is_finite() or all(bool(gradient.isfinite().all()) for gradient in gradients):
             return True
@@ -113,32 +137,39 @@ class Finite:
             return False
         raise self._error(seen)
 
-    def flush(self, *, alone: bool = False) -> None:
-        """Looks at the step that was not waited for. Raises TrainingError as `after` does. Every rank, or this one `alone`."""
-        seen, self._waiting = self._waiting, None
+    def check_pending(self, *, alone: bool = False) -> None:
+        """Check the step that was not waited for. Collective, unless `alone`.
+
+        Args:
+            alone: True if other ranks may not be here.
+
+        Raises:
+            TrainingError: A gradient was NaN or infinite.
+        """
+        seen, self._pending = self._pending, None
         if seen and not seen.is_finite():
             if alone:
-                self._waiting = seen  # for the others, who name the rank when they come to it
+                self._pending = seen  # for the others, who name the rank when they come to it
             raise self._error(seen, alone=alone)
 
     def forget(self) -> list[torch.Tensor]:
-        """The witnesses of a step, which is over."""
+        """Return and drop the local gradients that were kept for this step."""
         witnesses, self._witnesses = self._witnesses, {}
         return [*witnesses.values()]
 
-    def _error(self, seen: _Seen, *, alone: bool = False) -> TrainingError:
+    def _error(self, seen: _CheckedStep, *, alone: bool = False) -> TrainingError:
         norms = zip(seen.parameters, seen.norms.tolist(), strict=True)
         bad = [self._name(parameter) for parameter, norm in norms if not math.isfinite(norm)]
         return TrainingError(
-            f"step {seen.step}: the gradient of {_several(bad)} is nan or infinite{self._whose(seen.witnesses, alone=alone)}",
+            f"step {seen.step}: the gradient of {_list_first(bad)} is nan or infinite{self._find_ranks(seen.witnesses, alone=alone)}",
             hint="look at that batch, at the learning rate and the loss; prepare(..., on_nan='skip') leaves such steps out",
         )
 
-    def _whose(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:
-        """Every rank is here, as their gradients are the same, unless this one is `alone`."""
-        mine = not all(bool(_reals(gradient).isfinite().all()) for gradient in witnesses)
-        if alone or not self._together:
-            return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._together) else ""
+    def _find_ranks(self, witnesses: Sequence[torch.Tensor], *, alone: bool) -> str:
+        """Name the ranks whose local gradients are not finite. Collective, unless `alone`."""
+        mine = not all(bool(_real_values(gradient).isfinite().all()) for gradient in witnesses)
+        if alone or not self._averaged:
+            return f" on rank {dist.get_rank()}" if dist.is_initialized() and (mine or not self._averaged) else ""
         ranks = [str(rank) for rank, has_some in enumerate(gather_objects(mine)) if has_some]
         if not ranks:
             return ", on a rank that cannot be told" if witnesses else ""
@@ -148,14 +179,14 @@ class Finite:
         return self._names.get(parameter) or f"a parameter {list(parameter.shape)}"
 
 
-def _reals(gradient: torch.Tensor) -> torch.Tensor:
-    """Its real numbers: of a sparse one those that it has."""
+def _real_values(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the real values of a gradient; of a sparse one only those it stores."""
     gradient = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
 
 
 def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """The norm of each. Tensors of several types in one call would be gone through one by one."""
+    """Compute the norm of each tensor, in one kernel per device and type."""
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):
         alike.setdefault((tensor.device, tensor.dtype), []).append(number)
@@ -167,17 +198,17 @@ def _norms(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     return torch.stack([found[number].to(tensors[0].device) for number in range(len(tensors))])
 
 
-def _verdict(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
-    """Whether all are finite, and the event after which that can be read; None where reading it waits by itself."""
-    verdict = norms.isfinite().all()
+def _all_finite(norms: torch.Tensor, *, late: bool) -> tuple[torch.Tensor, Any]:
+    """Return whether all norms are finite, and the event after which that can be read; None if reading waits."""
+    all_finite = norms.isfinite().all()
     if not (late and norms.is_cuda):
-        return verdict, None
+        return all_finite, None
     host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-    host.copy_(verdict, non_blocking=True)
+    host.copy_(all_finite, non_blocking=True)
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
     arrived.record(torch.cuda.current_stream(norms.device))
     return host, arrived
 
 
-def _several(names: list[str]) -> str:
+def _list_first(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and of {len(names) - 1} more)"

@@ -91,7 +91,7 @@ class Profiles:
     def _leave(self, answer: Answer) -> None:
         """The launcher knows all that it wanted to."""
         answer.send()
-        shutdown.succeed_no_later_than(LEAVING_SECONDS)
+        shutdown.exit_within(LEAVING_SECONDS)
         raise SystemExit(0)
 
     def _at_exit(self) -> None:

@@ -94,7 +94,7 @@ def _unbind() -> None:
     dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
 
 
-def meet_at_end(world: World, *, tell: bool) -> None:
+def wait_for_all_ranks(world: World, *, report: bool) -> None:
     """Waits until every rank is at its end. Raises what torch raises when one is gone, or does not come in time.
 
     They send each other messages: a collective would answer that of a rank which is not at its end yet. `tell`: says that
@@ -104,7 +104,7 @@ def meet_at_end(world: World, *, tell: bool) -> None:
         return
     note = threading.Timer(NOTICE_SECONDS, _say_who_waits, (world.rank,))
     note.daemon = True
-    if tell:
+    if report:
         note.start()
     message = torch.zeros(1, dtype=torch.uint8, device="cpu")
     try:

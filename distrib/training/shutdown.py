@@ -1,48 +1,217 @@
-"""How a script ends: whether it failed, and that it ends at all."""
+"""The end of a job: ranks leave together, and a process that has failed ends at all."""
 
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import faulthandler
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback as tracebacks
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
 
+import torch
+import torch.distributed as dist
+
+from distrib.errors import TrainingError
+from distrib.training.checks.divergence import DivergenceCheck
+from distrib.training.checks.usage import UsageChecks
+from distrib.training.collectives import JobCollectives
+from distrib.training.compat import wait_for_gloo_callbacks
+from distrib.training.rendezvous import wait_for_all_ranks
+from distrib.training.strategies.base import ElasticStrategy
+from distrib.training.telemetry.status_pipe import StatusPipe
+from distrib.training.training_state import TrainingState
+
 FAILED_EXIT_SECONDS = 10.0
+"""How long Python may take to exit after a failure: destructors of communication libraries may wait for dead peers."""
+UNEQUAL_STEPS_GPU_SECONDS = 60.0
+"""How long a GPU may still compute if ranks took different numbers of steps: it may wait for ranks that never come."""
+
+
+class JobShutdown:
+    """Closes a job: once, by the script, its `with` block or the exit of the interpreter."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        collectives: JobCollectives,
+        status: StatusPipe,
+        usage: UsageChecks,
+        divergence: DivergenceCheck | None,
+    ) -> None:
+        """Close the job when the interpreter exits, unless it is closed before.
+
+        Args:
+            state: What the job trains.
+            collectives: Those of the job.
+            status: Tells the launcher that the rank closes.
+            usage: Ends with the job.
+            divergence: Compares the ranks at close; None if they do not run in step.
+        """
+        self.closed = False
+        self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
+        self._collectives, self._status, self._usage, self._divergence = collectives, status, usage, divergence
+        self._elastic = state.strategy if isinstance(state.strategy, ElasticStrategy) else None
+        self._is_waiting = False
+        """True while an error means that another rank has failed: this one has done its part."""
+        has_others = self._world.size > 1 or self._world.comm is not None
+        self._exit_watch = ExitWatch(self._on_exit) if has_others else None
+
+    def close(self) -> None:
+        """Wait for the other ranks and disconnect. Collective."""
+        self._status.closing()
+        try:
+            if self._world.size > 1 and not self._elastic and not dist.is_initialized():
+                self._report_destroyed_group()
+            else:
+                self._close_together()
+            self._strategy.close()
+        except BaseException:
+            self.abandon()
+            raise
+        self.closed = True
+        self._usage.close()
+        for stepper in self._state.steppers:
+            stepper.close()
+        if self._exit_watch is not None:
+            self._exit_watch.close()
+        if dist.is_initialized():
+            wait_for_gloo_callbacks()
+            dist.destroy_process_group()
+        if self._world.ends_mpi:
+            from mpi4py import MPI  # optional, and it starts MPI
+
+            MPI.Finalize()
+
+    def abandon(self) -> None:
+        """Leave without the other ranks: after a failure they may never answer, and MPI's Finalize may hang."""
+        if self.closed:
+            return
+        self.closed = True
+        self._usage.close()
+        if self._exit_watch is not None:
+            self._exit_watch.close(failed=self._world.size > 1)
+        if self._world.size > 1:
+            wait_for_gloo_callbacks()
+
+    def _close_together(self) -> None:
+        if self._elastic:
+            self._state.synchronize()
+            self._wait_for_gpu()
+            self._report_staleness(self._elastic.staleness())
+            return
+        if self._strategy.device.type == "cuda":
+            self._detect_unequal_steps()
+        for stepper in self._state.steppers:
+            stepper.finalize()
+        with self._waiting():
+            wait_for_all_ranks(self._world, report=not self._status.is_read)
+        self._strategy.synchronize()
+        self._wait_for_gpu()
+        with self._waiting():
+            self._collectives.all_reduce(0.0, "sum")
+            for observer in self._state.observers:
+                observer.on_close()
+
+    def _detect_unequal_steps(self) -> None:
+        """Raise before this rank waits for its GPU, if that waits for ranks which have taken fewer steps."""
+        with self._waiting():
+            wait_for_all_ranks(self._world, report=not self._status.is_read)
+            unequal = self._divergence.compare_steps() if self._divergence else ""
+        if not unequal:
+            return
+        computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        computed.record(torch.cuda.current_stream(self._strategy.device))
+        deadline = time.monotonic() + UNEQUAL_STEPS_GPU_SECONDS
+        while not computed.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise TrainingError(
+                    f"{unequal}, and its GPU still waits for the others, which have finished their scripts",
+                    hint="leave the loop after equally many steps on all ranks; decide early stopping by job.all_reduce(loss)",
+                )
+            time.sleep(0.01)
+
+    def _wait_for_gpu(self) -> None:
+        if self._strategy.device.type == "cuda":
+            torch.cuda.synchronize(self._strategy.device)  # destroying NCCL's group may cut off what is still sent
+
+    def _report_destroyed_group(self) -> None:
+        for stepper in self._state.steppers:
+            stepper.check_last_step(alone=True)
+        effect = ", and each rank keeps its own parameters" if self._strategy.replicas_differ else ""
+        if self._world.rank == 0:
+            print(
+                "distrib: warning: the script called torch.distributed.destroy_process_group(): checks between ranks at the end "
+                f"are left out{effect}",
+                flush=True,
+            )
+
+    def _report_staleness(self, seen: dict[str, float]) -> None:
+        if self._elastic and self._elastic.is_main and seen and self._world.size > 1:
+            self._status.metrics({"staleness": seen}, is_main=self._elastic.seems_main)
+            summary = ", ".join(f"{name} {value:g}" for name, value in seen.items())
+            print(f"distrib: staleness of the updates, in updates of others meanwhile: {summary}", flush=True)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self._is_waiting = True
+        yield
+        self._is_waiting = False
+
+    def _on_exit(self, failed: bool) -> None:
+        if failed:
+            self.abandon()
+            return
+        try:
+            if not self.closed:
+                self.close()
+        except TrainingError as error:
+            print(f"distrib: rank {self._world.rank}: {error}", file=sys.stderr, flush=True)
+            exit_failed()
+        except Exception as error:
+            if not self._is_waiting:
+                tracebacks.print_exc()
+                exit_failed()
+            # The script itself succeeded; the rank that failed reports it.
+            print(
+                f"distrib: rank {self._world.rank} could not wait for the other ranks: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class ExitWatch:
-    """Calls `leave(failed)` when the interpreter exits, for scripts that do not close their job themselves.
+    """Calls a function when the interpreter exits, for scripts that do not close their job.
 
-    `failed` is True after an uncaught exception or a `sys.exit`, `exit` or `quit` with anything but success: then the others
-    must not be waited for. They have to be seen as they happen; an `atexit` function is not told the exit code.
-    Whoever raises SystemExit is not seen: Python tells nobody. Nor is a `sys.exit` that another module than the script has imported by its name.
+    It notices an uncaught exception and `sys.exit` with a failure, as an `atexit` function is not told the exit code.
     """
 
-    def __init__(self, leave: Callable[[bool], None]) -> None:
-        self._leave = leave
+    def __init__(self, on_exit: Callable[[bool], None]) -> None:
+        """Begin to watch.
+
+        Args:
+            on_exit: Called with True after a failure.
+        """
+        self._leave = on_exit
         self._failed = self._abandoned = False
         self._process = os.getpid()
         self._hook, self._exit = sys.excepthook, sys.exit
-        self._own_hook, self._own_exit = self._on_exception, self._on_exit  # a bound method is made anew each time
+        self._own_hook, self._own_exit = self._on_exception, self._on_exit  # a bound method is a new object each time
         sys.excepthook, sys.exit = self._own_hook, self._own_exit
-        self._quitters = {name: getattr(builtins, name) for name in ("exit", "quit") if hasattr(builtins, name)}
-        for name in self._quitters:
-            setattr(builtins, name, self._own_exit)
-        script = vars(sys.modules["__main__"])
-        self._imported = [name for name, value in script.items() if value is self._exit]
-        script.update(dict.fromkeys(self._imported, self._own_exit))
         atexit.register(self._at_exit)
 
-    def end(self, *, failed: bool = False) -> None:
-        """Stops watching. After one that `failed` Python may take `FAILED_EXIT_SECONDS` to end: from when it does so, as the
-        script may handle its error, and have much to do still."""
+    def close(self, *, failed: bool = False) -> None:
+        """Stop watching.
+
+        Args:
+            failed: True to end the process if Python takes more than `FAILED_EXIT_SECONDS` to exit, counted from its exit.
+        """
         self._abandoned = failed
         if not failed:
             atexit.unregister(self._at_exit)
@@ -50,10 +219,6 @@ class ExitWatch:
             sys.excepthook = self._hook
         if sys.exit == self._own_exit:
             sys.exit = self._exit
-        vars(sys.modules["__main__"]).update(dict.fromkeys(self._imported, self._exit))
-        for name, quitter in self._quitters.items():
-            if getattr(builtins, name, None) == self._own_exit:
-                setattr(builtins, name, quitter)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         self._failed = True
@@ -68,42 +233,35 @@ class ExitWatch:
             if not self._abandoned:
                 self._leave(self._failed)
             if self._abandoned:
-                no_later_than()
+                faulthandler.dump_traceback_later(FAILED_EXIT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
 
 
 def succeeded(error: BaseException | None) -> bool:
-    """Whether a block that ended with `error` did what it should."""
+    """Judge how a `with` block ended.
+
+    Args:
+        error: What it raised.
+
+    Returns:
+        True for nothing, and for SystemExit with success.
+    """
     return error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
-def no_later_than() -> None:
-    """Ends this process with exit code 1, showing where it hangs, if it is still there after `FAILED_EXIT_SECONDS`.
-
-    The destructors of communication libraries may wait for peers that will never answer.
-    """
-    faulthandler.dump_traceback_later(FAILED_EXIT_SECONDS, exit=True, file=sys.__stderr__ or sys.stderr)
-
-
-def fail() -> NoReturn:
-    """Ends this process with exit code 1 while Python is ending already, which would end it with 0."""
+def exit_failed() -> NoReturn:
+    """End this process with exit code 1 while Python is already exiting, which would end it with 0."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
             stream.flush()
     os._exit(1)
 
 
-def let_go_of_tensors() -> None:
-    """Gives Gloo's threads the time to drop the tensors of the last collectives, for which they take Python's lock.
+def exit_within(seconds: float) -> None:
+    """End this process with exit code 0 if it still runs later: a thread of the script may never end.
 
-    Before torch 2.8 whoever destroys their group waits for them with the lock in his hand, for ever (pytorch pull request 154976).
-    Where a model keeps the group alive, or the rank has failed, nothing waits for them, and one that asks for the lock when
-    Python has begun to end aborts the process (seen in one exit of four with torch 2.13; pytorch pull request 179291).
+    Args:
+        seconds: When.
     """
-    time.sleep(0.1)
-
-
-def succeed_no_later_than(seconds: float) -> None:
-    """Ends this process with exit code 0 if it is still there after `seconds`: a thread of the script's may go on for ever."""
     timer = threading.Timer(seconds, os._exit, (0,))
     timer.daemon = True
     timer.start()

@@ -10,18 +10,18 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from distrib.errors import TrainingError
-from distrib.training.gradient_accumulation import Samples
+from distrib.training.gradient_accumulation import BatchSamples
 
-_present = Samples()
+_present = BatchSamples()
 
 
-def follow(samples: Samples) -> None:
+def use_batch_samples(samples: BatchSamples) -> None:
     """The job's own count of samples: what a rank's loss weighs in the mean of all ranks, whatever a layer's inputs are shaped like."""
     global _present
     _present = samples
 
 
-def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Module:
+def convert_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
     """`model`, every batch normalization in which takes mean and variance of all ranks' samples while it trains.
 
     On GPUs torch's own SyncBatchNorm, which refuses CPUs; there one of ours. Raises TrainingError for a layer that does more than
@@ -43,7 +43,7 @@ def with_synchronized_batches(model: nn.Module, device: torch.device) -> nn.Modu
     return model
 
 
-def bear_cpus(model: nn.Module) -> None:
+def replace_on_cpu(model: nn.Module) -> None:
     """Makes those layers ours that are torch's SyncBatchNorm, of all ranks: on CPUs it would raise."""
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm and module.process_group is None:

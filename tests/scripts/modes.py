@@ -240,7 +240,7 @@ def mistakes(job: distrib.Job) -> None:
     left, right = nn.Linear(2, 2), nn.Linear(2, 2)
     job.prepare(left)
     foreign = job.prepare(torch.optim.SGD([*left.parameters(), *right.parameters()], lr=0.1))
-    raises(r"parameter 2 of group 0 of the SGD, \[2, 2\], is of no prepared model", foreign.step)
+    raises(r"parameter 2 of group 0 of the SGD, \[2, 2\], belongs to no prepared model", foreign.step)
 
 
 def things(short: bool) -> Iterator[Any]:
@@ -567,8 +567,8 @@ def fused(job: distrib.Job) -> None:
 
 def late(job: distrib.Job) -> None:
     """Where a nan is only known one step later, as on a GPU, it is told all the same, and no checkpoint has it."""
-    made = steps.Finite
-    steps.Finite = lambda *words, **options: made(*words, **options | {"late": True})  # type: ignore[assignment,misc]
+    made = steps.NanGuard
+    steps.NanGuard = lambda *words, **options: made(*words, **options | {"late": True})  # type: ignore[assignment,misc]
     path = Path(sys.argv[1]) / "late.pt"
     words = r"step 2: the gradient of 0.weight \(and of \d+ more\) is nan or infinite"
     for end in ("a step", "the epoch", "a checkpoint"):

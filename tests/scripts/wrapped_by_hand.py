@@ -36,7 +36,7 @@ train(own, torch.optim.SGD(own.parameters(), lr=0.1), 1)
 sharded = fully_shard(nn.Linear(4, 1))
 optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
 train(sharded, optimizer, 1)
-refused("the parameters of FSDPLinear are shared out already", sharded, optimizer)
+refused("the parameters of FSDPLinear are sharded", sharded, optimizer)
 
 # As with DDP itself; and nobody is told that ranks train apart, as they do not.
 torch.manual_seed(2)

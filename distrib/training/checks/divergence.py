@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distrib.errors import TrainingError
 from distrib.training.checksums import split_for_sum
 from distrib.training.collectives import collect_if_complete, gather_objects, publish
+from distrib.training.step_observer import StepObserver
 from distrib.training.strategies.ddp_module import is_in_join
-from distrib.training.world import World
+from distrib.training.training_state import TrainingState
 
 CHECK_EVERY_STEPS = 100
 """Steps between two comparisons: one costs about as much as reading the parameters once."""
@@ -93,41 +94,39 @@ def check_initial_values(models: Sequence[nn.Module]) -> None:
                 )
 
 
-class DivergenceCheck:
+class DivergenceCheck(StepObserver):
     """Compares parameters every N steps and when the job closes, and names the rank that differs.
 
     Ranks publish their checksums in the rendezvous store, and rank 0 reads them once all are there: a collective would hang if
     ranks take different numbers of steps.
     """
 
-    def __init__(self, world: World, models: Callable[[], Sequence[nn.Module]], every_steps: int) -> None:
+    def __init__(self, state: TrainingState, every_steps: int) -> None:
         """Create the check of this rank.
 
         Args:
-            world: The ranks of the job.
-            models: Returns the models whose replicas are identical after every step.
-            every_steps: Steps between two comparisons.
+            state: The models of the job.
+            every_steps: Steps between two comparisons; 0 compares steps only, and the parameters before the first one.
         """
-        self._world, self._models, self._every = world, models, every_steps
+        self._state, self._world, self._every = state, state.strategy.world, every_steps
         self._steps = 0
         self._pending: dict[int, list[Checksum]] = {}
         """On rank 0, by number of steps, its checksums that were not compared yet."""
-        self._reported = False
+        self._has_begun = self._reported = False
 
-    def after_step(self, steps: int) -> None:
-        """Publish checksums if a comparison is due.
+    def before_step(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            check_initial_values(self._state.models)
 
-        Args:
-            steps: Steps of all optimizers of this rank together.
-        """
-        is_due = steps != self._steps and steps % self._every == 0
-        self._steps = steps
-        if is_due and not self._reported:
-            own = compute_checksums(self._models())
+    def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        before, self._steps = self._steps, self._state.steps
+        if self._every and self._steps != before and self._steps % self._every == 0 and not self._reported:
+            own = compute_checksums(self._state.replicated_models)
             if self._world.rank:
-                publish(f"checksums/{steps}", self._world.rank, " ".join(f"{one.sum} {one.norm}" for one in own))
+                publish(f"checksums/{self._steps}", self._world.rank, " ".join(f"{one.sum} {one.norm}" for one in own))
             else:
-                self._pending[steps] = own
+                self._pending[self._steps] = own
         self._compare_published()
 
     def compare_steps(self) -> str:
@@ -138,20 +137,24 @@ class DivergenceCheck:
         """
         steps = gather_objects(self._steps)
         most, least = steps.index(max(steps)), steps.index(min(steps))
-        if most == least or any(map(is_in_join, self._models())):
+        if most == least or self._in_join:
             return ""
         unequal = f"rank {most} has taken {steps[most]} steps, rank {least} {steps[least]}"
         self._warn(unequal)
         return unequal
 
-    def compare_at_close(self) -> None:
-        """Compare steps and parameters of all ranks, and warn on rank 0. Collective."""
+    def on_close(self) -> None:
         self._compare_published()
         self.compare_steps()
-        own = compute_checksums(self._models())
-        if not any(map(is_in_join, self._models())):
+        if self._every and not self._in_join:
+            own = compute_checksums(self._state.replicated_models)
             for rank, values in enumerate(gather_objects([(one.sum, one.norm) for one in own])):
                 self._compare(own, rank, values)
+
+    @property
+    def _in_join(self) -> bool:
+        """True if ranks may take different numbers of steps."""
+        return any(map(is_in_join, self._state.models))
 
     def _compare_published(self) -> None:
         ranks = range(1, self._world.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distrib.errors import TrainingError
 from distrib.training.model_parameters import optimizer_parameters
-from distrib.training.optimizer_step import Steps
-from distrib.training.strategies.base import TrainingStrategy
+from distrib.training.training_state import TrainingState
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Names of the classes in which scripts wrap models to average gradients themselves. Importing FSDP takes long."""
@@ -25,22 +23,13 @@ _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 class UsageChecks:
     """Checks of every optimizer step in this process, whether the optimizer was prepared or not."""
 
-    def __init__(
-        self,
-        strategy: TrainingStrategy,
-        prepared: Sequence[Steps],
-        models: Callable[[], Sequence[nn.Module]],
-        accumulates: Callable[[], bool],
-    ) -> None:
+    def __init__(self, state: TrainingState) -> None:
         """Begin to check.
 
         Args:
-            strategy: The strategy of the job.
-            prepared: The prepared optimizers; the list is filled later.
-            models: Returns the prepared models.
-            accumulates: Returns True if several batches make one step.
+            state: The models and optimizers of the job.
         """
-        self._strategy, self._prepared, self._models, self._accumulates = strategy, prepared, models, accumulates
+        self._state, self._strategy = state, state.strategy
         self._reported: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._wrapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._hooks = [
@@ -67,20 +56,20 @@ class UsageChecks:
 
     def _check_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._check_outside_backward(optimizer)
-        if any(one.taking for one in self._prepared):  # an inner optimizer of a prepared one, as in Lookahead
+        if any(one.taking for one in self._state.steppers):  # an inner optimizer of a prepared one, as in Lookahead
             return
         own = set(map(id, optimizer_parameters(optimizer)))
-        for one in self._prepared:
+        for one in self._state.steppers:
             if own.isdisjoint(map(id, optimizer_parameters(one.optimizer))):
                 continue
-            if one.counting:
+            if one.must_count:
                 raise TrainingError(
                     f"{type(optimizer).__name__} updated parameters of the prepared {type(one.optimizer).__name__} without "
                     "calling its step()",
                     hint="prepare the optimizer whose step() is called, such as job.prepare(optimizer.base_optimizer)",
                 )
             return
-        if optimizer not in self._reported and (self._strategy.world.size > 1 or self._accumulates()):
+        if optimizer not in self._reported and (self._strategy.world.size > 1 or self._accumulates):
             self._reported.add(optimizer)
             self._report_unprepared(optimizer)
 
@@ -103,16 +92,20 @@ class UsageChecks:
                 )
             return
         problem = f"{name} was not passed to job.prepare, but the model that it trains was"
-        effect = "its batches are not accumulated" if self._accumulates() else "replicas would diverge"
-        if self._accumulates() or not self._strategy.averages_in_backward:
+        effect = "its batches are not accumulated" if self._accumulates else "replicas would diverge"
+        if self._accumulates or not self._strategy.averages_in_backward:
             raise TrainingError(f"{problem}: {effect}", hint="model, optimizer = job.prepare(model, optimizer)")
         self._warn(
             f"{problem}: unequal batches are not weighted, NaN gradients are not detected and steps are not counted"
         )
 
+    @property
+    def _accumulates(self) -> bool:
+        return self._state.accumulate > 1
+
     def _trains_prepared_model(self, optimizer: Optimizer) -> bool:
         own = set(map(id, optimizer_parameters(optimizer)))
-        return any(id(parameter) in own for model in self._models() for parameter in model.parameters())
+        return any(id(parameter) in own for model in self._state.models for parameter in model.parameters())
 
     def _record_wrapper(self, module: nn.Module, *_: Any) -> None:
         if not _WRAPPERS.isdisjoint(kind.__name__ for kind in type(module).__mro__):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from distrib.training.checks.cross_rank import SEED_HINT, subset_digest
@@ -17,32 +16,26 @@ from distrib.training.data.epoch import Lessons
 from distrib.training.data.load_balancing import Balance
 from distrib.training.data.sharded_loader import ShardedLoader
 from distrib.training.model_parameters import unwrap_model
-from distrib.training.strategies.base import ElasticStrategy, TrainingStrategy
+from distrib.training.step_observer import StepObserver
+from distrib.training.strategies.base import ElasticStrategy
+from distrib.training.training_state import TrainingState
 
 
-class Loaders:
-    """Makes loaders those of the job, of which `models` tells the models that learn. `elastic`: ranks may come and go.
+class Loaders(StepObserver):
+    """Prepares the DataLoaders of a job, and checks that ranks share out the same samples."""
 
-    `samples` is told before each batch how many samples this rank has of it and all have together, and says what it was told before;
-    `ended` is called at the end of an epoch of training; `steps` says how many calls of `step()` there were, None while there is no
-    optimizer.
-    """
+    def __init__(self, state: TrainingState, collectives: JobCollectives, usage: UsageChecks) -> None:
+        """Create the registry.
 
-    def __init__(
-        self,
-        backend: TrainingStrategy,
-        exchange: JobCollectives,
-        usage: UsageChecks,
-        *,
-        elastic: ElasticStrategy | None,
-        models: Callable[[], Sequence[nn.Module]],
-        steps: Callable[[], int | None],
-        samples: Callable[[int, int], tuple[int, int]],
-        ended: Callable[[], None],
-    ) -> None:
-        self._backend, self._world, self._exchange, self._usage = backend, backend.world, exchange, usage
-        self._elastic, self._models, self._samples = elastic, models, samples
-        self._lessons = Lessons(steps, ended)
+        Args:
+            state: What the job trains; it is told the size of every batch.
+            collectives: Those of the job.
+            usage: Warns if no loader is read.
+        """
+        self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
+        self._collectives, self._usage = collectives, usage
+        self._elastic = state.strategy if isinstance(state.strategy, ElasticStrategy) else None
+        self._lessons = Lessons(lambda: state.step_calls, state.end_epoch)
         self.prepared = 0
         """How many there are."""
         self.read = False
@@ -64,7 +57,7 @@ class Loaders:
         turn = number
         if generator:  # one of which several loaders are made, as of each epoch, gives each another order
             turn = self._made_of[generator] = self._made_of.get(generator, -1) + 1
-        seed, of_main = self._exchange.from_main(
+        seed, of_main = self._collectives.from_main(
             lambda: ((generator.initial_seed() if generator else torch.initial_seed()) + turn, own)
         )
         if own != of_main:
@@ -74,19 +67,20 @@ class Loaders:
                 flush=True,
             )
         balance = None
-        if self._backend.settings.balance and self._world.size > 1:
+        if self._strategy.settings.balance and self._world.size > 1:
             balance = Balance(
-                gather=gather_objects, parameters=lambda: [p for model in self._models() for p in model.parameters()]
+                gather=gather_objects,
+                parameters=lambda: [p for model in self._state.models for p in model.parameters()],
             )
         sharded = ShardedLoader(
             loader,
             rank=self._world.rank,
             ranks=self._world.size,
-            device=self._backend.device,
+            device=self._strategy.device,
             seed=seed,
             training=self._training,
-            samples=self._samples,
-            parameters=lambda: [p for model in self._models() for p in model.parameters() if p.requires_grad],
+            samples=self._state.set_batch,
+            parameters=lambda: [p for model in self._state.models for p in model.parameters() if p.requires_grad],
             read=self._was_read,
             lessons=self._lessons,
             balance=balance,
@@ -102,12 +96,15 @@ class Loaders:
             self._noted = True
             self._usage.warn_no_loader(self.prepared)
 
-    def step(self) -> None:
-        """`step()` was called, by every rank."""
+    def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        if step:
+            self.learn()
         self._lessons.step()
 
-    def begin(self) -> None:
-        """The first step is taken: says where ranks that share a stream or an order out have not the same one. Every rank."""
+    def before_step(self) -> None:
+        """Warn at the first step if ranks share out different streams or sampler orders. Collective at the first step."""
+        if self.begun:
+            return
         self.begun = True
         if self._world.size > 1 and not self._elastic:
             seeds = gather_objects([self._seed, torch.initial_seed()])
@@ -118,7 +115,7 @@ class Loaders:
         self._compared.clear()
 
     def _training(self) -> bool | None:
-        models = self._models()
+        models = self._state.models
         return any(unwrap_model(model).training for model in models) if models else None
 
     def _was_read(self, _: bool | None) -> None:

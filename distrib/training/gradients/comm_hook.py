@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distrib.bandwidth_model.bucketing import DEFAULT_BUCKET_BYTES, candidate_bounds, even_bounds
 from distrib.strategy import Gradients, Strategy
-from distrib.training import shutdown
+from distrib.training import compat
 from distrib.training.gradients.compression import BucketInfo, Compressor, NoCompression, create_compressor
 from distrib.training.gradients.hierarchical_allreduce import AllReduceThread, CommBucket, HierarchicalAllReduce
 
@@ -314,7 +314,7 @@ def _release(thread: AllReduceThread, groups: Sequence[dist.ProcessGroup], proce
         return
     thread.stop()
     if groups and dist.is_initialized():
-        shutdown.let_go_of_tensors()
+        compat.wait_for_gloo_callbacks()
         for group in groups:
             dist.destroy_process_group(group)
 

@@ -7,12 +7,14 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from distrib.environment import DISTRIB_STATUS_FD
 from distrib.errors import TrainingError
+from distrib.training.step_observer import StepObserver
 
 LONGEST_LINE_BYTES = 4096
 SHORTEST_INTERVAL_SECONDS = 0.1
@@ -20,7 +22,7 @@ LATE_SECONDS = 0.5
 """A step that was not said at once is said after so long: it may have been the last before the rank stood still."""
 
 
-class StatusPipe:
+class StatusPipe(StepObserver):
     """The way to the launcher. It never blocks the script: a full or a closed pipe loses the line."""
 
     def __init__(self, descriptor: int | None) -> None:
@@ -48,6 +50,10 @@ class StatusPipe:
             self._late = threading.Timer(LATE_SECONDS, self._say_late)
             self._late.daemon = True
             self._late.start()
+
+    def after_step(self, step: int, updated: bool | Callable[[], bool]) -> None:
+        if step:
+            self.step(step)
 
     def prepared(self) -> None:
         """Says that the script has prepared a model that learns: what was asked for at launch has a meaning."""

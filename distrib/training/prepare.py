@@ -1,0 +1,225 @@
+"""`Job.prepare` and `Job.release`: the handler of each type."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from distrib.errors import TrainingError
+from distrib.training import sync_batchnorm
+from distrib.training.checkpoint import state_sync
+from distrib.training.checks.cross_rank import check_identical
+from distrib.training.collectives import JobCollectives
+from distrib.training.data.loader_registry import Loaders
+from distrib.training.data.sharded_loader import ShardedLoader
+from distrib.training.model_parameters import (
+    exclude_model,
+    has_misplaced_state,
+    has_sharded_parameters,
+    move_optimizer_state,
+    unwrap_model,
+)
+from distrib.training.nan_guard import OnNan
+from distrib.training.optimizer_step import OptimizerStepper, attach_scaler
+from distrib.training.telemetry.status_pipe import StatusPipe
+from distrib.training.training_state import TrainingState
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareOptions:
+    """The options of `Job.prepare`."""
+
+    find_unused_parameters: bool
+    methods: Sequence[str]
+    sync_batchnorm: bool
+    on_nan: OnNan
+    accumulate: int | None
+
+
+class Preparer:
+    """Prepares and releases models, optimizers and loaders of one job."""
+
+    def __init__(
+        self, state: TrainingState, collectives: JobCollectives, loaders: Loaders, status: StatusPipe, *, elastic: bool
+    ) -> None:
+        """Create the preparer.
+
+        Args:
+            state: What the job trains; filled here.
+            collectives: Those of the job.
+            loaders: Shards the DataLoaders.
+            status: Tells the launcher that a model was prepared.
+            elastic: True in mode async, where the servers compare what ranks prepare.
+        """
+        self._state, self._strategy, self._world = state, state.strategy, state.strategy.world
+        self._collectives, self._loaders, self._status, self._elastic = collectives, loaders, status, elastic
+        self._handlers: list[tuple[type, Callable[[Any, PrepareOptions], Any]]] = [
+            (ShardedLoader, _keep),
+            (DistributedDataParallel, self._prepare_ddp),
+            (nn.Module, self._prepare_model),
+            (Optimizer, self._prepare_optimizer),
+            (DataLoader, lambda loader, _: self._loaders.prepare(loader)),
+            (torch.amp.GradScaler, self._prepare_scaler),
+            (LRScheduler, _keep),
+        ]
+        """The first type that fits counts."""
+
+    def prepare(self, things: Sequence[Any], options: PrepareOptions) -> list[Any]:
+        """Prepare things in their order. Collective.
+
+        Args:
+            things: Models, optimizers, DataLoaders, schedulers and GradScalers.
+            options: Those of `Job.prepare`.
+
+        Returns:
+            What the script uses in their place.
+
+        Raises:
+            TrainingError: A thing cannot be prepared, or ranks prepare different things.
+        """
+        models = [thing for thing in things if isinstance(thing, nn.Module)]
+        if self._state.has_released and models:
+            gc.collect()  # what was released may be in reference cycles
+        for model in models:
+            _check_model(model)
+        self._check_options(options)
+        if self._world.size > 1 and not self._elastic:
+            check_identical(things, self._state.models, **vars(options))
+        known = {id(stepper.optimizer) for stepper in self._state.steppers}
+        prepared = [self._prepare(thing, options) for thing in things]
+        if self._world.size > 1:
+            hand_out = state_sync.hand_out_settings if self._elastic else state_sync.hand_out
+            hand_out([thing for thing in things if id(thing) not in known], self._collectives)
+        return prepared
+
+    def pair(self) -> None:
+        """Tell every optimizer which models it trains."""
+        for stepper in self._state.steppers:
+            stepper.pair(self._state.models)
+
+    def release(self, things: Sequence[Any]) -> None:
+        """Forget models and optimizers. Collective.
+
+        Args:
+            things: Prepared models and optimizers; anything else is ignored.
+
+        Raises:
+            TrainingError: A prepared optimizer trains a model that is released.
+        """
+        state = self._state
+        for thing in things:
+            for stepper in [one for one in state.steppers if one.optimizer is thing]:
+                stepper.retire(
+                    f"{type(thing).__name__} takes a step after job.release", hint="prepare it, or another one, again"
+                )
+                stepper.close()
+                state.steppers.remove(stepper)
+                state.released_calls += stepper.calls
+                state.released_steps += stepper.taken
+        for model in [thing for thing in things if isinstance(thing, nn.Module)]:
+            if any(one.trains(model.parameters()) and not one.is_retired for one in state.steppers):
+                raise TrainingError(
+                    f"{type(unwrap_model(model)).__name__} is to be released, and an optimizer that is prepared trains it",
+                    hint="job.release(model, optimizer)",
+                )
+            state.models[:] = exclude_model(state.models, model)
+            self._strategy.release_model(model)
+        state.has_released = True
+        self.pair()
+
+    def _prepare(self, thing: Any, options: PrepareOptions) -> Any:
+        for kind, handler in self._handlers:
+            if isinstance(thing, kind):
+                return handler(thing, options)
+        raise TrainingError(
+            f"cannot prepare a {type(thing).__name__}",
+            hint="prepare modules, optimizers, schedulers, GradScalers and DataLoaders; let other loaders shard by job.rank "
+            "(webdataset's split_by_node does)",
+        )
+
+    def _prepare_ddp(self, model: DistributedDataParallel, _: PrepareOptions) -> nn.Module:
+        if all(one is not model for one in self._state.models):
+            self._strategy.adopt_ddp_model(model)
+            self._add(model)
+        return model
+
+    def _prepare_model(self, model: nn.Module, options: PrepareOptions) -> nn.Module:
+        device = self._strategy.device
+        if options.sync_batchnorm:
+            model = sync_batchnorm.convert_batchnorm(model, device)
+        elif device.type == "cpu":
+            sync_batchnorm.replace_on_cpu(model)
+        prepared = self._strategy.prepare_model(
+            model, find_unused_parameters=options.find_unused_parameters, methods=options.methods
+        )
+        for stepper in self._state.steppers:  # prepared before the model moved to the device
+            if not stepper.is_retired and has_misplaced_state(stepper.optimizer):
+                move_optimizer_state(stepper.optimizer)
+        if any(parameter.requires_grad for parameter in prepared.parameters()):
+            self._add(prepared)
+        return prepared
+
+    def _prepare_optimizer(self, optimizer: Optimizer, options: PrepareOptions) -> Optimizer:
+        state = self._state
+        if any(stepper.optimizer is optimizer and not stepper.is_retired for stepper in state.steppers):
+            return optimizer  # its model is prepared again
+        if self._world.size > 1 and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise TrainingError(
+                f"{type(optimizer).__name__} has no step hooks: torch's Optimizer.__init__ was not called",
+                hint="call super().__init__(params, defaults) in it, or prepare its inner optimizer",
+            )
+        for stepper in state.steppers:
+            stepper.give_way(optimizer)
+        self._strategy.prepare_optimizer(optimizer)
+        stepper = OptimizerStepper(optimizer, self._strategy, state.batch, state.observers, on_nan=options.on_nan)
+        state.steppers.append(stepper)
+        stepper.accumulate(state.accumulate)
+        return optimizer
+
+    def _prepare_scaler(self, scaler: torch.amp.GradScaler, _: PrepareOptions) -> torch.amp.GradScaler:
+        attach_scaler(scaler, self._state.steppers)
+        return scaler
+
+    def _add(self, model: nn.Module) -> None:
+        """Train a model, in place of its earlier wrapper if it is prepared again."""
+        self._state.models[:] = [*exclude_model(self._state.models, model), model]
+        self._status.prepared()
+
+    def _check_options(self, options: PrepareOptions) -> None:
+        if options.sync_batchnorm and self._strategy.settings.balance:
+            raise TrainingError(
+                "sync_batchnorm with --balance: ranks wait for each other inside a step, so their speeds cannot be measured",
+                hint="leave out one of them",
+            )
+        if options.sync_batchnorm and self._elastic:
+            raise TrainingError(
+                "sync_batchnorm in mode async: ranks would have to wait for each other inside a step",
+                hint="leave it out, or use --mode sync",
+            )
+
+
+def _keep(thing: Any, _: PrepareOptions) -> Any:
+    return thing
+
+
+def _check_model(model: nn.Module) -> None:
+    if any(map(is_lazy, model.parameters())):
+        raise TrainingError(
+            f"{type(model).__name__} has lazy layers without parameters",
+            hint="run one batch through it before job.prepare",
+        )
+    if has_sharded_parameters(model):
+        raise TrainingError(
+            f"the parameters of {type(model).__name__} are sharded, as by FSDP",
+            hint="FSDP averages its gradients itself: prepare the DataLoader only",
+        )

@@ -1,0 +1,79 @@
+"""The models and optimizers that a job trains, shared by its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from distrib.training.gradient_accumulation import BatchSamples
+from distrib.training.optimizer_step import OptimizerStepper
+from distrib.training.step_observer import StepObserver
+from distrib.training.strategies.base import TrainingStrategy
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """What a job trains, shared by its parts."""
+
+    strategy: TrainingStrategy
+    batch: BatchSamples
+    """Sizes of the present batch."""
+    accumulate: int
+    """Batches in a step."""
+    models: list[nn.Module] = field(default_factory=list)
+    """Prepared models with parameters that require a gradient."""
+    steppers: list[OptimizerStepper] = field(default_factory=list)
+    """One for each prepared optimizer."""
+    observers: list[StepObserver] = field(default_factory=list)
+    has_released: bool = False
+    """True once something was released."""
+    released_calls: int = 0
+    """Calls of `step()` of released optimizers."""
+    released_steps: int = 0
+    """Steps of released optimizers."""
+
+    @property
+    def replicated_models(self) -> list[nn.Module]:
+        """The models whose parameters are identical on all ranks after every step."""
+        return self.models if self.strategy.averages_gradients else []
+
+    @property
+    def steps(self) -> int:
+        """Steps of all optimizers together."""
+        return self.released_steps + sum(stepper.taken for stepper in self.steppers)
+
+    @property
+    def step_calls(self) -> int | None:
+        """Calls of `step()` of all optimizers together; None if no optimizer was prepared, so that steps are not known."""
+        if not self.steppers and not self.has_released:
+            return None
+        return self.released_calls + sum(stepper.calls for stepper in self.steppers)
+
+    def set_batch(self, own: int, every: int) -> tuple[int, int]:
+        """Record the sizes of the batch that is read next.
+
+        Args:
+            own: Samples on this rank.
+            every: Samples on all ranks.
+
+        Returns:
+            The sizes before.
+        """
+        before = self.batch.own, self.batch.all
+        self.batch.own, self.batch.all = own, every
+        for stepper in self.steppers:
+            stepper.accumulator.update_hooks()
+        return before
+
+    def synchronize(self) -> None:
+        """Make the models identical on all ranks. Collective."""
+        for stepper in self.steppers:
+            stepper.finalize()
+        self.strategy.synchronize()
+
+    def end_epoch(self) -> None:
+        """Synchronize the models and notify the observers. Collective."""
+        self.synchronize()
+        for observer in self.observers:
+            observer.on_epoch_end()
