@@ -1187,6 +1187,20 @@ def apart_later(job: distrib.Job) -> None:
     apart(job, 12, 20)
 
 
+def by_hand(job: distrib.Job) -> None:
+    """A script updates parameters without an optimizer: replicas stay identical only if gradients are averaged in backward."""
+    torch.manual_seed(3)
+    model = job.prepare(make_plain_model())
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((4, 6), job.rank + 1.0)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+    if STRATEGY.mode == "sync":
+        assert_alike(job.unwrap(model))
+
+
 def unequal(job: distrib.Job) -> None:
     """Rank 1 leaves out steps."""
     plain = nn.Sequential(nn.Linear(6, 3))
