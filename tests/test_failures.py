@@ -321,7 +321,7 @@ def test_a_script_that_its_own_loader_begins_anew_is_told_to_guard_itself(launch
         "exited unexpectedly (a process that it had started ended before: " in message or "ConnectionReset" in message
     )
     assert (
-        "reads this script anew, and would join the job a second time; put what the script does under `if __name__ =="
+        "imports this script, and would join the job a second time; put the script's work under `if __name__ =="
         in message
     )
 
