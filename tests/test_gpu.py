@@ -24,7 +24,7 @@ from distrib.strategy import OuterOptimizer, Strategy, parse_gradients
 from distrib.training import collectives, rendezvous
 from distrib.training import job as job_module
 from distrib.training.gradients.power_sgd import POWER_SGD_WARMUP_STEPS
-from distrib.training.nan_guard import Finite
+from distrib.training.nan_guard import NanGuard
 from distrib.training.parameter_server.shared_memory import SharedArena
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.strategies.local_sgd import Round
@@ -269,17 +269,17 @@ def test_all_reduce_of_the_probe_by_nccl(device):
 def test_a_nan_is_told_a_step_late_and_nobody_waits(device):
     model = network(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    finite = Finite(optimizer, "raise", together=False)
-    finite.name({parameter: name for name, parameter in model.named_parameters()})
+    guard = NanGuard(optimizer, "raise", averaged=False)
+    guard.watch({parameter: name for name, parameter in model.named_parameters()})
     x = torch.randn(8, 64, device=device)
     for step in (1, 2):
         optimizer.zero_grad()
         model(x).square().mean().backward()
-        assert finite.after(step)
+        assert guard.check(step)
     model[3].weight.grad[0, 0] = float("nan")
-    assert finite.after(3)
+    assert guard.check(3)
     with pytest.raises(TrainingError, match=r"step 3: the gradient of 3\.weight is nan or infinite"):
-        finite.flush()
+        guard.check_pending()
 
 
 def test_what_an_optimizer_has_learnt_follows_a_model_that_is_prepared_after_it(device, monkeypatch):

@@ -311,7 +311,7 @@ def test_a_rank_that_waits_for_its_gpu_may_wait_for_others(tmp_path):
     reads = frames(("train", str(script), 2))
     late = frames(
         ("Event.synchronize", f"{TORCH}/cuda/streams.py", 9),
-        ("_Seen.is_finite", "/home/me/distrib/distrib/training/nan_guard.py", 36),
+        ("_CheckedStep.is_finite", "/home/me/distrib/distrib/training/nan_guard.py", 36),
         ("train", "/home/me/train.py", 50),
     )
     evaluates = stack(0, frames(("evaluate", "/home/me/train.py", 90)), running=True)

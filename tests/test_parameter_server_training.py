@@ -16,8 +16,8 @@ from torch import nn
 from distrib.errors import TrainingError
 from distrib.strategy import Gradients
 from distrib.training.checkpoint import checkpoint_format
-from distrib.training.gradient_accumulation import Samples
-from distrib.training.optimizer_step import Steps, follow_scaler
+from distrib.training.gradient_accumulation import BatchSamples
+from distrib.training.optimizer_step import OptimizerStepper, attach_scaler
 from distrib.training.parameter_server import transport as wire
 from distrib.training.parameter_server.server_link import ServerLink
 from distrib.training.parameter_server.server_optimizer import OptimizerSpec, with_own_momentum
@@ -371,16 +371,10 @@ def test_settings_may_be_any_numbers(make, rate):
 
 def stepping(
     backend: ParameterServerStrategy, optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any
-) -> Steps:
+) -> OptimizerStepper:
     prepared(backend, model, optimizer)
-    steps = Steps(
-        optimizer,
-        backend,
-        Samples(own=1, all=backend.world.size),
-        told=lambda *_: None,
-        begins=lambda: None,
-        **{"on_nan": "raise", **options},
-    )
+    batch = BatchSamples(own=1, all=backend.world.size)
+    steps = OptimizerStepper(optimizer, backend, batch, [], **{"on_nan": "raise", **options})
     steps.pair([model])
     return steps
 
@@ -408,7 +402,7 @@ def test_a_scaler_leaves_out_steps_of_a_fused_optimizer(make):
         optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
         steps = stepping(backend, optimizer, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        follow_scaler(scaler, [steps])
+        attach_scaler(scaler, [steps])
         for number in range(4):
             optimizer.zero_grad()
             bad = number == 1 and not backend.world.rank
