@@ -22,7 +22,7 @@ from distrib_launch.cli import launch_arguments
 from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_environment import is_secret
-from distrib_launch.results import choose_run_dir, make_run_dir
+from distrib_launch.run_directory import choose_run_dir, prepare_run_dir
 from distrib_launch.runner import read_hosts
 from distrib_launch.supervisor.engine_process import EngineProcess
 from tests.conftest import LAUNCH, SCRIPTS, TOPO, call, our_processes
@@ -372,12 +372,12 @@ def test_a_folder_that_no_run_has_made_keeps_its_files(tmp_path, mark):
         (tmp_path / name).write_text('{"accuracy": 0.9}')
     (tmp_path / mark).write_text('{"accuracy": 0.9}')
     with pytest.raises(ConfigError, match=r"holds \S+, which is of no run; remove it, or name another folder"):
-        make_run_dir(tmp_path)
+        prepare_run_dir(tmp_path)
     assert all((tmp_path / name).read_text() for name in own)
     (tmp_path / mark).write_text('{"job": "4f", "world_size": 1, "inventories": {}}')
-    assert make_run_dir(tmp_path) is True
+    assert prepare_run_dir(tmp_path) is True
     assert not any((tmp_path / name).exists() for name in own)
-    assert make_run_dir(tmp_path) is False
+    assert prepare_run_dir(tmp_path) is False
 
 
 def test_launches_of_the_same_second_have_run_directories_of_their_own(tmp_path):

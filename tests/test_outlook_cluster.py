@@ -79,7 +79,7 @@ def test_on_slow_wires_it_is_said_before_and_during_the_run(probed, launch, prof
     run = launch(*where, "--workload", profile, STEPS, 28, *WORK, cluster=cluster)
     before, during = warnings_of(run)[:2]
     assert before.startswith("3 hosts x 1 rank will reach ") and re.search(r"2[2-6] MB/s; 90% needs ", before)
-    assert during.startswith("the wire holds this job at ") and "was predicted)" in during
+    assert during.startswith("network-bound: ") and "(predicted " in during
     predicted, measured = run.result["predicted"], run.result["measured"]
     assert predicted["cap"] and predicted["efficiency"] < 0.8
     assert measured["step_seconds"] == pytest.approx(predicted["step_seconds"], rel=0.15)

@@ -45,7 +45,7 @@ from distrib.probe.records import (
 )
 from distrib.probe.settings import DEFAULT, ProbeTimeouts
 from distrib.probe.stages import LINKS_DONE, SECOND_PASS
-from distrib_launch import launch_plan, results, runner
+from distrib_launch import launch_plan, results, run_directory, runner
 from distrib_launch.cli import topo
 from distrib_launch.console import Console
 from distrib_launch.launch_options import LaunchOptions
@@ -547,7 +547,7 @@ def test_the_one_rank_of_a_quick_probe_sees_all_gpus_that_were_chosen(jobs, tmp_
 
 
 def test_the_logs_of_a_job_that_is_running_are_left_alone(jobs, capsys, tmp_path):
-    with results.held(tmp_path / "run"):
+    with run_directory.locked_run_dir(tmp_path / "run"):
         (tmp_path / "run/plan.json").write_text('{"job": "4f"}')
         assert probe("-H", "n1,n2", "--run-dir", "run") == 2
     assert "another job is running in" in capsys.readouterr().err

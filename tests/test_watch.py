@@ -16,8 +16,7 @@ from distrib.training.telemetry import tcp_stats
 from distrib.training.telemetry.step_timer import WARMUP_STEPS, WINDOW_STEPS, Meter
 from distrib_launch import html_report, runner
 from distrib_launch.cli import launch_arguments
-from distrib_launch.forecast_record import ForecastRecord
-from distrib_launch.results import Failure, RankResult, Result
+from distrib_launch.results import Failure, ForecastRecord, RankResult, Result
 from distrib_launch.supervisor.performance_monitor import PerformanceMonitor
 from tests.conftest import SCRIPTS
 
@@ -44,7 +43,7 @@ def hear(plan, step=0.1, compute=0.09, links=None, computes=(), sizes=None):
     for rank, host in enumerate(HOSTS):
         own = {f"10.0.0.{b[1]}": rate for (a, b), rate in links.items() if a == host}
         mine = computes[rank] if computes else compute
-        watch.hear(
+        watch.add_report(
             rank,
             {
                 "steps": 20,
@@ -63,9 +62,9 @@ def test_a_lost_rank_does_not_silence_the_others(plan):
     watch = PerformanceMonitor(plan, said.append, lambda _: None)
     for _ in range(3):
         for rank in range(len(HOSTS) - 1):
-            watch.hear(rank, {"steps": 20, "step_seconds": 0.3, "compute_seconds": 0.09, "exposed_seconds": 0.21})
+            watch.add_report(rank, {"steps": 20, "step_seconds": 0.3, "compute_seconds": 0.09, "exposed_seconds": 0.21})
     assert watch.measured and watch.measured.step_seconds == 0.3
-    assert any("wire" in line for line in said)
+    assert any("network-bound" in line for line in said)
 
 
 RING = {("n1", "n2"): 1.1e9, ("n2", "n3"): 1.1e9, ("n3", "n1"): 1.1e9}
@@ -80,8 +79,8 @@ def test_a_job_that_does_as_predicted_is_left_alone(plan):
 
 def test_the_wire_that_holds_a_job_is_named(plan):
     said, _ = hear(plan, step=0.3, links=RING)
-    assert len(said) == 2 and said[0].startswith("the wire holds this job at 30% of its speed (90% was predicted): ")
-    assert "of 300 ms a step, 210 ms are waiting for gradients; link n1-n2 carries 1.1 GB/s" in said[0]
+    assert len(said) == 2 and said[0].startswith("network-bound: 30% scaling efficiency (predicted 90%); ")
+    assert "step 300 ms, 210 ms of it waiting for gradients; slowest link: n1-n2, 1.1 GB/s" in said[0]
     assert not hear(replace(plan, warn_below=0.0), step=0.11, links=RING)[0]
 
 
@@ -89,36 +88,32 @@ def test_the_wire_is_not_blamed_for_what_it_does_not_explain(plan):
     """As where many ranks share few processors, and a step sends a few bytes."""
     said, seen = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 1.1e7))
     assert seen.network_seconds == pytest.approx(0.01)
-    assert said[0].startswith(
-        "waiting for each other holds this job at 30% of its speed (90% was predicted): of 300 ms a step, "
-    )
-    assert "210 ms are waiting for gradients; the wires need 10 ms for them: look for ranks that are late" in said[0]
+    assert said[0].startswith("ranks wait for each other: 30% scaling efficiency (predicted 90%); step 300 ms, ")
+    assert "210 ms of it waiting for gradients; the network needs 10 ms for them: look for late ranks" in said[0]
     said, seen = hear(plan, step=0.3, sizes=dict.fromkeys(RING, 440.0))
-    assert "the wires need 3.52 us for them" in said[0], said
+    assert "the network needs 3.52 us for them" in said[0], said
     said, _ = hear(plan, step=0.3, links=RING, sizes=dict.fromkeys(RING, 2.2e8))
-    assert said[0].startswith("the wire holds this job at 30%")
+    assert said[0].startswith("network-bound: 30%")
 
 
 def test_what_the_wire_has_not_cost_is_told_of_too(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
     assert (
-        "(90% was predicted): of 200 ms a step, 80 ms are waiting for gradients and 30 ms rank 1 computing for longer than was predicted; link"
+        "(predicted 90%); step 200 ms, 80 ms of it waiting for gradients and 30 ms rank 1 computing longer than predicted; slowest link"
         in said[0]
     )
     said, _ = hear(replace(plan, forecast=None), step=0.2, computes=(0.09, 0.12, 0.09), links=RING)
-    assert "and 30 ms rank 1 computing for longer than most; link" in said[0]
+    assert "and 30 ms rank 1 computing longer than most; slowest link" in said[0]
 
 
 def test_without_a_forecast_the_wire_is_warned_of_and_nothing_else(plan):
     said, measured = hear(replace(plan, forecast=None), step=0.3, links=RING)
-    assert len(said) == 1 and "was predicted" not in said[0] and measured.prediction_error is None
+    assert len(said) == 1 and "predicted" not in said[0] and measured.prediction_error is None
 
 
 def test_the_slow_link_is_named(plan):
     said, _ = hear(plan, step=0.3, links={**RING, ("n2", "n3"): 0.1e9})
-    assert (
-        "a step takes 300 ms, 100 ms was predicted: link n2-n3 carries 100 MB/s while the others carry more" in said[1]
-    )
+    assert "a step takes 300 ms, predicted 100 ms: link n2-n3 carries 100 MB/s while the others carry more" in said[1]
 
 
 def test_a_host_all_of_whose_links_are_slow_is_named(plan):
@@ -133,15 +128,15 @@ def test_a_host_all_of_whose_links_are_slow_is_named(plan):
 def test_a_rank_that_computes_slowly_is_named(plan):
     said, _ = hear(plan, step=0.2, computes=(0.09, 0.19, 0.09), links=RING)
     assert said == [
-        "a step takes 200 ms, 100 ms was predicted: rank 1 on n2 computes and loads data for 190 ms, 90 ms was predicted; "
-        "is its processor shared, or hot, or its storage slow?"
+        "a step takes 200 ms, predicted 100 ms: rank 1 on n2 computes and loads data for 190 ms, predicted 90 ms; "
+        "is its CPU shared or hot, or its storage slow?"
     ]
 
 
 def test_the_wire_is_not_blamed_for_what_data_costs(plan):
     """80 of 110 ms that are lost are a loader's: the wire's part is told where the step is longer than predicted."""
-    assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("the wire holds")]
-    assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("the wire holds")]
+    assert not [line for line in hear(plan, step=0.2, compute=0.17, links=RING)[0] if line.startswith("network-bound")]
+    assert [line for line in hear(plan, step=0.2, compute=0.12, links=RING)[0] if line.startswith("network-bound")]
 
 
 def test_each_warning_comes_once_and_all_looks_count(plan):
@@ -149,7 +144,7 @@ def test_each_warning_comes_once_and_all_looks_count(plan):
     watch = PerformanceMonitor(plan, said.append, lambda _: None)
     for step in (0.3, 0.3, 0.4):
         for rank in (2, 0, 1):
-            watch.hear(
+            watch.add_report(
                 rank, {"steps": 20, "step_seconds": step, "compute_seconds": 0.09, "exposed_seconds": step - 0.09}
             )
     assert len(said) == 2 and watch.measured.steps == 60 and watch.measured.step_seconds == 0.3
@@ -176,7 +171,7 @@ def test_each_warning_comes_once_and_all_looks_count(plan):
 def test_what_a_script_may_write_into_its_pipe(plan, told):
     watch = PerformanceMonitor(plan, pytest.fail, lambda _: None)
     with pytest.raises(ValueError):
-        watch.hear(0, told)
+        watch.add_report(0, told)
     assert watch.measured is None
 
 
@@ -262,7 +257,7 @@ def test_the_report_says_what_ran_and_how_it_went(plan, tmp_path):
         warnings=("the wire & more",), predicted=FORETOLD, measured=measured,
     )  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text('{"metrics": {"loss": 2.0, "name": "x"}}\n{"metrics": {"loss": 1.0}}\n')
-    html_report.write(plan, result, tmp_path, 0.0)
+    html_report.write_report(plan, result, tmp_path, 0.0)
     page = Page()
     page.feed((tmp_path / "report.html").read_text())
     assert not page.open

@@ -14,7 +14,7 @@ import msgspec
 
 from distrib.errors import ConfigError, JobFailed
 from distrib.utils import files
-from distrib_launch import results, runner
+from distrib_launch import results, run_directory, runner
 from distrib_launch.cli import launch_arguments
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.rank_exit import signal_name
@@ -60,7 +60,7 @@ def run(
         script_input = b""
     if wanted.engine == "kubernetes":
         raise ConfigError("engine='kubernetes' writes a manifest", hint="use the command distrib-launch")
-    with results.claimed_run_dir(wanted.run_dir, name) as run_dir:
+    with run_directory.claimed_run_dir(wanted.run_dir, name) as run_dir:
         wanted = msgspec.structs.replace(wanted, run_dir=str(run_dir))
         plan = runner.plan_launch(wanted)
     result = runner.launch(plan, wanted, streams=(sys.stdout, sys.stderr), script_input=script_input)

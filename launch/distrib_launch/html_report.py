@@ -1,4 +1,4 @@
-"""`report.html` of a run: what ran, how it ended, every rank, what was predicted and what was measured, on one page of its own."""
+"""`report.html` of a run: outcome, predicted and measured performance, and every rank, on one page without external files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,23 @@ th { font-weight: 600; } td.n, th.n { text-align: right; } pre { background: #f5
 figure { margin: 0; } svg { max-width: 100%; height: auto; } .grey { color: #697586; }
 """
 
-SHOWN_RANKS = 512
-CURVES = 6
-"""Of the metrics, so many are drawn."""
+MAX_RANKS = 512
+MAX_CURVES = 6
+"""Metrics that are drawn."""
 
 
-def write(plan: LaunchPlan, result: Result, run_dir: Path, started: float) -> None:
-    """Write the page. Raises OSError where it cannot be."""
+def write_report(plan: LaunchPlan, result: Result, run_dir: Path, started: float) -> None:
+    """Write the page.
+
+    Args:
+        plan: Plan of the last start.
+        result: Result of the run.
+        run_dir: Run directory.
+        started: Unix time of the first start.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     parts = [
         f"<h1>{escape(Path(_script(plan)).name)}</h1>",
         f'<p class="grey">{time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started))}, {_amount(result.world_size, "rank")} on '
@@ -72,7 +82,6 @@ def _failure(result: Result) -> list[str]:
 
 
 def _attempts(result: Result) -> list[str]:
-    """The starts before the last one."""
     rows = []
     for attempt in result.attempts:
         failure = attempt.first_failure
@@ -80,47 +89,47 @@ def _attempts(result: Result) -> list[str]:
         rows.append(
             (attempt.folder, str(attempt.world_size), name_hosts(attempt.hosts), f"{attempt.seconds:.1f} s", why)
         )
-    return ["<h2>Starts before</h2>", _table(("", "ranks", "hosts", "after", "failed"), rows)] if rows else []
+    return ["<h2>Failed starts</h2>", _table(("", "ranks", "hosts", "after", "failed"), rows)] if rows else []
 
 
 def _speed(plan: LaunchPlan, result: Result) -> list[str]:
-    told, seen = result.predicted, result.measured
-    if told is None and seen is None:
+    predicted, measured = result.predicted, result.measured
+    if predicted is None and measured is None:
         return []
 
     def cells(name: str, field: str, show: Any) -> tuple[str, ...]:
-        return name, *(show(getattr(side, field)) if side else "-" for side in (told, seen))
+        return name, *(show(getattr(side, field)) if side else "-" for side in (predicted, measured))
 
     rows = [
         cells("a step", "step_seconds", units.duration_text),
         cells("computing", "compute_seconds", units.duration_text),
-        cells("waiting for others", "exposed_seconds", units.duration_text),
+        cells("waiting for ranks", "exposed_seconds", units.duration_text),
         cells("efficiency", "efficiency", lambda value: f"{value:.1%}"),
     ]
     parts = ["<h2>Speed</h2>", _table(("", "predicted", "measured"), rows, numbers=(1, 2))]
-    if seen and seen.prediction_error is not None and plan.forecast:
+    if measured and measured.prediction_error is not None and plan.forecast:
         parts.append(
-            f"<p>A step took {seen.prediction_error:+.1%} against what was predicted of {escape(plan.forecast.workload)} "
+            f"<p>A step took {measured.prediction_error:+.1%} against what was predicted of {escape(plan.forecast.workload)} "
             f"({escape(plan.forecast.source)}; error to expect {plan.forecast.expected_error:.0%}).</p>"
         )
-    if told and told.cap:
+    if predicted and predicted.cap:
         parts.append(
-            f"<p>Capped by {escape(told.cap.link)}, {units.rate_text(told.cap.bandwidth_bytes_per_second)}.</p>"
+            f"<p>Capped by {escape(predicted.cap.link)}, {units.rate_text(predicted.cap.bandwidth_bytes_per_second)}.</p>"
         )
-    if told and seen:
-        parts.append(_bars({"predicted": told, "measured": seen}))
-    if seen and seen.links:
+    if predicted and measured:
+        parts.append(_bars({"predicted": predicted, "measured": measured}))
+    if measured and measured.links:
         links = [
             (f"{link.source} to {link.target}", units.rate_text(link.bytes_per_second),
              units.rate_text(link.expected_bytes_per_second) if link.expected_bytes_per_second else "-")
-            for link in sorted(seen.links, key=lambda link: link.bytes_per_second)[:32]
+            for link in sorted(measured.links, key=lambda link: link.bytes_per_second)[:32]
         ]  # fmt: skip
         parts += ["<h2>Links, slowest first</h2>", _table(("", "carried", "expected"), links, numbers=(1, 2))]
     return parts
 
 
 def _bars(sides: dict[str, Any]) -> str:
-    """Computing and waiting in a step, predicted above measured."""
+    """Draw computing and waiting in a step, predicted above measured."""
     width, left = 640, 90
     scale = (width - left) / max(side.step_seconds for side in sides.values())
     drawn = []
@@ -137,12 +146,12 @@ def _bars(sides: dict[str, Any]) -> str:
         )
     return (
         f'<figure><svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} 80" width="{width}" role="img">{"".join(drawn)}</svg>'
-        '<figcaption class="grey">computing (blue) and waiting for the others (red) in a step</figcaption></figure>'
+        '<figcaption class="grey">computing (blue) and waiting for other ranks (red) in a step</figcaption></figure>'
     )
 
 
 def _metrics(path: Path) -> list[str]:
-    """A curve for each number that the script logged."""
+    """Draw a curve for each number that the script logged."""
     curves: dict[str, list[float]] = {}
     try:
         with path.open(encoding="utf-8") as file:
@@ -155,7 +164,7 @@ def _metrics(path: Path) -> list[str]:
     drawn = {name: values for name, values in curves.items() if len(values) > 1}
     if not drawn:
         return []
-    return ["<h2>What the script logged</h2>", *(_curve(name, drawn[name]) for name in list(drawn)[:CURVES])]
+    return ["<h2>Metrics</h2>", *(_curve(name, drawn[name]) for name in list(drawn)[:MAX_CURVES])]
 
 
 def _curve(name: str, values: Sequence[float]) -> str:
@@ -177,11 +186,11 @@ def _curve(name: str, values: Sequence[float]) -> str:
 def _ranks(result: Result) -> list[str]:
     rows = []
     guilty = result.first_failure.rank if result.first_failure else None
-    # Those that failed by themselves first, and first of all the one that was the first.
-    told = sorted(
+    # The first failure on top, then the other ranks that failed by themselves.
+    ranks = sorted(
         result.ranks, key=lambda one: (one.rank != guilty, one.exit_code == 0 or bool(one.stopped_by), one.rank)
     )
-    for rank in told[:SHOWN_RANKS]:
+    for rank in ranks[:MAX_RANKS]:
         ended = (
             signal_name(rank.signal)
             if rank.signal
@@ -191,8 +200,8 @@ def _ranks(result: Result) -> list[str]:
         )
         by = f", stopped by {rank.stopped_by}" if rank.stopped_by else ""
         rows.append((str(rank.rank), rank.host, rank.role, rank.device, rank.cpus or "", ended + by))
-    parts = ["<h2>Ranks</h2>", _table(("rank", "host", "role", "device", "processors", "ended"), rows)]
-    left = len(result.ranks) - SHOWN_RANKS
+    parts = ["<h2>Ranks</h2>", _table(("rank", "host", "role", "device", "CPUs", "ended"), rows)]
+    left = len(result.ranks) - MAX_RANKS
     return parts + ([f"<p>and {left} more; result.json has them all</p>"] if left > 0 else [])
 
 

@@ -16,10 +16,10 @@ from distrib.strategy import Strategy
 from distrib.utils.ranges import ranges
 from distrib_launch import engines, host_selection, rank_environment, rank_placement
 from distrib_launch.engines import ssh
-from distrib_launch.forecast_record import ForecastRecord
 from distrib_launch.launch_options import LaunchOptions
 from distrib_launch.rank_agent import affinity
 from distrib_launch.rank_placement import HostPlan
+from distrib_launch.results import ForecastRecord
 
 if TYPE_CHECKING:  # loading them takes a tenth of a short launch
     from distrib.cluster.topology import Topology

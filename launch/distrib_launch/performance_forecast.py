@@ -28,7 +28,7 @@ from distrib.bandwidth_model.workload import Workload
 from distrib.cluster.topology import Topology, age_notes
 from distrib.errors import ConfigError, DistribError
 from distrib.strategy import INNER_STEPS, Strategy
-from distrib_launch.forecast_record import ForecastRecord
+from distrib_launch.results import ForecastRecord
 
 if TYPE_CHECKING:
     from distrib_launch.launch_options import LaunchOptions

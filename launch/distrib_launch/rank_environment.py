@@ -1,7 +1,7 @@
 """Environment of a rank as the launcher decides it: the user's variables, torchrun's names and those of distrib.
 
 `planned` is known with the plan, `complete` needs the addresses that ranks report. The agent on the host adds what only the
-host knows (`rank_agent.script_environment`).
+host knows (`rank_agent.script_process`).
 """
 
 from __future__ import annotations

@@ -170,14 +170,14 @@ def _resolve(
     options: LaunchOptions, engine: str, dropped: Collection[str], *, allow_fewer_ranks: bool
 ) -> LaunchOptions:
     """Fill in what the user left to the launcher."""
-    from distrib_launch import results, rsync
+    from distrib_launch import rsync, run_directory
 
     environment = forwarded(options)
     if options.profile:
         from distrib_launch import profile_request
 
         environment |= profile_request.prepare(msgspec.structs.replace(options, engine=engine))
-    run_dir = results.choose_run_dir(options.run_dir or None, options.script)
+    run_dir = run_directory.choose_run_dir(options.run_dir or None, options.script)
     return msgspec.structs.replace(
         options,
         script=options.script if options.module else str(files.absolute_path(options.script)),
@@ -332,7 +332,7 @@ def launch(
     Raises:
         DistribError: The job could not be started.
     """
-    from distrib_launch import engines, results
+    from distrib_launch import engines, run_directory
     from distrib_launch.console import Console
 
     if not engines.get(plan.engine).starts_ranks:
@@ -346,7 +346,7 @@ def launch(
         streams=streams,
     )
     try:
-        with results.held(run_dir):
+        with run_directory.locked_run_dir(run_dir):
             return _launch(run_dir, plan, options, console, script_input, input_ranks)
     finally:
         console.close()
@@ -360,10 +360,10 @@ def _launch(
     script_input: bytes,
     input_ranks: Collection[int] | None,
 ) -> Result:
-    from distrib_launch import html_report, results
+    from distrib_launch import html_report, results, run_directory
     from distrib_launch.supervisor.restarts import RestartLoop
 
-    replaced = results.make_run_dir(run_dir)
+    replaced = run_directory.prepare_run_dir(run_dir)
     if replaced:
         console.say(f"note: {run_dir} held the logs and results of an earlier run: they are gone")
     if os.geteuid() == 0 and not _in_container():
@@ -381,12 +381,14 @@ def _launch(
     except (DistribError, KeyboardInterrupt) as end:  # a job that runs hears of an interrupt in another way
         # Whoever waits for the result is to find it.
         with contextlib.suppress(OSError):
-            results.write_json(run_dir / results.RESULT, results.not_started(plan, end, time.time() - began))
+            run_directory.write_json(
+                run_dir / run_directory.RESULT, results.not_started(plan, end, time.time() - began)
+            )
         raise
     plan, result = ended.plan, ended.result
     try:
-        results.write_json(run_dir / results.RESULT, result)
-        html_report.write(plan, result, run_dir, time.time() - result.seconds)
+        run_directory.write_json(run_dir / run_directory.RESULT, result)
+        html_report.write_report(plan, result, run_dir, time.time() - result.seconds)
     except OSError as error:
         console.say(f"error: cannot write results into {run_dir}: {error.strerror}")
     ended.report_failure(console)

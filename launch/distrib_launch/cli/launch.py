@@ -62,9 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
         from distrib_launch.cli import manifest
 
         return manifest.write(options, arguments)
-    from distrib_launch import results
+    from distrib_launch import run_directory
 
-    with results.claimed_run_dir(options.run_dir, options.script) as run_dir:
+    with run_directory.claimed_run_dir(options.run_dir, options.script) as run_dir:
         options = msgspec.structs.replace(options, run_dir=str(run_dir))
         plan = runner.plan_launch(options)
     result = runner.launch(plan, options)

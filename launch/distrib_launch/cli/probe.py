@@ -23,7 +23,7 @@ from distrib.probe.diagnosis.finding import Finding, rank_findings
 from distrib.probe.journal import Journal
 from distrib.probe.records import PairMeasurement, ProbeEnded, ProbeStarted, Record, StageDone, build_measured
 from distrib.utils import files, signals
-from distrib_launch import results
+from distrib_launch import run_directory
 from distrib_launch.cli.options import (
     accept_old_spelling,
     add_connection_options,
@@ -133,7 +133,7 @@ class _ProbeCommand:
         )  # fmt: skip
         listed, self.hosts = probed_hosts(self.probe)
         self.earlier, self.baseline = self._check_files(listed)
-        self.run_dir = results.choose_run_dir(options.run_dir, "probe")
+        self.run_dir = run_directory.choose_run_dir(options.run_dir, "probe")
         self.journal = self._open_journal()
 
     def run(self) -> int:
@@ -194,8 +194,8 @@ class _ProbeCommand:
     def _open_journal(self) -> Journal:
         """Open the journal and create the run directory; remove it if there is nothing to resume."""
         is_new = not files.exists(self.run_dir)
-        with results.held(self.run_dir):  # raises if a job runs there
-            results.make_run_dir(self.run_dir)
+        with run_directory.locked_run_dir(self.run_dir):  # raises if a job runs there
+            run_directory.prepare_run_dir(self.run_dir)
         path = self.run_dir / "records.jsonl"
         if self.options.output:
             path = Path(f"{self.options.output}.partial.jsonl")
@@ -338,7 +338,7 @@ def _read_inventories(run_dir: Path) -> dict[str, Inventory]:
     from distrib_launch.preflight.preflight import PreflightReport  # loads the preflight checks, only with -o
 
     try:
-        return msgspec.json.decode((run_dir / results.PREFLIGHT).read_bytes(), type=PreflightReport).inventories
+        return msgspec.json.decode((run_dir / run_directory.PREFLIGHT).read_bytes(), type=PreflightReport).inventories
     except (OSError, msgspec.DecodeError):
         return {}
 

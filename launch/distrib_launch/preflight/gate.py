@@ -16,7 +16,7 @@ from distrib_launch.preflight import preflight
 from distrib_launch.preflight.check_result import fold_by_host
 from distrib_launch.preflight.host_sessions import HostSessions
 from distrib_launch.rank_placement import HostPlan
-from distrib_launch.results import PREFLIGHT, write_json
+from distrib_launch.run_directory import PREFLIGHT, write_json
 
 
 class PreflightGate:

@@ -1,4 +1,4 @@
-"""What each rank of a plan is told to run, once all of them have called and each other's addresses are known."""
+"""Assignments of the ranks: what each runs, once all are connected and their addresses are known."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ def assignments(
     grace_seconds: float,
     keep_result: bool,
 ) -> Iterator[tuple[RankState, Assignment]]:
-    """Every rank with its own. Each must have said hello."""
+    """Yield every rank with its assignment.
+
+    Args:
+        plan: Plan of the job.
+        ranks: All ranks, connected.
+        host_timeout_seconds: Silence after which a host is probed.
+        grace_seconds: Time between SIGTERM and SIGKILL.
+        keep_result: Whether what scripts write to DISTRIB_RESULT_FD is kept.
+    """
     hosts = {host.name: host for host in plan.hosts}
 
     def address(state: RankState) -> str:
@@ -27,9 +35,9 @@ def assignments(
     def listener(state: RankState) -> tuple[str, int]:
         return address(state), int(state.hello["port"])
 
-    servers = [listener(state) for state in ranks if state.plan.role == "server"]
+    servers = [listener(state) for state in ranks if not state.is_worker]
     for state in ranks:
-        host, works = hosts[state.plan.host], state.plan.role == "worker"
+        host, is_worker = hosts[state.plan.host], state.is_worker
         several = len(plan.hosts) > 1
         environment = rank_environment.complete(
             state.plan.environment,
@@ -49,8 +57,8 @@ def assignments(
                 device=state.plan.device,
                 tag=f"{plan.job}.{state.plan.rank}",
                 gpus=None if host.chosen is None else list(host.chosen),
-                bind=plan.bind if works else "none",
-                cpu_sharers=host.workers if works else host.ranks,
+                bind=plan.bind if is_worker else "none",
+                cpu_sharers=host.workers if is_worker else host.ranks,
                 grace_seconds=grace_seconds,
                 host_timeout_seconds=host_timeout_seconds,
                 may_return=plan.mode == "async",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from distrib.environment import DISTRIB_CONTROL, DISTRIB_RUN_DIR, DISTRIB_TOKEN
-from distrib_launch import engines, results
+from distrib_launch import engines, run_directory
 from distrib_launch.engines import ssh
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent import reaper
@@ -33,7 +33,7 @@ class EngineProcess:
     """
 
     def __init__(self, plan: LaunchPlan, *, token: str, addresses: str) -> None:
-        self.log = Path(plan.run_dir) / results.ENGINE_LOG
+        self.log = Path(plan.run_dir) / run_directory.ENGINE_LOG
         self._plan = plan
         self._runtime = engines.get(plan.engine)
         self._runtime.write_files(Path(plan.run_dir), plan)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
-from distrib.environment import DISTRIB_RESTARTED
+from distrib_launch import rank_environment
 from distrib_launch.launch_plan import LaunchPlan
 from distrib_launch.rank_agent.control_channel import Kind
 from distrib_launch.supervisor.rank_exit import RankExit
@@ -231,7 +231,7 @@ class FaultTolerance:
         state.restarts += 1
         state.deaths += not state.exit.lost
         state.exit, state.restart_at, state.step, state.closing = None, 0.0, -1, False
-        environment = {**state.assignment.environment, DISTRIB_RESTARTED: "1"}
+        environment = rank_environment.restarted(state.assignment.environment)
         self._send(state, Kind.ASSIGN, state.assignment._replace(environment=environment)._asdict())
         self._notify_servers(state)
         if not state.is_worker:

@@ -10,8 +10,7 @@ import time
 from distrib import strategy
 from distrib.utils import netif
 from distrib_launch import engines, results
-from distrib_launch.forecast_record import MeasuredPerformance
-from distrib_launch.results import Failure, Status
+from distrib_launch.results import Failure, MeasuredPerformance, Status
 from distrib_launch.supervisor import root_cause
 from distrib_launch.supervisor.fault_tolerance import FaultTolerance
 from distrib_launch.supervisor.rank_exit import RankExit

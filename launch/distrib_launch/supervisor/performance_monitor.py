@@ -1,4 +1,4 @@
-"""While a job runs: what its ranks measured, set against what was predicted, and at most one warning of each kind."""
+"""Performance of a running job: compare measured steps with the prediction, and warn at most once of each kind."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from typing import Any
 import msgspec
 
 from distrib import units
-from distrib_launch.forecast_record import LinkUsage, MeasuredPerformance
 from distrib_launch.launch_plan import LaunchPlan
+from distrib_launch.results import LinkUsage, MeasuredPerformance
 
-SLOWER = 0.15
-"""By how much a step may take longer than predicted before something is said to be wrong."""
+MIN_SLOWDOWN_FRACTION = 0.15
+"""Relative excess over the predicted step time that is warned of; steps vary by half of it."""
 
-UNKNOWN = 1.25e8
-"""Bytes per second of a link of which nobody knows better, as too little went over it to measure: 1 Gb/s, the slowest that is usual."""
+DEFAULT_BYTES_PER_SECOND = 1.25e8
+"""Rate of a link of unknown rate with too little traffic to measure: 1 Gb/s, the slowest usual network."""
 
-TOLD = 0.02
-"""What of a step is lost otherwise is told of from here on."""
+MIN_REPORTED_FRACTION = 0.02
+"""Fraction of a step that slow computing must cost to be reported."""
 
-LESS = 0.7
-"""A link that carries less than this part of what is expected of it is named."""
+SLOW_LINK_FRACTION = 0.7
+"""Fraction of its expected rate below which a link is reported."""
 
-ALIKE = 2.0
-"""With the worst link, those are named that do at most so many times as well."""
+SIMILAR_LINK_FACTOR = 2.0
+"""Links up to so many times as good as the worst are reported with it."""
 
-PATIENCE = 2
-"""How often a rank tells something before it is looked at without those that told nothing: in mode async some may be lost."""
+MAX_REPORTS_AHEAD = 2
+"""Reports of one rank after which the others are not waited for: in mode async some may be lost."""
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of some of its steps; see docs/contracts.md."""
+class _Report(msgspec.Struct, frozen=True, kw_only=True):
+    """Measured steps as a rank reports them; rates and sizes by address of the peer."""
 
     steps: int
     step_seconds: float
@@ -46,15 +46,21 @@ class _Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PerformanceMonitor:
-    """Hears what ranks measure. `say` gets each warning; `host_of` knows hosts by their addresses."""
+    """Collects the reports of the workers.
 
-    def __init__(self, plan: LaunchPlan, say: Callable[[str], None], host_of: Callable[[str], str | None]) -> None:
+    Args:
+        plan: Plan of the job.
+        warn: Called with each warning.
+        host_of: Returns the host with an address, None if it is unknown.
+    """
+
+    def __init__(self, plan: LaunchPlan, warn: Callable[[str], None], host_of: Callable[[str], str | None]) -> None:
         self._plan = plan
-        self._say = say
+        self._on_warning = warn
         self._host_of = host_of
         self._workers = sum(rank.role == "worker" for rank in plan.ranks)
-        self._pending: dict[int, _Told] = {}
-        self._times: Counter[int] = Counter()
+        self._pending: dict[int, _Report] = {}
+        self._reports: Counter[int] = Counter()
         self._rounds: list[
             MeasuredPerformance
         ] = []  # without their links, of which there are too many to keep for days
@@ -62,24 +68,32 @@ class PerformanceMonitor:
         self._expected: Callable[[str, str], tuple[float | None, str]] | None = None
         self._warned: set[str] = set()
 
-    def hear(self, rank: int, told: Any) -> None:
-        """What one rank measured. Raises ValueError for what is no such thing."""
+    def add_report(self, rank: int, report: Any) -> None:
+        """Add the measured steps of a rank.
+
+        Args:
+            rank: Global rank.
+            report: JSON object of its status line.
+
+        Raises:
+            ValueError: The object is not valid.
+        """
         try:
-            self._pending[rank] = _checked(msgspec.convert(told, _Told))
+            self._pending[rank] = _checked(msgspec.convert(report, _Report))
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
-        self._times[rank] += 1
-        if len(self._pending) == self._workers or self._times[rank] > PATIENCE:
-            self._times.clear()
+        self._reports[rank] += 1
+        if len(self._pending) == self._workers or self._reports[rank] > MAX_REPORTS_AHEAD:
+            self._reports.clear()
             round_ = self._summary(self._pending)
             self._pending = {}
             self._last = round_
             self._rounds.append(msgspec.structs.replace(round_, links=()))
-            self._judge(round_)
+            self._check(round_)
 
     @property
     def measured(self) -> MeasuredPerformance | None:
-        """What was measured over the whole run; None where the ranks told nothing."""
+        """Medians over the whole run, None without reports."""
         if self._last is None:
             return None
 
@@ -101,21 +115,21 @@ class PerformanceMonitor:
     def _predicted_seconds(self) -> float | None:
         return self._plan.forecast.predicted.step_seconds if self._plan.forecast else None
 
-    def _summary(self, told: Mapping[int, _Told]) -> MeasuredPerformance:
-        """One look at all ranks: the slowest computes, and what is left of the step is the wire's."""
-        step = max(each.step_seconds for each in told.values())
-        slowest = max(told, key=lambda rank: told[rank].compute_seconds)
-        compute = min(step, told[slowest].compute_seconds)
+    def _summary(self, reports: Mapping[int, _Report]) -> MeasuredPerformance:
+        """Summarize one report of each rank: the slowest computes, the rest of the step is waiting."""
+        step = max(each.step_seconds for each in reports.values())
+        slowest = max(reports, key=lambda rank: reports[rank].compute_seconds)
+        compute = min(step, reports[slowest].compute_seconds)
         forecast = self._plan.forecast
         alone = (
             forecast.predicted.compute_seconds
             if forecast
-            else statistics.median(t.compute_seconds for t in told.values())
+            else statistics.median(r.compute_seconds for r in reports.values())
         )
-        sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in told.items()})
-        sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in told.items()})
+        sent = self._between_hosts({rank: each.sent_bytes_per_second for rank, each in reports.items()})
+        sizes = self._between_hosts({rank: each.sent_bytes_per_step for rank, each in reports.items()})
         return MeasuredPerformance(
-            steps=max(each.steps for each in told.values()),
+            steps=max(each.steps for each in reports.values()),
             step_seconds=step,
             compute_seconds=compute,
             exposed_seconds=step - compute,
@@ -128,10 +142,10 @@ class PerformanceMonitor:
             network_seconds=self._network_seconds(sizes, sent),
         )
 
-    def _between_hosts(self, told: Mapping[int, Mapping[str, float]]) -> dict[tuple[str, str], float]:
-        """What ranks tell of other hosts' addresses, added up for each pair of hosts."""
+    def _between_hosts(self, reported: Mapping[int, Mapping[str, float]]) -> dict[tuple[str, str], float]:
+        """Add up the values that ranks report by address, for each pair of hosts."""
         found: dict[tuple[str, str], float] = {}
-        for rank, by_address in told.items():
+        for rank, by_address in reported.items():
             source = self._plan.ranks[rank].host
             for address, value in by_address.items():
                 target = self._host_of(address)
@@ -144,66 +158,67 @@ class PerformanceMonitor:
     ) -> float | None:
         seconds: dict[str, float] = {}
         for (source, target), size in sizes.items():
-            rate = rates.get((source, target)) or self._expect(source, target)[0] or UNKNOWN
+            rate = rates.get((source, target)) or self._expect(source, target)[0] or DEFAULT_BYTES_PER_SECOND
             seconds[source] = seconds.get(source, 0.0) + size / rate
         return max(seconds.values(), default=None)
 
-    # -- judging ----------------------------------------------------------------------------------------------------
+    # -- warnings ----------------------------------------------------------------------------------------------------
 
-    def _judge(self, seen: MeasuredPerformance) -> None:
+    def _check(self, seen: MeasuredPerformance) -> None:
         if len(self._plan.hosts) < 2:
             return
         forecast = self._plan.forecast
         waits = seen.exposed_seconds / seen.step_seconds if seen.step_seconds else 0.0
-        # Of what is lost, the rest of which is data, or slower ranks.
-        most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
-        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and most:
-            predicted = f" ({forecast.predicted.efficiency:.0%} was predicted)" if forecast else ""
+        # The rest of what is lost is data loading or slower ranks.
+        is_most = seen.exposed_seconds >= (1 - seen.efficiency) * seen.step_seconds / 2
+        if seen.efficiency < self._plan.warn_below and waits > (1 - self._plan.warn_below) / 2 and is_most:
+            predicted = f" (predicted {forecast.predicted.efficiency:.0%})" if forecast else ""
             rest = (1 - seen.efficiency) * seen.step_seconds - seen.exposed_seconds
-            computing = f"rank {seen.slowest_rank} computing for longer than {'was predicted' if forecast else 'most'}"
-            more = f" and {units.duration_text(rest)} {computing}" if rest > TOLD * seen.step_seconds else ""
-            by_wire = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
-            who = "the wire holds" if by_wire else "waiting for each other holds"
+            computing = f"rank {seen.slowest_rank} computing longer than {'predicted' if forecast else 'most'}"
+            is_notable = rest > MIN_REPORTED_FRACTION * seen.step_seconds
+            more = f" and {units.duration_text(rest)} {computing}" if is_notable else ""
+            by_network = seen.network_seconds is None or seen.network_seconds > seen.exposed_seconds / 2
+            bound = "network-bound" if by_network else "ranks wait for each other"
             what = (
-                self._narrowest(seen)
-                if by_wire
-                else f"; the wires need {units.duration_text(seen.network_seconds or 0.0)} for them: look for ranks that are late, for processors that "
-                "too many ranks share, and, where gradients are small, at the wires' latency"
+                self._slowest_link(seen)
+                if by_network
+                else f"; the network needs {units.duration_text(seen.network_seconds or 0.0)} for them: look for late ranks, CPUs that "
+                "too many ranks share, and the network's latency if gradients are small"
             )
             self._warn(
-                "wire",
-                f"{who} this job at {seen.efficiency:.0%} of its speed{predicted}: of {units.duration_text(seen.step_seconds)} a step, "
-                f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients{more}{what}",
+                "network",
+                f"{bound}: {seen.efficiency:.0%} scaling efficiency{predicted}; step {units.duration_text(seen.step_seconds)}, "
+                f"{units.duration_text(seen.exposed_seconds)} of it waiting for gradients{more}{what}",
             )
         if forecast is None:
             return
-        tolerated = max(SLOWER, forecast.expected_error)
+        tolerated = max(MIN_SLOWDOWN_FRACTION, forecast.expected_error)
         if seen.step_seconds > (1 + tolerated) * forecast.predicted.step_seconds:
             self._warn(
                 "slower",
-                f"a step takes {units.duration_text(seen.step_seconds)}, {units.duration_text(forecast.predicted.step_seconds)} was predicted: "
-                + self._suspect(seen),
+                f"a step takes {units.duration_text(seen.step_seconds)}, predicted {units.duration_text(forecast.predicted.step_seconds)}: "
+                + self._cause(seen),
             )
 
     def _warn(self, kind: str, what: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            self._say(what)
+            self._on_warning(what)
 
-    def _narrowest(self, seen: MeasuredPerformance) -> str:
-        """The link that carries least, by what was seen, else by what was predicted."""
+    def _slowest_link(self, seen: MeasuredPerformance) -> str:
+        """Return the link with the lowest measured rate, else the predicted bottleneck."""
         if seen.links:
             worst = min(seen.links, key=lambda link: link.bytes_per_second)
             named = self._expect(worst.source, worst.target)[1]
-            return f"; link {worst.source}-{worst.target}{', ' + named if named else ''} carries {units.rate_text(worst.bytes_per_second)}"
+            return f"; slowest link: {worst.source}-{worst.target}{', ' + named if named else ''}, {units.rate_text(worst.bytes_per_second)}"
         cap = self._plan.forecast.predicted.cap if self._plan.forecast else None
-        return f"; link {cap.link}" if cap else ""
+        return f"; slowest link: {cap.link}" if cap else ""
 
-    def _suspect(self, seen: MeasuredPerformance) -> str:
-        """What is wrong: the link that carries less than it should, or the rank that computes for longer."""
+    def _cause(self, seen: MeasuredPerformance) -> str:
+        """Return the slow links, or the rank that computes longer than predicted."""
         assert self._plan.forecast
         predicted = self._plan.forecast.predicted
-        below = suspects(seen.links)
+        below = slow_links(seen.links)
         if below:
             worst = below[0]
             common = set.intersection(*({link.source, link.target} for link in below))
@@ -214,57 +229,67 @@ class PerformanceMonitor:
             elif len(below) > 1 and not common:
                 where, carries = f"{len(below)} links, {worst.source}-{worst.target} the worst of them,", "carry"
             usual = worst.expected_bytes_per_second
-            beside = f", {units.rate_text(usual)} was expected" if usual else " while the others carry more"
-            return f"{where} {carries} {units.rate_text(worst.bytes_per_second)}{beside}; look at cable, port and card, and who else uses it"
+            beside = f", expected {units.rate_text(usual)}" if usual else " while the others carry more"
+            return f"{where} {carries} {units.rate_text(worst.bytes_per_second)}{beside}; check cable, port and NIC, and who else uses it"
         rank = self._plan.ranks[seen.slowest_rank]
         more = seen.step_seconds - predicted.step_seconds
         expected = predicted.step_seconds - predicted.exposed_seconds
         if seen.compute_seconds - expected > more / 2:
             return (
                 f"rank {rank.rank} on {rank.host} computes and loads data for {units.duration_text(seen.compute_seconds)}, "
-                f"{units.duration_text(expected)} was predicted; is its processor shared, or hot, or its storage slow?"
+                f"predicted {units.duration_text(expected)}; is its CPU shared or hot, or its storage slow?"
             )
         cap = predicted.cap
         guess = f"; link {cap.link} has most to carry" if cap else ""
-        return f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients, {units.duration_text(predicted.exposed_seconds)} was predicted{guess}"
+        return f"{units.duration_text(seen.exposed_seconds)} are waiting for gradients, predicted {units.duration_text(predicted.exposed_seconds)}{guess}"
 
     def _expect(self, source: str, target: str) -> tuple[float | None, str]:
-        """What a link should carry by the topology, and what it is."""
+        """Return the rate of a link by the topology, None if unknown, and its name."""
         if self._expected is None:
             self._expected = _lookup(self._plan.topology)
         return self._expected(source, target)
 
 
-def suspects(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
-    """Links that carry clearly less than what is expected of them, or where nothing is, than the others; the worst first.
+def slow_links(links: tuple[LinkUsage, ...]) -> list[LinkUsage]:
+    """Return the links that are clearly slower than expected, or than the median if nothing is expected, the worst first.
 
-    Those that do much better than the worst are left out: on a busy host, small pieces are slow on every link. So are those that carry
-    as much as the slowest is expected to, for which a ring makes all others wait.
+    Links much better than the worst are left out: on a busy host, small messages are slow on every link. So are links as fast as the
+    slowest is expected to be, for which a ring makes all others wait.
+
+    Args:
+        links: Rates of all links in use.
     """
     slowest = min(
         (link.expected_bytes_per_second for link in links if link.expected_bytes_per_second), default=math.inf
     )
     usual = statistics.median(link.bytes_per_second for link in links) if links else 0.0
 
-    def part(link: LinkUsage) -> float:
+    def fraction(link: LinkUsage) -> float:
         return link.bytes_per_second / min(link.expected_bytes_per_second or usual, slowest)
 
-    least = min(map(part, links), default=0.0)
-    return sorted((link for link in links if part(link) < LESS and part(link) <= ALIKE * least), key=part)
-
-
-def _checked(told: _Told) -> _Told:
-    """`told` itself. Raises ValueError for times and rates that cannot be."""
-    times = (
-        told.step_seconds,
-        told.compute_seconds,
-        told.exposed_seconds,
-        *told.sent_bytes_per_second.values(),
-        *told.sent_bytes_per_step.values(),
+    least = min(map(fraction, links), default=0.0)
+    return sorted(
+        (
+            link
+            for link in links
+            if fraction(link) < SLOW_LINK_FRACTION and fraction(link) <= SIMILAR_LINK_FACTOR * least
+        ),
+        key=fraction,
     )
-    if not all(math.isfinite(value) and value >= 0 for value in times) or not told.step_seconds or told.steps < 1:
-        raise ValueError(f"a step of {told.step_seconds} s cannot be")
-    return told
+
+
+def _checked(report: _Report) -> _Report:
+    """Return the report. Raise ValueError for impossible times and rates."""
+    times = (
+        report.step_seconds,
+        report.compute_seconds,
+        report.exposed_seconds,
+        *report.sent_bytes_per_second.values(),
+        *report.sent_bytes_per_step.values(),
+    )
+    if not all(math.isfinite(value) and value >= 0 for value in times) or not report.step_seconds or report.steps < 1:
+        raise ValueError(f"a step of {report.step_seconds} s is not possible")
+    return report
 
 
 def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
@@ -281,7 +306,7 @@ def _lookup(path: str | None) -> Callable[[str, str], tuple[float | None, str]]:
 
     @functools.cache
     def expect(source: str, target: str) -> tuple[float | None, str]:
-        way = link_between(topology, source, target)
-        return (way.bandwidth_bytes_per_second, way.text) if way else (None, "")
+        link = link_between(topology, source, target)
+        return (link.bandwidth_bytes_per_second, link.text) if link else (None, "")
 
     return expect

@@ -78,7 +78,7 @@ class RankMessages:
         state.prepared = state.prepared or "prepared" in status
         self._hang_detector.on_progress()
         if "measured" in status:
-            self._monitor.hear(state.plan.rank, status["measured"])
+            self._monitor.add_report(state.plan.rank, status["measured"])
         if "metrics" in status and status.get("main", state.plan.rank == self._tolerance.main):
             path = self._job.run_dir / "metrics.jsonl"
             try:

@@ -13,7 +13,7 @@ import msgspec
 
 from distrib.errors import DistribError
 from distrib.utils import signals
-from distrib_launch import engines, results, runner
+from distrib_launch import engines, run_directory, runner
 from distrib_launch.console import Console
 from distrib_launch.engines import ssh
 from distrib_launch.launch_options import LaunchOptions
@@ -175,7 +175,7 @@ class RestartLoop:
                 self._pause(RETRY_SECONDS)
         except BaseException:
             if len(self._earlier) == number:
-                results.bring_back(Path(last.plan.run_dir), self._earlier.pop())
+                run_directory.restore_start(Path(last.plan.run_dir), self._earlier.pop())
             raise
 
     def _pause(self, seconds: float) -> None:
@@ -206,7 +206,7 @@ class RestartLoop:
                     )
                 self._console.say(f"starting {shlex.join(plan.command)}")
             self._console.place([rank.host for rank in plan.ranks])
-            results.write_json(run_dir / "plan.json", without_secrets(plan))
+            run_directory.write_json(run_dir / "plan.json", without_secrets(plan))
             if last is None:
                 self._begun = time.monotonic()
             supervisor = Supervisor(
@@ -254,10 +254,10 @@ class RestartLoop:
         if last is None:
             return
         if len(self._earlier) == last.plan.restarts:
-            self._earlier.append(results.set_aside(run_dir, last.plan.restarts, last.result))
+            self._earlier.append(run_directory.set_aside(run_dir, last.plan.restarts, last.result))
             self._console.say(f"the logs of the start before are in {run_dir / self._earlier[-1].folder}")
         else:  # a start that failed before its ranks ran has moved them and left files of its own
-            results.clear(run_dir)
+            run_directory.clear_start(run_dir)
 
 
 def _same_failure(before: CompletedStart, now: CompletedStart) -> bool:

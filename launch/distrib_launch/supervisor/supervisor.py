@@ -17,7 +17,7 @@ from distrib.cluster.node import name_hosts
 from distrib.errors import DistribError, LaunchError
 from distrib.utils import signals
 from distrib.utils.framing import new_token
-from distrib_launch import engines, results
+from distrib_launch import engines, results, run_directory
 from distrib_launch.console import Console
 from distrib_launch.engines.srun import MORE_PROCESSORS, few_processors
 from distrib_launch.launch_options import GRACE_SECONDS
@@ -318,7 +318,7 @@ class Supervisor:
         host = self._runtime.lost_host(failed.output)
         where = f" on {host}" if host else ""
         self.job.warn(f"{self.job.plan.engine} could not start its daemon{where} and gave no reason; trying once more")
-        failed.log.rename(self.job.run_dir / results.FIRST_ENGINE_LOG)
+        failed.log.rename(self.job.run_dir / run_directory.FIRST_ENGINE_LOG)
         self._engine = self._start_engine(listener)
 
     def _fail_start(self, engine: EngineProcess, what: str) -> NoReturn:
