@@ -151,9 +151,7 @@ KNOWN_CYCLES = {  # each is named by a module of it; being resolved
     "distrib.cluster.topology",
     "distrib.training.parameter_server.client",
     "distrib.training.parameter_server.shard_service",
-    "distrib.training.strategies.base",
     "distrib_launch.launch_plan",
-    "distrib_launch.preflight.preflight",
     "distrib_launch.runner",
 }
 
