@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from distrib.cluster.measurements import Measurements
-from distrib.cluster.measurements_io import check_writable, write_measured
+from distrib.cluster.measurements_writer import check_writable, write_measured
 from distrib.errors import ConfigError, TrainingError
 from distrib.probe import host_facts as facts_module
 from distrib.probe.bench import allreduce, intra_node, tcp

@@ -11,7 +11,7 @@ import pytest
 
 from distrib.cluster import hostfile
 from distrib.cluster.measurements import Collective, IntraNodeLinkMeasurement, LinkMeasurement, Measurements, Point
-from distrib.cluster.measurements_io import write_measured
+from distrib.cluster.measurements_writer import write_measured
 from distrib.cluster.topology import read_topology
 from distrib.errors import LaunchError, PreflightError
 from distrib.probe import __main__ as rank_of_probe

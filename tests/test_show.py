@@ -15,7 +15,7 @@ import pytest
 
 import distrib
 from distrib.cluster.measurements import IntraNodeLinkMeasurement, LinkMeasurement, Measurements
-from distrib.cluster.measurements_io import write_measured
+from distrib.cluster.measurements_writer import write_measured
 from distrib.cluster.topology import parse_topology, read_topology
 from distrib.cluster.uplinks import uplink_rate
 from distrib_launch.cli import topo

@@ -19,7 +19,7 @@ from rich.console import Console
 from distrib.cluster.inventory import Inventory, RdmaPort
 from distrib.cluster.remote import sysfs
 from distrib.cluster.topology import parse_topology, read_topology
-from distrib.cluster.topology_draft import as_yaml, describe
+from distrib.cluster.topology_draft import draft_groups, topology_yaml
 from distrib.errors import TopologyError
 from distrib_launch.cli import show as show_command
 from distrib_launch.cli import topo
@@ -61,7 +61,7 @@ def dgx(name: str, memory: int = 2015 * GIB, **facts: object) -> Inventory:
 
 def test_hosts_that_are_alike_are_described_together():
     hosts = {"dgx1": dgx("dgx1"), "login": inventory("login"), "dgx2": dgx("dgx2", 2010 * GIB)}
-    drafted = as_yaml(describe(hosts))
+    drafted = topology_yaml(draft_groups(hosts))
     first, second = parse_topology(drafted, "draft").nodes
     assert (first.hosts, second.hosts) == ("dgx[1-2]", "login")
     assert (first.sockets, first.cores, first.memory_bytes) == (2, 128, 2015 * GIB)
@@ -77,9 +77,9 @@ def test_hosts_that_are_alike_are_described_together():
         ("eth0", "Ethernet", "10 Gb/s", None, None, None),
     ]  # fmt: skip
     assert second.memory == "64GiB" and second.gpus is None and second.nics == ()
-    split = describe({"dgx1": dgx("dgx1"), "dgx2": dgx("dgx2", 1007 * GIB), "dgx3": dgx("dgx3", gpudirect=False)})
+    split = draft_groups({"dgx1": dgx("dgx1"), "dgx2": dgx("dgx2", 1007 * GIB), "dgx3": dgx("dgx3", gpudirect=False)})
     assert [group.hosts for group in split] == ["dgx1", "dgx2", "dgx3"]
-    assert "gpudirect: false" in as_yaml(split[2:])
+    assert "gpudirect: false" in topology_yaml(split[2:])
 
 
 def test_nvlinks_that_lead_to_other_gpus_are_pairs():
@@ -93,13 +93,13 @@ def test_nvlinks_that_lead_to_other_gpus_are_pairs():
     roce = port(0, layer="Ethernet", rate=12.5e9)
     facts = inventory("v1", gpus=tuple(cards), rdma=(roce, port(1, active=False)),
                       interfaces=(interface("ens1", "10.0.0.1/24", speed=12.5e9, rdma=("mlx5_0",)),))  # fmt: skip
-    (group,) = parse_topology(as_yaml(describe({"v1": facts})), "draft").nodes
+    (group,) = parse_topology(topology_yaml(draft_groups({"v1": facts})), "draft").nodes
     assert group.links and group.links.nvlink == "NVLink2 x6" and not group.links.nvswitch
     assert group.links.pairs == {f"{one}-{other}": 2 for one, other in itertools.combinations(range(4), 2)}
     assert [(nic.name, nic.kind, nic.rate) for nic in group.nics] == [("ens1", "RoCE", "100 Gb/s")]
     # A bridge that leads to a GPU which this host does not show leads nowhere.
     alone = msgspec.structs.replace(facts, gpus=tuple(cards[:1]))
-    assert (describe({"v1": alone})[0].links or group.links).nvlink is None
+    assert (draft_groups({"v1": alone})[0].links or group.links).nvlink is None
 
 
 def test_old_slots_and_cards_of_two_ports_are_drafted():
@@ -108,7 +108,9 @@ def test_old_slots_and_cards_of_two_ports_are_drafted():
     cards = tuple(
         msgspec.structs.replace(interface(name, f"10.{n}.0.1/24", speed=1.25e8), pcie="PCIe1 x4") for n, name in enumerate(names)
     )  # fmt: skip
-    (group,) = parse_topology(as_yaml(describe({"n1": inventory("n1", gpus=k80, interfaces=cards)})), "draft").nodes
+    (group,) = parse_topology(
+        topology_yaml(draft_groups({"n1": inventory("n1", gpus=k80, interfaces=cards)})), "draft"
+    ).nodes
     assert group.links and group.links.pcie == "PCIe2 x16"
     assert [(nic.name, nic.pcie) for nic in group.nics] == [(name, "PCIe1 x4") for name in names]
 
@@ -123,7 +125,7 @@ def test_ports_of_roce_that_are_bonded_are_one_card():
     )  # fmt: skip
 
     def drafted(*ports):
-        text = as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
+        text = topology_yaml(draft_groups({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
         (group,) = parse_topology(text, "draft").nodes
         return [(nic.name, nic.kind, nic.rate) for nic in group.nics]
 
@@ -151,7 +153,7 @@ def test_a_card_is_drafted_where_its_address_is_on_a_vlan_or_a_bridge():
         interface("ens2f0", "10.2.0.1/24", speed=12.5e9, rdma=("mlx5_0",)), interface("ens2f1", speed=12.5e9, rdma=("mlx5_1",)),
     )  # fmt: skip
     ports = (port(0, layer="Ethernet", rate=12.5e9), port(1, layer="Ethernet", rate=12.5e9))
-    text = as_yaml(describe({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
+    text = topology_yaml(draft_groups({"n1": inventory("n1", rdma=ports, interfaces=cards)}))
     (group,) = parse_topology(text, "draft").nodes
     assert [(nic.name, nic.kind, nic.rate) for nic in group.nics] == [
         ("ens2f0", "RoCE", "100 Gb/s"), ("bond0.20", "Ethernet", "50 Gb/s"), ("br0", "Ethernet", "1 Gb/s"),
@@ -176,7 +178,7 @@ def test_whatever_hosts_say_makes_a_topology_file(cards, numa, near, memory):
             for gpu, (kind, node, ends) in zip(listed, cards, strict=True)
         ),
     )  # fmt: skip
-    (group,) = parse_topology(as_yaml(describe({"n1": facts})), "draft").nodes
+    (group,) = parse_topology(topology_yaml(draft_groups({"n1": facts})), "draft").nodes
     assert (group.gpus.count if group.gpus else 0) == len(cards)
 
 
@@ -277,7 +279,7 @@ def test_a_topology_of_other_days_beside_the_hostfile_does_not_matter_to_hosts_t
 
     def ask(hosts, topology, *of):
         given.append(topology)
-        drafted = as_yaml(describe({"n1": dgx("n1")}))
+        drafted = topology_yaml(draft_groups({"n1": dgx("n1")}))
         return show_command.QueriedTopology(
             {"n1": dgx("n1")}, drafted, parse_topology(drafted, show_command.SOURCE), ()
         )

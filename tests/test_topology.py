@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from distrib import units
 from distrib.cluster import data_nics, uplinks
-from distrib.cluster.hardware_catalog import catalog, find_gpu, near_gpus
+from distrib.cluster.hardware_catalog import find_gpu, hardware_catalog, near_gpus
 from distrib.cluster.hardware_checks import check_hardware
 from distrib.cluster.hostfile import parse_host_list, parse_hostfile, read_hostfile
 from distrib.cluster.link_spec import parse_bus_link, parse_network_link, parse_uplink_rate
@@ -31,7 +31,8 @@ from distrib.cluster.measurements import (
     Measurements,
     Point,
 )
-from distrib.cluster.measurements_io import decode_measured, encode_measured, split_measured, write_measured
+from distrib.cluster.measurements_io import decode_measured, encode_measured, split_measured
+from distrib.cluster.measurements_writer import write_measured
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import Topology, check_hosts, parse_topology, read_topology
 from distrib.cluster.uplinks import switch_oversubscription
@@ -115,7 +116,7 @@ BAD = [
     ("# nothing\n", "t.yaml: is empty"),
     ("- a\n- b", "t.yaml:1: is a list, not a topology; begin with `nodes:`"),
     ("node1 slots=8\n", "t.yaml:1: is text, not a topology"),
-    ("nodes: []", "t.yaml:1: $.nodes: there are no hosts here"),
+    ("nodes: []", "t.yaml:1: $.nodes: is empty; describe"),
     ("nodes:", "t.yaml:1: $.nodes: expected a list, not nothing"),
     ("node: [{hosts: a}]", "t.yaml:1: $.node: unknown field; did you mean nodes?"),
     ("name: x", "t.yaml:1: $: `nodes` is missing"),
@@ -157,9 +158,9 @@ BAD = [
     # Units.
     (NODE + "    nics: [{name: e, rate: 100}]", "$.nodes[0].nics[0].rate: expected text, not 100; write it such as 100Gb/s, 10 GbE or HDR"),
     (NODE + "    nics: [{name: e, rate: 100gb/s}]", "did you mean GB/s (bytes) or Gb/s (bits)?"),
-    (NODE + "    nics: [{name: e, rate: 100Gb/s}]", "'100Gb/s' leaves open what it is; say `kind: InfiniBand`, RoCE or Ethernet"),
+    (NODE + "    nics: [{name: e, rate: 100Gb/s}]", "'100Gb/s' is ambiguous; say `kind: InfiniBand`, RoCE or Ethernet"),
     (NODE + "    nics:\n      - name: e\n        kind: RoCE\n        rate: -5Gb/s", "t.yaml:6: $.nodes[0].nics[0].rate: '-5Gb/s' is negative"),
-    (NODE + "    nics: [{name: e, kind: RoCE, rate: 0Gb/s}]", "a link that carries nothing is no link"),
+    (NODE + "    nics: [{name: e, kind: RoCE, rate: 0Gb/s}]", "'0Gb/s': expected a rate above 0"),
     (NODE + "    nics: [{name: e, rate: .inf}]", "expected text, not inf"),
     (NODE + "    nics: [{name: e, rate: HRD}]", "did you mean HDR?"),
     (NODE + "    nics: [{name: e, rate: 8 x HDR}]", "is several ports; write each as a NIC of its own, or a range: mlx5_[0-3]"),
@@ -186,26 +187,26 @@ BAD = [
     # Switches.
     (NODE + "switches:\n  - {name: r, hosts: a, oversubscription: 1:2}", "t.yaml:4: $.switches[0].oversubscription: '1:2' is less than 1:1"),
     (NODE + "switches:\n  - {name: r, hosts: a, uplink: 3}", "write it such as 800Gb/s or 4 x HDR"),
-    (NODE + "switches:\n  - {name: r, hosts: b}", "t.yaml:4: $.switches[0].hosts: b is in no group of `nodes`"),
+    (NODE + "switches:\n  - {name: r, hosts: b}", "t.yaml:4: $.switches[0].hosts: b is not in `nodes`"),
     (NODE + "switches:\n  - {name: r, hosts: a}\n  - {name: s, hosts: a}", "t.yaml:5: $.switches[1].hosts: a is on r already"),
     (NODE + "switches:\n  - {name: r, switches: [s]}\n  - {name: s, switches: [r]}", "r is below itself"),
     (NODE + "switches:\n  - {name: r, switches: [q]}", "there is no switch q"),
-    (NODE + "switches:\n  - {name: r}", "nothing is on r"),
+    (NODE + "switches:\n  - {name: r}", "r has no hosts and no switches"),
     # Measurements.
-    (NODE + MEASURED.replace("[a]", "[b, c]"), "t.yaml:6: $.measured.hosts: this was measured on other hosts: b, c are in no group"),
-    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "-3", "t.yaml:8: $.measured.pairs[0].bandwidth_bytes_per_second: -3.0 is no rate"),
-    (NODE + MEASURED + "  pairs:\n    - " + PAIR % ".nan", "$.measured.pairs[0].bandwidth_bytes_per_second: nan is no rate"),
+    (NODE + MEASURED.replace("[a]", "[b, c]"), "t.yaml:6: $.measured.hosts: measured on hosts that are not in `nodes`: b, c"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "-3", "t.yaml:8: $.measured.pairs[0].bandwidth_bytes_per_second: -3.0, expected a rate"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % ".nan", "$.measured.pairs[0].bandwidth_bytes_per_second: nan, expected a rate"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("target: a", "target: c"), "t.yaml:8: $.measured.pairs[0].target: c is not among"),
-    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "3", "t.yaml:8: $.measured.pairs[0].target: a is the source, too"),
-    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "1e-300", "pairs[0].bandwidth_bytes_per_second: 1e-300 bytes per second; no link"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "3", "t.yaml:8: $.measured.pairs[0].target: a is both source and target"),
+    (NODE + MEASURED + "  pairs:\n    - " + PAIR % "1e-300", "pairs[0].bandwidth_bytes_per_second: 1e-300 bytes per second, expected"),
     (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("width_bytes", "with_bytes"), "did you mean bandwidth_bytes_per_second?"),
-    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("var", "latency_seconds: 1e9, var"), "latency_seconds: 1e+09 seconds; no link"),
+    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("var", "latency_seconds: 1e9, var"), "latency_seconds: 1e+09 seconds, expected"),
     (NODE + MEASURED + "  machines:\n    - {hosts: [a, x], processors: 2}", "machines[0].hosts: x is not among the hosts"),
-    (NODE + MEASURED + "  machines:\n    - {hosts: [a], processors: 0}", "machines[0].processors: 0 processors; no"),
+    (NODE + MEASURED + "  machines:\n    - {hosts: [a], processors: 0}", "machines[0].processors: 0 CPUs, expected"),
     (NODE + MEASURED + "  machines:\n    - {hosts: [a], processors: 2}\n    - {hosts: [A], processors: 2}", "A is machines[0] already"),
-    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("0}", "0, curve: [[8, 1e-300]]}"), "curve[0]: 8 bytes in 1e-300 s cannot be"),
+    (NODE + MEASURED + "  pairs:\n    - " + (PAIR % "3").replace("0}", "0, curve: [[8, 1e-300]]}"), "curve[0]: 8 bytes in 1e-300 s is impossible"),
     (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a", 0), "t.yaml:8: $.measured.collectives[0].ranks: 0 ranks on 1 hosts"),
-    (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a, A", 2), "t.yaml:8: $.measured.collectives[0].hosts: each of its hosts is named once"),
+    (NODE + MEASURED + "  collectives:\n    - " + ALL % ("a, A", 2), "t.yaml:8: $.measured.collectives[0].hosts: expected one or more hosts, each once"),
     (NODE + "measured: {}", "t.yaml:3: $.measured: `when` is missing"),
 ]  # fmt: skip
 
@@ -286,7 +287,7 @@ def test_reading_topologies_loads_neither_torch_nor_clustershell_where_there_is_
 
 
 def test_every_figure_has_a_source_and_can_be():
-    known = catalog()
+    known = hardware_catalog()
     for gpu in known.gpus:
         figures = [*gpu.tflops.values(), gpu.memory_bytes, gpu.memory_bandwidth_bytes_per_second]
         figures += [gpu.achievable] if gpu.achievable else []
@@ -614,8 +615,8 @@ def test_writing_into_a_link_keeps_the_link(tmp_path):
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("{nodes: [{hosts: 'n[1-3]'}]}\n", "cannot take a measured part; write `nodes:` in block style"),
-        ("nodes:\n  - hosts: other\n", "measured on other hosts: n1, n2, n3"),
+        ("{nodes: [{hosts: 'n[1-3]'}]}\n", "section cannot be inserted; write `nodes:` in block style"),
+        ("nodes:\n  - hosts: other\n", "measured on hosts that are not in `nodes`: n1, n2, n3"),
         ("nodes: [\n", "is not valid YAML"),
         ("hello", "is text, not a topology"),
     ],

@@ -99,9 +99,9 @@ def test_errors_to_expect_are_those_of_leaving_each_published_speed_out():
 
 
 def test_every_network_on_every_gpu():
-    from distrib.cluster.hardware_catalog import catalog
+    from distrib.cluster.hardware_catalog import hardware_catalog
 
-    for gpu in catalog().gpus:
+    for gpu in hardware_catalog().gpus:
         for name in workload_catalog.network_names():
             found = validate_workload(catalog_workload(name, gpu.name), name)
             assert found.device == gpu.name and 0 < found.compute_seconds < 60 and found.memory_bytes

@@ -20,7 +20,7 @@ from distrib import units
 from distrib.bandwidth_model import architectures
 from distrib.bandwidth_model.architectures import NetworkArithmetic
 from distrib.bandwidth_model.workload import Gradient, Workload, validate_workload
-from distrib.cluster.hardware_catalog import GpuSpec, catalog, find_gpu, gpu_hint
+from distrib.cluster.hardware_catalog import GpuSpec, find_gpu, gpu_hint, hardware_catalog
 from distrib.errors import ConfigError
 from distrib.utils import files
 
@@ -437,4 +437,4 @@ def _peak(gpu: str, precision: Precision) -> float:
 
 @functools.cache
 def _spec(name: str) -> GpuSpec:
-    return next(gpu for gpu in catalog().gpus if gpu.name == name)
+    return next(gpu for gpu in hardware_catalog().gpus if gpu.name == name)

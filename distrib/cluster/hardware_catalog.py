@@ -1,6 +1,6 @@
-"""The catalogue: what GPUs and links can do by their data sheets, each figure with its source.
+"""Hardware catalogue: GPUs and links by their data sheets, each figure with its source.
 
-The figures are in `catalog.yaml`, with the convention that they follow. Measurements beat them.
+The figures and their conventions are in `hardware_catalog.yaml`. Measurements take precedence.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _VENDOR = re.compile(r"\b(nvidia|amd|radeon)\b")
 _NOT_A_MODEL = re.compile(
     r"\d+gi?b|sxm\d?|hbm\d|geforce|pcie|nvl|dgxs|tesla|rtx|quadro|instinct|ada|generation|server|edition"
 )
-"""Words of a GPU's name that others have, too."""
+"""Words of GPU names that do not identify a model."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """A number in bytes, bytes per second, seconds, TFLOPS or a fraction, and where it was read."""
+    """A figure in bytes, bytes per second, seconds, TFLOPS or a fraction, and its source."""
 
     value: float
     source: str
     verified: bool
-    """Whether it was read there, not written down from memory."""
+    """True if read in the source, False if from memory."""
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of GPU. `tflops`: dense, tensor cores where it has them, 10^12 operations a second by data type."""
+    """A kind of GPU. `tflops`: dense, with tensor cores if present, by data type."""
 
     name: str
     names: tuple[str, ...]
-    """What NVML and people call it."""
+    """Names of NVML and other common names."""
     tflops: dict[DataType, Figure]
     memory_bytes: Figure
     memory_bandwidth_bytes_per_second: Figure
     achievable: Figure | None
-    """The part of the bf16 peak that large matrix products reach."""
+    """Fraction of the bf16 peak that large matrix products reach."""
     nvlink: str | None
     """Such as `NVLink3 x12`."""
     pcie: str | None
@@ -54,32 +54,32 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CatalogLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A kind of link, one direction: the rate of one lane (PCIe), one link (NVLink) or one port (networks)."""
+    """A kind of link, one direction: one lane (PCIe), one link (NVLink) or one port (networks)."""
 
     name: str
     kind: LinkKind
     lanes: int
-    """How many there are where nobody says."""
+    """The default number of lanes."""
     rate_bytes_per_second: Figure
     usable: Figure
-    """The part of the rate that large transfers reach."""
+    """Fraction of the rate that large transfers reach."""
     latency_seconds: Figure
 
 
-class Catalog(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is known. `sources`: what the sources named in the figures are."""
+class HardwareCatalog(msgspec.Struct, frozen=True, kw_only=True):
+    """The catalogue. `sources`: titles by the names in the figures."""
 
     gpus: tuple[GpuSpec, ...]
     links: tuple[CatalogLink, ...]
     sources: dict[str, str]
 
 
-class _Source(msgspec.Struct, forbid_unknown_fields=True):
+class _SourceEntry(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     verified: bool = True
 
 
-class _Gpu(msgspec.Struct, forbid_unknown_fields=True):
+class _GpuEntry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     tflops: dict[DataType, tuple[float, str]]
     memory: tuple[str, str]
@@ -91,7 +91,7 @@ class _Gpu(msgspec.Struct, forbid_unknown_fields=True):
     note: str = ""
 
 
-class _Link(msgspec.Struct, forbid_unknown_fields=True):
+class _LinkEntry(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     kind: LinkKind
     rate: tuple[str, str]
@@ -100,25 +100,25 @@ class _Link(msgspec.Struct, forbid_unknown_fields=True):
     lanes: int = 1
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    sources: dict[str, _Source]
-    gpus: tuple[_Gpu, ...]
-    links: tuple[_Link, ...]
+class _CatalogFile(msgspec.Struct, forbid_unknown_fields=True):
+    sources: dict[str, _SourceEntry]
+    gpus: tuple[_GpuEntry, ...]
+    links: tuple[_LinkEntry, ...]
 
 
 @functools.cache
-def catalog() -> Catalog:
-    """The catalogue that is shipped."""
-    import yaml
+def hardware_catalog() -> HardwareCatalog:
+    """Load the catalogue."""
+    import yaml  # start-up time: most commands need no catalogue
 
-    # libyaml's loader where PyYAML was built with it: it is ten times as fast.
+    # libyaml is ten times as fast, where PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    file = msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _File)
+    file = msgspec.convert(yaml.load(PATH.read_text(encoding="utf-8"), loader), _CatalogFile)
 
     def figure(value: float, source: str) -> Figure:
         return Figure(value=value, source=source, verified=file.sources[source].verified)
 
-    return Catalog(
+    return HardwareCatalog(
         gpus=tuple(
             GpuSpec(
                 name=gpu.name,
@@ -151,10 +151,16 @@ def catalog() -> Catalog:
 
 
 def find_gpu(kind: str) -> GpuSpec | None:
-    """The GPU that NVML or a person calls `kind`: `A100`, `NVIDIA A100-SXM4-80GB`, `a100 40gb`; None if there is none.
+    """Find a GPU by a name of NVML or of a user: `A100`, `NVIDIA A100-SXM4-80GB`, `a100 40gb`.
 
-    Part of a name is enough, the first match counts, but not its memory or its shape alone (`80GB`, `PCIe`). More than a name is another GPU: an `A100X`, or a MIG slice of
-    an A100, is no A100.
+    A part of a name suffices, unless it is memory or shape alone (`80GB`, `PCIe`); the first match counts. A longer name is another GPU:
+    `A100X` and MIG slices are not an A100.
+
+    Args:
+        kind: The name.
+
+    Returns:
+        The entry; None if unknown.
     """
     return _find_gpu(kind)
 
@@ -164,7 +170,7 @@ def _find_gpu(kind: str) -> GpuSpec | None:
     wanted = _words(kind)
     if all(_NOT_A_MODEL.fullmatch(word) for word in wanted):
         return None
-    known = [(gpu, [_words(name) for name in (gpu.name, *gpu.names)]) for gpu in catalog().gpus]
+    known = [(gpu, [_words(name) for name in (gpu.name, *gpu.names)]) for gpu in hardware_catalog().gpus]
     for gpu, names in known:
         if any("".join(words) == "".join(wanted) for words in names):
             return gpu
@@ -175,14 +181,28 @@ def _find_gpu(kind: str) -> GpuSpec | None:
 
 
 def near_gpus(kind: str) -> list[str]:
-    """Names that somebody who wrote `kind` may have meant."""
-    names = {"".join(_words(name)): gpu.name for gpu in catalog().gpus for name in (gpu.name, *gpu.names)}
+    """Find similar names of GPUs.
+
+    Args:
+        kind: An unknown name.
+
+    Returns:
+        Up to three names.
+    """
+    names = {"".join(_words(name)): gpu.name for gpu in hardware_catalog().gpus for name in (gpu.name, *gpu.names)}
     found = difflib.get_close_matches("".join(_words(kind)), list(names), n=3, cutoff=0.6)
     return list(dict.fromkeys(names[name] for name in found))
 
 
 def gpu_hint(kind: str) -> str:
-    """What to tell somebody who wrote `kind`, which is not in the catalogue."""
+    """Write the advice for an unknown GPU.
+
+    Args:
+        kind: The unknown name.
+
+    Returns:
+        The hint.
+    """
     near = near_gpus(kind)
     return (
         f"did you mean {' or '.join(near)}?" if near else "distrib/cluster/hardware_catalog.yaml lists the known ones"
@@ -191,11 +211,11 @@ def gpu_hint(kind: str) -> str:
 
 @functools.cache
 def catalog_links() -> dict[str, CatalogLink]:
-    """Links by their names in lower case."""
-    return {link.name.lower(): link for link in catalog().links}
+    """Map lower-case names to links."""
+    return {link.name.lower(): link for link in hardware_catalog().links}
 
 
 def _words(kind: str) -> list[str]:
-    told = _VENDOR.sub(" ", kind.lower())
-    told = re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", told)
-    return re.findall(r"[a-z0-9.]+", told)
+    name = _VENDOR.sub(" ", kind.lower())
+    name = re.sub(r"(\d)\s+(gi?b)\b", r"\1\2", name)
+    return re.findall(r"[a-z0-9.]+", name)

@@ -1,4 +1,4 @@
-"""Links as people write them: `HDR`, `100Gb/s`, `10 GbE`, `NVLink3 x12`, `PCIe4 x16`, to what the catalogue knows of them."""
+"""Link specifications: `HDR`, `100Gb/s`, `10 GbE`, `NVLink3 x12`, `PCIe4 x16`, resolved with the hardware catalogue."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import msgspec
 
 from distrib import units
-from distrib.cluster.hardware_catalog import CatalogLink, LinkKind, catalog, catalog_links
+from distrib.cluster.hardware_catalog import CatalogLink, LinkKind, catalog_links, hardware_catalog
 
 _BUS = re.compile(
     r"(?P<nv>nv[ -]?link)|pci[ -]?(express|e)",
@@ -17,7 +17,7 @@ _BUS = re.compile(
 )
 _BUS_REST = re.compile(r"[ -]*(?:gen|v)?[ .]*([0-9])(?:\.0)?(?:[ ,]*x *([0-9]{1,3}))?", re.IGNORECASE)
 _INFINIBAND = re.compile(r"(?:(?:ib|infiniband)[ -]*)?([a-z]{3})([ -]*[0-9]{3})?(?:[ -]*(?:4x|x4))?", re.IGNORECASE)
-_TIMES = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
+_MULTIPLE = re.compile(r"([0-9]{1,3}) *[x×*] *(?=[A-Za-z0-9])")
 _KINDS: dict[str, LinkKind] = {
     "infiniband": "infiniband",
     "ib": "infiniband",
@@ -34,36 +34,45 @@ KIND_NAMES: dict[LinkKind, str] = {
     "nvlink": "NVLink",
     "pcie": "PCIe",
 }
-_OLD = {"sdr": "8Gb/s", "ddr": "16Gb/s", "qdr": "32Gb/s"}
+_LEGACY_RATES = {"sdr": "8Gb/s", "ddr": "16Gb/s", "qdr": "32Gb/s"}
 
 
 class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A link, one direction. `rate` is nominal; `usable` and the latency are what the catalogue expects of it."""
+    """A specified link, one direction. `rate` is nominal; usable bandwidth and latency are from the catalogue."""
 
     text: str
-    """As it was written."""
+    """As written."""
     kind: LinkKind
     model: CatalogLink
-    """The catalogued link that it is, or the nearest of its kind where its rate is not a usual one."""
+    """The catalogue entry, or the nearest of its kind for an unusual rate."""
     lanes: int
-    """PCIe lanes, or NVLinks; 1 for a port."""
+    """PCIe lanes or NVLinks; 1 for a port."""
     rate_bytes_per_second: float
 
     @property
     def usable_bytes_per_second(self) -> float:
+        """The rate that large transfers reach."""
         own = self.rate_bytes_per_second * self.model.usable.value
         if self.rate_bytes_per_second == self.lanes * self.model.rate_bytes_per_second.value:
             return own
-        # Of a rate that is not a usual one: no more than the next faster port has.
+        # An unusual rate: at most that of the next faster port.
         faster = [spec for spec in _ports(self.kind) if spec.rate_bytes_per_second.value > self.rate_bytes_per_second]
         return min([own, *(spec.rate_bytes_per_second.value * spec.usable.value for spec in faster)])
 
     @property
     def latency_seconds(self) -> float:
+        """The latency of the catalogue entry."""
         return self.model.latency_seconds.value
 
     def with_lanes(self, lanes: int) -> LinkSpec:
-        """The same link, narrower or wider."""
+        """Change the width.
+
+        Args:
+            lanes: The new number of lanes or links.
+
+        Returns:
+            The new link.
+        """
         return msgspec.structs.replace(
             self,
             text=f"{self.model.name} x{lanes}",
@@ -73,28 +82,48 @@ class LinkSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_network_kind(text: str) -> LinkKind:
-    """InfiniBand, RoCE or Ethernet, in any case. Raises ValueError for anything else."""
+    """Parse InfiniBand, RoCE or Ethernet, in any case.
+
+    Args:
+        text: The kind.
+
+    Returns:
+        The kind.
+
+    Raises:
+        ValueError: The text is not a kind of network.
+    """
     kind = _KINDS.get(re.sub(r"[ _-]", "", text.lower()))
     if kind is None:
         near = difflib.get_close_matches(text.lower(), list(_KINDS), n=1, cutoff=0.5)
         hint = f"did you mean {KIND_NAMES[_KINDS[near[0]]]}?" if near else "write InfiniBand, RoCE or Ethernet"
-        raise ValueError(f"{_shown(text)} is no kind of network; {hint}")
+        raise ValueError(f"{_shown(text)} is not a kind of network; {hint}")
     return kind
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_bus_link(text: str) -> LinkSpec:
-    """A link inside a host: `NVLink3 x12`, `NVLink 3.0`, `PCIe4 x16`, `PCIe Gen5 x8`. Raises ValueError."""
+    """Parse an intra-node link: `NVLink3 x12`, `NVLink 3.0`, `PCIe4 x16`, `PCIe Gen5 x8`.
+
+    Args:
+        text: The link.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ValueError: The text is not such a link.
+    """
     stripped = text.strip()
     begin = _BUS.match(stripped)
     match = _BUS_REST.fullmatch(stripped, begin.end()) if begin else None
     if not begin or not match:
-        raise ValueError(f"{_shown(text)} is no link inside a host; write such as NVLink3 x12 or PCIe4 x16")
+        raise ValueError(f"{_shown(text)} is not an intra-node link; write such as NVLink3 x12 or PCIe4 x16")
     nvlink = bool(begin["nv"])
     name = f"{'NVLink' if nvlink else 'PCIe'}{match[1]}"
     spec = catalog_links().get(name.lower())
     if spec is None:
-        known = [link.name for link in catalog().links if link.kind == ("nvlink" if nvlink else "pcie")]
+        known = [link.name for link in hardware_catalog().links if link.kind == ("nvlink" if nvlink else "pcie")]
         raise ValueError(f"{name} is not in the catalogue; it has {known[0]} to {known[-1]}")
     lanes = int(match[2]) if match[2] else spec.lanes
     widths = range(1, 37) if nvlink else (1, 2, 4, 8, 16, 32)
@@ -109,28 +138,36 @@ def parse_bus_link(text: str) -> LinkSpec:
 
 @functools.lru_cache(maxsize=1024)
 def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
-    """A port of a network: `HDR`, `IB NDR`, `10 GbE`, `100Gb/s`; `kind` is needed where only a rate is given.
+    """Parse a network port: `HDR`, `IB NDR`, `10 GbE`, `100Gb/s`.
 
-    Raises ValueError for anything else, for a rate of zero, and where rate and kind contradict each other.
+    Args:
+        text: The port.
+        kind: Required if the text is a bare rate.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ValueError: The text is not a port, its rate is 0, or contradicts the kind.
     """
     stripped = text.strip()
-    if _TIMES.match(stripped):
+    if _MULTIPLE.match(stripped):
         raise ValueError(f"{_shown(text)} is several ports; write each as a NIC of its own, or a range: mlx5_[0-3]")
     if _BUS.match(stripped):
-        raise ValueError(f"{_shown(text)} is a link inside a host; a NIC's rate is such as 100Gb/s, 10 GbE or HDR")
+        raise ValueError(f"{_shown(text)} is an intra-node link; a NIC's rate is such as 100Gb/s, 10 GbE or HDR")
     match = _INFINIBAND.fullmatch(stripped)
     if match:
         name = (match[1] + re.sub(r"[ -]", "", match[2] or "")).lower()
         spec = catalog_links().get(name)
         if spec is None:
-            known = [link.name for link in catalog().links if link.kind == "infiniband"]
+            known = [link.name for link in hardware_catalog().links if link.kind == "infiniband"]
             near = difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.5)
             hint = (
-                f"write its rate of data, {_OLD[name]}"
-                if name in _OLD
+                f"write its rate of data, {_LEGACY_RATES[name]}"
+                if name in _LEGACY_RATES
                 else f"did you mean {near[0] if near else 'HDR'}?"
             )
-            raise ValueError(f"{_shown(text)} is no InfiniBand rate in the catalogue; {hint}")
+            raise ValueError(f"{_shown(text)} is not an InfiniBand rate of the catalogue; {hint}")
         if kind not in (None, "infiniband"):
             raise ValueError(f"{spec.name} is a rate of InfiniBand, not of {KIND_NAMES[kind]}; write one or the other")
         return LinkSpec(
@@ -142,38 +179,48 @@ def parse_network_link(text: str, kind: LinkKind | None = None) -> LinkSpec:
         )
     rate = units.parse_rate(stripped)
     if rate <= 0:
-        raise ValueError(f"{_shown(text)}: a link that carries nothing is no link")
+        raise ValueError(f"{_shown(text)}: expected a rate above 0")
     if re.search(r"bE$", stripped):
         if kind == "infiniband":
             raise ValueError(f"{_shown(text)} is a rate of Ethernet, not of InfiniBand; write one or the other")
         kind = kind or "ethernet"
     if kind is None:
-        raise ValueError(f"{_shown(text)} leaves open what it is; say `kind: InfiniBand`, RoCE or Ethernet")
+        raise ValueError(f"{_shown(text)} is ambiguous; say `kind: InfiniBand`, RoCE or Ethernet")
     return LinkSpec(text=stripped, kind=kind, model=_nearest(kind, rate), lanes=1, rate_bytes_per_second=rate)
 
 
 def parse_uplink_rate(text: str) -> float:
-    """Bytes per second of what leads out of a switch: `800Gb/s`, `4 x HDR`, `2x 100GbE`. Raises ValueError."""
-    match = _TIMES.match(text.strip())
+    """Parse the uplink of a switch: `800Gb/s`, `4 x HDR`, `2x 100GbE`.
+
+    Args:
+        text: The uplink.
+
+    Returns:
+        Bytes per second.
+
+    Raises:
+        ValueError: The text is not a rate or a port.
+    """
+    match = _MULTIPLE.match(text.strip())
     count, rest = (int(match[1]), text.strip()[match.end() :]) if match else (1, text)
     rate = parse_network_link(
         rest, None if re.match(r"[A-Za-z]|.*bE$", rest.strip()) else "ethernet"
     ).rate_bytes_per_second
     if not count:
-        raise ValueError(f"{_shown(text)}: no uplinks at all; leave `uplink` out")
+        raise ValueError(f"{_shown(text)}: 0 uplinks; leave `uplink` out")
     return count * rate
 
 
 def _nearest(kind: LinkKind, rate: float) -> CatalogLink:
-    """The catalogued link of a kind whose rate this is, else the next slower, else the slowest."""
+    """Find the catalogue entry of this rate, else the next slower, else the slowest."""
     known = _ports(kind)
     slower = [link for link in known if link.rate_bytes_per_second.value <= rate * 1.01]
     return slower[-1] if slower else known[0]
 
 
 def _ports(kind: LinkKind) -> list[CatalogLink]:
-    """The catalogued ports of a kind of network, slowest first; none of what is inside hosts."""
-    ports = (link for link in catalog().links if link.kind == kind and kind in _KINDS.values())
+    """List the network ports of a kind, slowest first."""
+    ports = (link for link in hardware_catalog().links if link.kind == kind and kind in _KINDS.values())
     return sorted(ports, key=lambda link: link.rate_bytes_per_second.value)
 
 

@@ -1,7 +1,6 @@
-"""What probe measured, as the `measured:` part of a topology file holds it: seconds, bytes, bytes per second.
+"""Measurements of a probe, the `measured:` section of a topology file: seconds, bytes, bytes per second.
 
-A curve is the time that a message takes against its size, both measured: medians of repetitions, each with the
-coefficient of variation seen.
+A curve is the time of a message against its size: medians of repetitions with their coefficients of variation.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import msgspec
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """One size of a curve: bytes, the median of the seconds it took, and their coefficient of variation."""
+    """A point of a curve: bytes, median seconds, coefficient of variation."""
 
     size_bytes: int
     seconds: float
@@ -20,13 +19,12 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LinkMeasurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The way from one host to another.
+    """The measured link from one host to another.
 
-    `way` is how the bytes went. `load` is what else went on meanwhile: nothing (`alone`), every other pair of its round
-    (`together`), or the other half of the cluster (`bisection`). `both_ways`: both hosts sent at the same time, and the curve is one
-    direction's share. `interface` is the source's card; `network` its subnet, where that is not the job's. `latency_seconds`
-    is half a round trip of 8 bytes; `bandwidth_bytes_per_second` the best that large messages reached. `streams`: how many
-    connections TCP had, where that is known.
+    `transport` is `way` in the file. `load`: other traffic, none (`alone`), all pairs of the round (`together`) or the other half of the
+    cluster (`bisection`). `both_ways`: both hosts sent, the curve is one direction. `interface`: the source's NIC. `network`: its
+    subnet, None for the job's. `latency_seconds`: half a round trip of 8 bytes. `bandwidth_bytes_per_second`: the best of large
+    messages. `streams`: TCP connections, None if unknown.
     """
 
     source: str
@@ -46,7 +44,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class IntraNodeLinkMeasurement(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """A way inside a host: `memory` copies, `gpuN` to or from `memory`, `gpuN` to `gpuM` or itself; `path` is NVLink, PCIe, ..."""
+    """A measured link inside a host, between `memory` and `gpuN`; `path` is NVLink, PCIe, ..."""
 
     host: str
     source: str
@@ -58,7 +56,7 @@ class IntraNodeLinkMeasurement(
 
 
 class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A collective over some hosts; sizes are those of each rank's buffer, as nccl-tests counts them.
+    """A measured collective over hosts; sizes are those of each rank's buffer, as in nccl-tests.
 
     Bus bandwidth of an all-reduce is size / seconds x 2(n-1)/n for n ranks (nccl-tests, doc/PERFORMANCE.md).
     """
@@ -72,14 +70,14 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The hosts that are one machine, as containers and namespaces are, and how many processors they may use together."""
+    """Hosts on one machine, such as containers, and the CPUs that they share."""
 
     hosts: tuple[str, ...]
     processors: int
 
 
 class Measurements(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One probe: when (ISO 8601, UTC), with what software, of which hosts, and what it found."""
+    """The results of a probe; `when` is ISO 8601 in UTC."""
 
     when: str
     software: dict[str, str]

@@ -1,25 +1,18 @@
-"""The `measured:` part of a topology file: put there by probe, beside what people wrote, which stays byte for byte.
+"""Text of the `measured:` section of a topology file: encoding and fast decoding.
 
-It is written with one link on a line, each as JSON, which is YAML too. That keeps the file readable and its differences small,
-and lets it be read back without a YAML parser: a probe of 32 hosts has half a million numbers.
+Each link is one line of JSON, which is YAML, too. The section is decoded without a YAML parser: a probe of 32 hosts has half a million
+numbers.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
-import tempfile
-from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from distrib.cluster.measurements import Measurements
-from distrib.errors import TopologyError
-from distrib.utils import files
 
 MARK = "measured:  # by distrib-topo probe, which replaces this part as a whole"
 
@@ -28,9 +21,15 @@ _LISTS = ("machines", "pairs", "inside", "collectives")
 
 
 def split_measured(text: str) -> tuple[str, str, str]:
-    """The text before the key `measured`, its part, and what comes after it; without one, all of it and two empty ones.
+    """Split a topology file at its `measured` section.
 
-    Blank lines and comments at the left margin after the part belong to what follows.
+    Blank lines and comments at the left margin after the section belong to the following text.
+
+    Args:
+        text: The file.
+
+    Returns:
+        The text before, the section and the text after; two empty texts without the section.
     """
     match = _KEY.search(text)
     if not match:
@@ -46,7 +45,15 @@ def split_measured(text: str) -> tuple[str, str, str]:
 
 
 def encode_measured(measured: Measurements, newline: str = "\n") -> str:
-    """The part as it stands in a file."""
+    """Encode the section.
+
+    Args:
+        measured: The measurements.
+        newline: The line end of the file.
+
+    Returns:
+        The section.
+    """
     lines = [MARK]
     built = msgspec.to_builtins(measured)
     for key, value in built.items():
@@ -59,7 +66,14 @@ def encode_measured(measured: Measurements, newline: str = "\n") -> str:
 
 
 def decode_measured(part: str) -> Measurements | None:
-    """The reverse of `encode_measured`; None for a part that was not written so, or has been edited since."""
+    """Decode a section of `encode_measured`.
+
+    Args:
+        part: The section.
+
+    Returns:
+        The measurements; None for a section that was edited or written otherwise.
+    """
     lines = part.splitlines()
     if not lines or lines[0] != MARK:
         return None
@@ -86,121 +100,8 @@ def decode_measured(part: str) -> Measurements | None:
         return None
 
 
-def write_measured(path: str | os.PathLike[str], measured: Measurements, description: str = "") -> None:
-    """Put the measured part into a topology file, or replace the one that is there; everything else stays as it is.
-
-    Without a file, one is made of `description`, the text of a topology file, or of the hosts' names and nothing more. The file changes in one step or not at all.
-    Raises TopologyError: the file is no topology, knows other hosts, or cannot be written.
-    """
-    check_writable(path)
-    target = Path(os.path.realpath(path))  # a link stays a link
-    _replace(target, _with_measured(target, measured, os.fspath(path), description), os.fspath(path))
-
-
-def check_takes(path: str | os.PathLike[str], hosts: Iterable[str]) -> None:
-    """Raises TopologyError where the file is such that `write_measured` could not put in what is measured of these hosts."""
-    _with_measured(Path(path), Measurements(when="", software={}, hosts=tuple(hosts)), os.fspath(path))
-
-
-def _with_measured(target: Path, measured: Measurements, source: str, description: str = "") -> str:
-    """The file's text with the measured part in it."""
-    from distrib.cluster.topology import parse_topology
-    from distrib.cluster.yaml_loader import read_topology_text
-
-    description = description or _minimal(measured.hosts)
-    old = read_topology_text(target) if files.exists(target) else description
-    before, _, after = split_measured(old)
-    if not _has_content(before + after):
-        before += ("" if not before or before.endswith("\n") else "\n") + description
-    newline = "\r\n" if "\r\n" in old else "\n"
-    if before and not before.endswith(("\n", "\r")):
-        before += newline
-    new = before + encode_measured(measured, newline) + after
-    plain = parse_topology(before + after, source)
-    try:
-        read_back = parse_topology(new, source)
-        fits = read_back.measured == measured and msgspec.structs.replace(read_back, measured=None) == plain
-    except TopologyError:
-        if _is_yaml(new, source):
-            raise
-        fits = False
-    if not fits:
-        raise TopologyError(
-            "cannot take a measured part", source=source, hint="write `nodes:` in block style, at the left margin"
-        )
-    return new
-
-
-def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raises TopologyError where `write_measured` could not write: a folder, a file that may not be changed, no place for one."""
-    target, source = Path(os.path.realpath(path)), os.fspath(path)
-    why = ""
-    if files.is_dir(target):
-        why = "this is a directory"
-    elif files.exists(target) and not files.is_file(target):
-        why = "this is no file"
-    elif not files.is_dir(target.parent):
-        why = f"there is no folder {target.parent}"
-    elif not (
-        os.access(target if files.exists(target) else target.parent, os.W_OK) and os.access(target.parent, os.W_OK)
-    ):
-        why = files.refusal_reason(target.parent)
-    if why:
-        raise TopologyError(why, source=source, hint="name another file with -o")
-
-
-def _is_yaml(text: str, source: str) -> bool:
-    from distrib.cluster.yaml_loader import parse_yaml
-
-    try:
-        parse_yaml(text, source)
-    except TopologyError:
-        return False
-    return True
-
-
-def _has_content(text: str) -> bool:
-    return any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
-
-
-def _minimal(hosts: Iterable[str]) -> str:
-    from distrib.cluster.node import fold_hosts
-
-    return (
-        "# Written by distrib-topo probe. Say here what the hosts are made of: GPUs, links, NICs, switches;\n"
-        "# hostfiles/ has commented examples. The part `measured` is probe's, the rest is yours.\n"
-        f"nodes:\n  - hosts: {json.dumps(fold_hosts(list(hosts)))}\n\n"
-    )
-
-
-def _replace(target: Path, text: str, source: str) -> None:
-    temporary = None
-    try:
-        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fchmod(file.fileno(), mode)
-            os.fsync(file.fileno())
-        Path(temporary).replace(target)
-    except OSError as error:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
-        raise TopologyError(
-            f"cannot write it: {error.strerror}", source=source, hint="name another file with -o"
-        ) from None
-
-
-def _umask() -> int:
-    """What new files must not be; there is no way to ask without setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
 def _json(value: Any) -> str:
-    """JSON that is also YAML, of 1.1 too: PyYAML would take 1e-05 for text, as it has no point."""
+    """Encode as JSON that is valid YAML 1.1, too: PyYAML takes 1e-05 for text."""
     if isinstance(value, float):
         text = repr(value)
         return text if "." in text or "e" not in text else text.replace("e", ".0e")
@@ -209,6 +110,6 @@ def _json(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_json, value)) + "]"
     if isinstance(value, str):
-        # YAML knows no escapes of two surrogates, so what can be shown is written as it is.
+        # YAML has no surrogate escapes: printable text is written as it is.
         return json.dumps(value, ensure_ascii=not value.isprintable())
     return json.dumps(value)

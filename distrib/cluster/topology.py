@@ -1,4 +1,4 @@
-"""The topology file: what the hosts are made of, what joins them, and what probe measured.
+"""Topology files: hosts, switches and measurements of a cluster.
 
 nodes:
   - hosts: dgx[01-04]
@@ -9,7 +9,7 @@ nodes:
 switches:
   - {name: rack1, hosts: "dgx[01-04]", oversubscription: 2:1}
 
-hostfiles/ has commented examples. Host names are the same in upper and lower case.
+hostfiles/ has commented examples. Host names are case-insensitive.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ MAX_MEASUREMENT_AGE_DAYS = 180
 
 
 class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A switch, or a rack: the hosts on it, or the switches below it.
+    """A switch or rack with its hosts, or the switches below.
 
-    `oversubscription` (`2:1`) is what its hosts or switches could send against what leads up from it; `uplink` (`800Gb/s`, `4 x HDR`)
-    says the latter as a rate.
+    `oversubscription` (`2:1`): the rate of its hosts or switches against its uplink. `uplink`: the rate itself (`800Gb/s`, `4 x HDR`).
     """
 
     name: str
@@ -73,23 +72,23 @@ class Switch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if not self.name.strip():
-            raise FieldError("name", "a switch needs a name")
+            raise FieldError("name", "is empty, expected a name")
         validate_field("hosts", expand_hosts, self.hosts)
         validate_field("oversubscription", units.parse_ratio, self.oversubscription)
         validate_field("uplink", parse_uplink_rate, self.uplink)
         if self.hosts is None and not self.switches:
-            raise FieldError("name", f"nothing is on {self.name}; name its `hosts` or the `switches` below it")
+            raise FieldError("name", f"{self.name} has no hosts and no switches; name its `hosts` or `switches`")
         if self.uplink is not None and self.oversubscription is not None:
-            raise FieldError("uplink", "this says the same as `oversubscription`; keep one of them")
+            raise FieldError("uplink", "is redundant with `oversubscription`; keep one of them")
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """The hosts that are on it directly."""
+        """The hosts on the switch itself."""
         return expand_hosts(self.hosts) if self.hosts else ()
 
 
 class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
-    """What stands in a topology file."""
+    """The content of a topology file."""
 
     nodes: tuple[NodeGroup, ...]
     name: str | None = None
@@ -98,11 +97,11 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if not self.nodes:
-            raise FieldError("nodes", "there are no hosts here; describe at least one group of them")
+            raise FieldError("nodes", "is empty; describe at least one group of hosts")
         self._check_groups()
         self._check_switches()
         if self.measured:
-            for field, what in _wrong_in(self.measured, self._groups):
+            for field, what in _invalid_measurements(self.measured, self._groups):
                 raise FieldError(f"measured{field}", what)
 
     @functools.cached_property
@@ -111,7 +110,7 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @functools.cached_property
     def _parents(self) -> dict[str, Switch]:
-        """The switch above each host (`host NAME`, in lower case) and each switch (`switch NAME`)."""
+        """The switch above each host (`host NAME`, lower case) and each switch (`switch NAME`)."""
         above = {f"host {host.lower()}": switch for switch in self.switches for host in switch.host_names}
         return above | {f"switch {name}": switch for switch in self.switches for name in switch.switches}
 
@@ -137,7 +136,7 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             names.add(switch.name)
             for host in switch.host_names:
                 if host.lower() not in self._groups:
-                    raise FieldError(f"{place}.hosts", f"{host} is in no group of `nodes`")
+                    raise FieldError(f"{place}.hosts", f"{host} is not in `nodes`")
             for below in switch.switches:
                 if below not in all_names:
                     raise FieldError(
@@ -153,7 +152,7 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise FieldError(f"switches[{number}].switches", f"{switch.name} is below itself")
 
     def _above(self, key: str) -> Iterator[Switch]:
-        """The switches above a host or switch, nearest first; ends after a round where they go in circles."""
+        """Yield the switches above, nearest first; stop after one round of a cycle."""
         for _ in self.switches:
             above = self._parents.get(key)
             if above is None:
@@ -163,20 +162,20 @@ class TopologyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Topology(TopologyFile, frozen=True, kw_only=True, dict=True):
-    """What the cluster is made of; `source` is the file it was read from."""
+    """A cluster; `source` is its file."""
 
     source: str = ""
 
     @functools.cached_property
     def hosts(self) -> tuple[str, ...]:
-        """Every host, in the order of the file."""
+        """All hosts in the order of the file."""
         return tuple(host for group in self.nodes for host in group.host_names)
 
     @functools.cached_property
     def places(self) -> dict[str, tuple[int, tuple[str, ...]]]:
-        """The number of each host's group, and the switches it is below, by its name in lower case."""
+        """Group number and switches above each host, by its lower-case name."""
         found: dict[str, tuple[int, tuple[str, ...]]] = {}
-        above: dict[tuple[str, ...], tuple[str, ...]] = {}  # one tuple for all that are below the same
+        above: dict[tuple[str, ...], tuple[str, ...]] = {}  # hosts below the same switches share a tuple
         for number, group in enumerate(self.nodes):
             for host in group.host_names:
                 switches = tuple(switch.name for switch in self.switches_above(host))
@@ -199,36 +198,85 @@ class Topology(TopologyFile, frozen=True, kw_only=True, dict=True):
         return cast(T, values[key])
 
     def group_of(self, host: str) -> NodeGroup | None:
-        """What a host is made of, or None where the file does not know it."""
+        """Find the group of a host.
+
+        Args:
+            host: The host.
+
+        Returns:
+            The group; None if unknown.
+        """
         return self._groups.get(host.lower())
 
     def gpus_of(self, host: str) -> Gpus | None:
-        """The GPUs of a host, or None where the file does not say."""
+        """Find the GPUs of a host.
+
+        Args:
+            host: The host.
+
+        Returns:
+            The GPUs; None if not described.
+        """
         group = self.group_of(host)
         return group.gpus if group else None
 
     def nics_of(self, host: str) -> tuple[Nic, ...]:
-        """The NICs of a host, ranges written out; empty where the file does not say."""
+        """Find the NICs of a host, ranges expanded.
+
+        Args:
+            host: The host.
+
+        Returns:
+            The NICs; none if not described.
+        """
         group = self.group_of(host)
         return group.each_nic if group else ()
 
     def switches_above(self, host: str) -> tuple[Switch, ...]:
-        """The switches from a host up, its rack first."""
+        """Find the switches above a host, its rack first.
+
+        Args:
+            host: The host.
+
+        Returns:
+            The switches.
+        """
         return tuple(self._above(f"host {host.lower()}"))
 
 
 def read_topology(path: str | os.PathLike[str]) -> Topology:
-    """Read a topology file; `TopologyError` names the file, the line and the path inside it."""
+    """Read a topology file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The topology.
+
+    Raises:
+        TopologyError: The file is invalid; with line and path.
+    """
     return parse_topology(read_topology_text(os.fspath(path)), os.fspath(path))
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """The topology in a file's `text`; `source` is its name in errors."""
-    # What probe wrote is much longer than what people write; where it stands as it was written, it need not be read as YAML.
+    """Parse a topology file.
+
+    Args:
+        text: The file.
+        source: Its name in errors.
+
+    Returns:
+        The topology.
+
+    Raises:
+        TopologyError: The text is invalid; with line and path.
+    """
+    # The measured section is long; an unedited one is decoded without YAML.
     before, part, after = split_measured(text)
     measured = decode_measured(part)
     if measured is not None:
-        # An empty part in its place shows whether the file is YAML around it.
+        # An empty section in its place keeps the rest valid YAML.
         topology = _described(f"{before}measured:\n{after}", source, measured)
         if topology is not None:
             return topology
@@ -238,7 +286,7 @@ def parse_topology(text: str, source: str) -> Topology:
 
 
 def _described(text: str, source: str, measured: Measurements) -> Topology | None:
-    """The topology that `text` describes, with its measured part; None where something is wrong and the whole must be read."""
+    """Combine the described part with the measurements; None on any error, to read the whole file."""
     try:
         document = parse_yaml(text, source)
         if not isinstance(document.data, dict) or document.data.get("measured", 0) is not None:
@@ -246,7 +294,7 @@ def _described(text: str, source: str, measured: Measurements) -> Topology | Non
         description = convert_document(document, TopologyFile)
     except TopologyError:
         return None
-    if any(_wrong_in(measured, description._groups)):
+    if any(_invalid_measurements(measured, description._groups)):
         return None
     return _finish(msgspec.structs.replace(description, measured=measured), source)
 
@@ -272,8 +320,15 @@ def _require_mapping(document: Document) -> None:
 def check_hosts(topology: Topology, hosts: HostList) -> tuple[str, ...]:
     """Compare a hostfile with a topology.
 
-    Raises TopologyError for hosts of the hostfile that the topology does not know; returns a note on those that only the
-    topology knows, which may well be meant: a hostfile can choose some of a cluster's hosts.
+    Args:
+        topology: The topology.
+        hosts: The hosts of the hostfile.
+
+    Returns:
+        A note for each group with hosts outside the hostfile, which may select some hosts of a cluster.
+
+    Raises:
+        TopologyError: A host of the hostfile is not in the topology.
     """
     unknown = [host for host in hosts.hosts if topology.group_of(host.name) is None]
     if unknown:
@@ -324,7 +379,7 @@ def age_notes(topology: Topology | None, now: datetime) -> tuple[str, ...]:
 
 
 def _line(source: str, path: str) -> int:
-    """Where a path stands in a file; 0 where that can no longer be told. Read again, as only errors need it."""
+    """Find the line of a path, 0 if the file changed; reads the file again, as only errors need it."""
     try:
         before, part, after = split_measured(read_topology_text(source))
         return parse_yaml(before + "\n" * part.count("\n") + after, source).line(path)
@@ -332,15 +387,12 @@ def _line(source: str, path: str) -> int:
         return 0
 
 
-def _wrong_in(measured: Measurements, groups: dict[str, NodeGroup]) -> Iterator[tuple[str, str]]:
-    """What in a measured part cannot be, by path."""
-    if strange := [host for host in measured.hosts if host.lower() not in groups]:
+def _invalid_measurements(measured: Measurements, groups: dict[str, NodeGroup]) -> Iterator[tuple[str, str]]:
+    """Yield the impossible values of a measured section, with their paths."""
+    if unknown := [host for host in measured.hosts if host.lower() not in groups]:
         yield (
             ".hosts",
-            (
-                f"this was measured on other hosts: {name_hosts(strange)} "
-                f"{'is' if len(strange) == 1 else 'are'} in no group of `nodes`; take `measured` away, then probe again"
-            ),
+            (f"measured on hosts that are not in `nodes`: {name_hosts(unknown)}; remove `measured`, then probe again"),
         )
     known = {host.lower() for host in measured.hosts}
     owners: dict[str, int] = {}
@@ -351,43 +403,46 @@ def _wrong_in(measured: Measurements, groups: dict[str, NodeGroup]) -> Iterator[
             if owners.setdefault(host.lower(), number) != number:
                 yield f".machines[{number}].hosts", f"{host} is machines[{owners[host.lower()]}] already"
         if not 1 <= machine.processors <= MAX_CPUS:
-            yield f".machines[{number}].processors", f"{machine.processors} processors; no machine has that many"
+            yield f".machines[{number}].processors", f"{machine.processors} CPUs, expected 1 to {MAX_CPUS:,}"
     for number, pair in enumerate(measured.pairs):
         for field, host in (("source", pair.source), ("target", pair.target)):
             if host.lower() not in known:
                 yield f".pairs[{number}].{field}", f"{host} is not among the hosts that were measured"
-        yield from _wrong_numbers(
+        yield from _invalid_numbers(
             f".pairs[{number}]", pair.bandwidth_bytes_per_second, pair.latency_seconds, pair.curve
         )
         if pair.source.lower() == pair.target.lower():
-            yield f".pairs[{number}].target", f"{pair.target} is the source, too; a pair is two hosts"
+            yield f".pairs[{number}].target", f"{pair.target} is both source and target"
     for number, inside in enumerate(measured.inside):
         if inside.host.lower() not in known:
             yield f".inside[{number}].host", f"{inside.host} is not among the hosts that were measured"
-        yield from _wrong_numbers(f".inside[{number}]", inside.bandwidth_bytes_per_second, None, inside.curve)
+        yield from _invalid_numbers(f".inside[{number}]", inside.bandwidth_bytes_per_second, None, inside.curve)
     for number, collective in enumerate(measured.collectives):
         for host in collective.hosts:
             if host.lower() not in known:
                 yield f".collectives[{number}].hosts", f"{host} is not among the hosts that were measured"
         if len({host.lower() for host in collective.hosts}) < max(1, len(collective.hosts)):
-            yield f".collectives[{number}].hosts", "each of its hosts is named once, and one at least"
+            yield f".collectives[{number}].hosts", "expected one or more hosts, each once"
         if collective.ranks < len(collective.hosts):
-            what = f"{collective.ranks} ranks on {len(collective.hosts)} hosts; each has one at least"
+            what = f"{collective.ranks} ranks on {len(collective.hosts)} hosts, expected one or more per host"
             yield f".collectives[{number}].ranks", what
-        yield from _wrong_numbers(f".collectives[{number}]", 1e9, None, collective.curve)
+        yield from _invalid_numbers(f".collectives[{number}]", 1e9, None, collective.curve)
 
 
-def _wrong_numbers(
+def _invalid_numbers(
     place: str, bandwidth: float, latency: float | None, curve: Sequence[Point]
 ) -> Iterator[tuple[str, str]]:
     if not 0 < bandwidth < math.inf:
-        yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth} is no rate; it must be more than zero"
+        yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth}, expected a rate above 0"
     elif not 1 <= bandwidth <= MAX_BYTES_PER_SECOND:
-        yield f"{place}.bandwidth_bytes_per_second", f"{bandwidth:g} bytes per second; no link carries that"
+        yield (
+            f"{place}.bandwidth_bytes_per_second",
+            f"{bandwidth:g} bytes per second, expected 1 to {MAX_BYTES_PER_SECOND:g}",
+        )
     if latency is not None and not 0 <= latency < math.inf:
-        yield f"{place}.latency_seconds", f"{latency} is no time; it must be zero or more"
+        yield f"{place}.latency_seconds", f"{latency}, expected 0 or more"
     elif latency is not None and latency > MAX_SECONDS:
-        yield f"{place}.latency_seconds", f"{latency:g} seconds; no link takes that long"
+        yield f"{place}.latency_seconds", f"{latency:g} seconds, expected {MAX_SECONDS:g} at most"
     for number, point in enumerate(curve):
         if point.size_bytes < 0 or not MIN_SECONDS <= point.seconds <= MAX_SECONDS:
-            yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s cannot be"
+            yield f"{place}.curve[{number}]", f"{point.size_bytes} bytes in {point.seconds} s is impossible"

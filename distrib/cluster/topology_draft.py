@@ -1,4 +1,4 @@
-"""What hosts have said of themselves, as the `nodes:` of a topology file: a draft that people go on with."""
+"""Draft of a topology file from the inventories of hosts."""
 
 from __future__ import annotations
 
@@ -16,25 +16,32 @@ from distrib.units import format_rate, format_size
 from distrib.utils.ranges import ranges
 
 GIB = 1 << 30
-ALIKE = 0.05
-"""By so much of it the memory of hosts may differ that are built alike: firmware and kernels keep some."""
-NICS = ("physical", "bond", "team")
-"""Kinds of interfaces that are cards, or stand for several."""
+MEMORY_TOLERANCE = 0.05
+"""Relative difference of memory between equal hosts: firmware and kernels reserve some."""
+NIC_KINDS = ("physical", "bond", "team")
+"""Kinds of interfaces that are NICs, or combine several."""
 
-HEAD = """\
-# Drafted from what the hosts say of themselves. They do not know their switches: name racks and uplinks under `switches:`
-# (hostfiles/ has examples), and let `distrib-topo probe -o` measure the links.
+HEADER = """\
+# Drafted from the inventories of the hosts. Add racks and uplinks under `switches:` (hostfiles/ has examples), and
+# measure the links with `distrib-topo probe -o`.
 """
 
 
-def describe(inventories: Mapping[str, Inventory]) -> tuple[NodeGroup, ...]:
-    """The hosts by name, those that are alike in one group, in the order in which their first ones come."""
+def draft_groups(inventories: Mapping[str, Inventory]) -> tuple[NodeGroup, ...]:
+    """Group hosts by equal hardware.
+
+    Args:
+        inventories: Inventories by host.
+
+    Returns:
+        The groups, in the order of their first hosts.
+    """
     groups: list[tuple[NodeGroup, int, list[str]]] = []
     for host, facts in inventories.items():
         group, memory = _group(host, facts), facts.memory_bytes or 0
         for other, least, names in groups:
             same = msgspec.structs.replace(group, hosts=other.hosts, memory=other.memory) == other
-            if same and abs(memory - least) <= ALIKE * max(memory, least):
+            if same and abs(memory - least) <= MEMORY_TOLERANCE * max(memory, least):
                 names.append(host)
                 break
         else:
@@ -42,8 +49,16 @@ def describe(inventories: Mapping[str, Inventory]) -> tuple[NodeGroup, ...]:
     return tuple(msgspec.structs.replace(group, hosts=fold_hosts(names)) for group, _, names in groups)
 
 
-def as_yaml(groups: Sequence[NodeGroup], *, head: str = HEAD) -> str:
-    """A topology file of these hosts."""
+def topology_yaml(groups: Sequence[NodeGroup], *, head: str = HEADER) -> str:
+    """Format a topology file.
+
+    Args:
+        groups: The groups.
+        head: Comments at the top.
+
+    Returns:
+        YAML.
+    """
 
     def plain(value: object) -> object:
         if isinstance(value, msgspec.Struct):
@@ -61,7 +76,7 @@ def as_yaml(groups: Sequence[NodeGroup], *, head: str = HEAD) -> str:
 
 def _group(host: str, facts: Inventory) -> NodeGroup:
     gpus = facts.gpus
-    # A file numbers its nodes by their order; those without processors, which are memory alone, are none of it.
+    # A file numbers NUMA nodes by their order, without those that have no CPUs.
     places = {node: place for place, node in enumerate(sorted((n for n, cpus in facts.numa.items() if cpus), key=int))}
     return NodeGroup(
         hosts=host,
@@ -81,7 +96,7 @@ def _group(host: str, facts: Inventory) -> NodeGroup:
 
 
 def _gpus(gpus: Sequence[Gpu]) -> Gpus | None:
-    """Of the commonest kind, where there are several: a file has one for a host."""
+    """Describe the most common kind of GPU: a file has one per host."""
     if not gpus:
         return None
     kind = _kind(gpus)
@@ -109,7 +124,7 @@ def _links(gpus: Sequence[Gpu]) -> IntraNodeLinks | None:
         pairs = {f"{one}-{other}": links for (one, other), links in sorted(joined.items()) if one < other}
     switched = nvlink is not None and any("switch" in to for to in ends)
     if nvlink is not None and not switched and not pairs:
-        nvlink = None  # they lead to nobody who is here
+        nvlink = None  # their peers are not on this host
     if pcie is None and nvlink is None:
         return None
     return IntraNodeLinks(nvlink=nvlink, nvswitch=switched, pairs={} if switched else pairs, pcie=pcie)
@@ -120,9 +135,9 @@ def _narrowest(buses: Iterable[str | None]) -> str | None:
 
 
 def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> tuple[Nic, ...]:
-    """RDMA ports that are up, those of RoCE with an address; and Ethernet cards that are up, have one and are none of them.
+    """Describe active RDMA ports, RoCE ports with an address, and other Ethernet NICs that are up and have one.
 
-    The address may be on a VLAN or a bridge of the card; several of one card are one.
+    The address may be on a VLAN or bridge of the NIC; several of one NIC count once.
     """
     found: dict[str, tuple[str, RdmaPort | Interface, float]] = {}
     devices = {port.device for port in facts.rdma if port.active}
@@ -130,24 +145,24 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
     addressed = [card for card in facts.interfaces if card.up and card.routable_addresses()]
     for port in facts.rdma:
         if port.active and port.rate_bytes_per_second:
-            card = _card_of(port, facts.interfaces)
+            card = _interface_of_port(port, facts.interfaces)
             if port.link_layer == "InfiniBand":
                 found.setdefault(port.device, ("InfiniBand", port, port.rate_bytes_per_second))
             elif card is None:
                 found.setdefault(port.device, ("RoCE", port, port.rate_bytes_per_second))
             elif any({card.name, *port.netdevs} & {way.name, *way.cards} for way in addressed):
                 taken |= {card.name, *port.netdevs}
-                # of a bond one port may tell its own rate
+                # a port of a bond may report only its own rate
                 bond = (card.speed_bytes_per_second or 0.0) if card.kind == "bond" else 0.0
                 found.setdefault(card.name, ("RoCE", port, max(port.rate_bytes_per_second, bond)))
-    for card in sorted(addressed, key=lambda card: card.kind not in NICS):
+    for card in sorted(addressed, key=lambda card: card.kind not in NIC_KINDS):
         behind = {card.name, *card.cards}
-        is_card = card.kind in NICS or bool(card.cards)
+        is_card = card.kind in NIC_KINDS or bool(card.cards)
         if is_card and card.speed_bytes_per_second and not card.infiniband and not behind & taken:
             taken |= behind
             found.setdefault(card.name, ("Ethernet", card, card.speed_bytes_per_second))
     several = len(places) > 1
-    alike: dict[Nic, list[str]] = {}
+    equal_nics: dict[Nic, list[str]] = {}
     for name, (kind, one, rate) in found.items():
         placed = several and one.numa_node is not None
         nic = Nic(
@@ -159,19 +174,21 @@ def _nics(facts: Inventory, gpus: Sequence[Gpu], places: Mapping[str, int]) -> t
             numa=places.get(str(one.numa_node)) if placed else None,
             pcie=one.pcie,
         )
-        alike.setdefault(nic, []).append(name)
-    return tuple(msgspec.structs.replace(nic, name=name) for nic, names in alike.items() for name in _as_range(names))
+        equal_nics.setdefault(nic, []).append(name)
+    return tuple(
+        msgspec.structs.replace(nic, name=name) for nic, names in equal_nics.items() for name in _as_range(names)
+    )
 
 
-def _card_of(port: RdmaPort, cards: Sequence[Interface]) -> Interface | None:
-    """The card by whose name a port of RoCE goes: the bond that has its addresses, where ports are bonded, else its own."""
-    known = [card for card in cards if card.name in port.netdevs and card.kind in NICS]
+def _interface_of_port(port: RdmaPort, cards: Sequence[Interface]) -> Interface | None:
+    """Find the interface of a RoCE port: the bond that has its addresses, else its own."""
+    known = [card for card in cards if card.name in port.netdevs and card.kind in NIC_KINDS]
     known += [card for card in cards if port.device in card.rdma]
     return min(known, key=lambda card: card.kind != "bond", default=None)
 
 
 def _as_range(names: Sequence[str]) -> Sequence[str]:
-    """`mlx5_[0-3]`, where they are numbered one after the other."""
+    """Fold consecutive names to `mlx5_[0-3]`."""
     folded = fold_hosts(names)
     return [folded] if "," not in folded and folded.count("[") < 2 else names
 

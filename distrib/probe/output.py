@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from distrib.cluster.measurements import Measurements
-from distrib.cluster.measurements_io import check_takes, check_writable
+from distrib.cluster.measurements_writer import check_accepts_measurements, check_writable
 from distrib.cluster.node import name_hosts
 from distrib.cluster.topology import check_hosts, parse_topology, read_topology
-from distrib.cluster.topology_draft import as_yaml, describe
+from distrib.cluster.topology_draft import draft_groups, topology_yaml
 from distrib.errors import ConfigError, DistribError
 from distrib.utils import files
 
@@ -53,7 +53,7 @@ def check_output(
         if len(chosen) < len(listed.hosts):
             notes = ()  # the others are left out on purpose
         earlier = topology.measured
-    check_takes(path, hosts)
+    check_accepts_measurements(path, hosts)
     if earlier is None:
         return None, list(notes)
     links = {(pair.source, pair.target) for pair in earlier.pairs}
@@ -130,7 +130,7 @@ def draft_topology(inventories: Mapping[str, Inventory], hosts: Sequence[str]) -
     if not set(hosts) <= set(inventories):
         return ""
     try:
-        text = as_yaml(describe({host: inventories[host] for host in hosts}))
+        text = topology_yaml(draft_groups({host: inventories[host] for host in hosts}))
         parse_topology(text, "")
     except (ValueError, DistribError):  # unusual hardware must not cost the measurements
         return ""

@@ -307,7 +307,7 @@ class _ProbeCommand:
 
         After lost hosts, or failed all-reduces, the other measurements are complete.
         """
-        from distrib.cluster.measurements_io import write_measured  # loads the YAML writer, only with -o
+        from distrib.cluster.measurements_writer import write_measured  # loads the YAML writer, only with -o
         from distrib.probe.output import draft_topology, why_kept
 
         complete = output.whole or bool(outcome.all_reduce_failure)

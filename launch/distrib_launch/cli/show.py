@@ -141,7 +141,7 @@ def query_topology(
     """
     # Not at the top: `show` of a file needs none of these.
     from distrib.cluster.topology import parse_topology
-    from distrib.cluster.topology_draft import as_yaml, describe
+    from distrib.cluster.topology_draft import draft_groups, topology_yaml
 
     with check.queried_hosts(hosts, topology, ssh_command=ssh_command, engine=engine) as queried:
         replies = queried.replies.by_host
@@ -149,12 +149,12 @@ def query_topology(
     problems = tuple(reply.problem for reply in replies.values() if reply.problem)
     if not inventories:
         raise PreflightError("no host replies: " + "; ".join(map(str, problems)))
-    text = as_yaml(describe(inventories))
+    text = topology_yaml(draft_groups(inventories))
     return QueriedTopology(inventories, text, parse_topology(text, SOURCE), problems)
 
 
 def _check_new_file(path: str) -> None:
-    from distrib.cluster.measurements_io import check_writable
+    from distrib.cluster.measurements_writer import check_writable
 
     check_writable(path)
     if files.exists(path):
