@@ -55,7 +55,7 @@ def group(device: torch.device) -> Iterator[None]:
         timeout=timedelta(seconds=60),
         device_id=device,
     )
-    rendezvous._unbind()
+    rendezvous.compat.unbind_device()
     yield
     dist.destroy_process_group()
 

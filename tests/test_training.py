@@ -50,7 +50,7 @@ from distrib.training.data.epoch import Lessons
 from distrib.training.data.sampler import global_batches, share
 from distrib.training.data.sharded_loader import every_nth
 from distrib.training.model_parameters import has_misplaced_state
-from distrib.training.rendezvous import choose_interface, compare, own_address
+from distrib.training.rendezvous import choose_interface, exchange_hosts, own_address
 from distrib.training.strategies.ddp import wrap_model
 from distrib.training.sync_batchnorm import convert_batchnorm
 from distrib.training.to_device import moved
@@ -620,8 +620,8 @@ def test_worlds(capsys):
         assert find_world({"PMI_SIZE": "2", "PMI_RANK": rank}) == alone
     told = capsys.readouterr().err.splitlines()
     assert [line.partition(", and each is a job of its own")[0] for line in told] == [
-        "distrib: note: srun started 8 processes",
-        "distrib: note: mpirun started 2 processes",
+        "distrib: warning: srun started 8 processes",
+        "distrib: warning: mpirun started 2 processes",
     ]
     with pytest.raises(TrainingError, match=r"MPI started 1 rank\(s\), but 8 were planned \(OMPI_COMM_WORLD_SIZE\)"):
         _from_mpi(types.SimpleNamespace(rank=0, size=1), {"OMPI_COMM_WORLD_SIZE": "8"}, True)
@@ -631,11 +631,11 @@ def test_ranks_of_which_some_see_no_gpu_do_not_wait_for_each_other():
     store, hosts = torch.distributed.HashStore(), []
     with ThreadPoolExecutor(2) as ranks:
         for backends in (["gloo", "gloo"], ["gloo", "cpu:gloo,cuda:nccl"]):
-            calls = [ranks.submit(compare, store, rank, 2, backend) for rank, backend in enumerate(backends)]
+            calls = [ranks.submit(exchange_hosts, store, rank, 2, backend) for rank, backend in enumerate(backends)]
             hosts += [call.exception() or len({*call.result()}) for call in calls]
             store = torch.distributed.HashStore()
     assert hosts[:2] == [1, 1]
-    assert [str(error).partition(";")[0] for error in hosts[2:]] == ["rank 0 see no GPU, the others do"] * 2
+    assert [str(error).partition(";")[0] for error in hosts[2:]] == ["rank 0 see no GPU, but other ranks do"] * 2
 
 
 def test_devices(monkeypatch):

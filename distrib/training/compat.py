@@ -6,6 +6,8 @@ import os
 import sys
 import time
 
+import torch.distributed as dist
+
 QUIET_SECONDS = 0.01
 """Time in which a thread that enters or leaves Python has done so."""
 SAME_LOADER_SECONDS = 0.1
@@ -38,3 +40,12 @@ def wait_for_gloo_callbacks() -> None:
     asks for the lock after Python began to exit aborts the process (one exit of four with torch 2.13; pytorch pull request 179291).
     """
     time.sleep(GLOO_CALLBACK_SECONDS)
+
+
+def unbind_device() -> None:
+    """Unbind the default group from its device, which was named so that NCCL connects at once.
+
+    A later group of some ranks would be split from a bound group, also a Gloo group, and the other ranks would wait forever
+    (pytorch issue 145376).
+    """
+    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]

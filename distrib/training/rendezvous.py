@@ -1,4 +1,4 @@
-"""How the ranks find each other, and part: a store on rank 0, then torch's process group.
+"""Rendezvous of the ranks, and the barrier at their end: a store on rank 0, then torch's process group.
 
 Where MPI has started the ranks, rank 0 listens on a free port of the address by which the others reach it, and MPI broadcasts both:
 nothing collides, and the store (which asks for no password) listens on that one address only. Else MASTER_ADDR and MASTER_PORT tell
@@ -22,29 +22,36 @@ from torch.distributed.rendezvous import rendezvous
 
 from distrib.environment import DISTRIB_ADDRESS, MASTER_ADDR, MASTER_PORT
 from distrib.errors import TrainingError
+from distrib.training import compat
 from distrib.training.gradients.host_shared_memory import kernel_identity
 from distrib.training.world import World
 from distrib.utils.netif import LOOPBACK, interface_of, reachable_address, resolve, source_addresses
 
-NOTICE_SECONDS = 60.0
-"""How long ranks at their end wait for the others before they say so."""
-
+WAITING_NOTICE_SECONDS = 60.0
+"""How long a rank at the end of its script waits for others before it says so."""
 END_TAG = 0x656E64
-"""Of the messages by which ranks part; collectives have tags of their own."""
-
-PARTING_SECONDS = 10.0
-"""How long the rank that has the store waits for those who are to read there why all end."""
-
-TAKES_SOCKETS = torch.__version__ >= "2.8"
-"""Whether the store that torch prefers takes a socket that listens already (pytorch pull request 150215); its older one does."""
+"""Tag of the messages at the end of a job; collectives have other tags."""
+STORE_READ_SECONDS = 10.0
+"""How long rank 0 keeps the store alive so that other ranks can read the reason for an error."""
+STORE_TAKES_SOCKET = torch.__version__ >= "2.8"
+"""True if the libuv store accepts a listening socket (pytorch pull request 150215); the older store does."""
 
 
 def join(world: World, device: torch.device, timeout: timedelta) -> World:
-    """Makes torch's default process group of all ranks of `world`; a rank that is alone needs none.
+    """Create torch's default process group of all ranks; a single rank needs none. Collective.
 
-    Returns `world`, with the ranks of this host counted where nobody has told how many they are.
-    On GPUs tensors travel by NCCL, and what lies in host memory by Gloo; on CPU hosts all travels by Gloo.
-    Raises TrainingError, on every rank, when rank 0 has no address to listen on, or only some have GPUs.
+    GPU tensors go through NCCL, CPU tensors through Gloo.
+
+    Args:
+        world: The ranks of the job.
+        device: The device of this rank.
+        timeout: How long to wait for other ranks, here and in collectives.
+
+    Returns:
+        The world, with the ranks of this host counted if their number was unknown.
+
+    Raises:
+        TrainingError: On every rank, if rank 0 has no address to listen on, or only some ranks have GPUs.
     """
     if world.size == 1:
         return world
@@ -53,8 +60,8 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
             "torch.distributed is initialized already", hint="call distrib.init() instead of init_process_group()"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    store, address = _meet_by_variables(world, timeout) if world.comm is None else _meet(world, timeout)
-    hosts = compare(store, world.rank, world.size, backend)
+    store, address = _connect_by_variables(world, timeout) if world.comm is None else _connect_by_mpi(world, timeout)
+    hosts = exchange_hosts(store, world.rank, world.size, backend)
     if not world.local_size:
         world = dataclasses.replace(world, local_size=hosts.count(hosts[world.rank]))
     choose_interface(world.on_one_host, address)
@@ -62,47 +69,57 @@ def join(world: World, device: torch.device, timeout: timedelta) -> World:
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout,
         device_id=device if "nccl" in backend else None,
     )  # fmt: skip
-    _unbind()
+    compat.unbind_device()
     return world
 
 
-def compare(store: Store, rank: int, size: int, backend: str) -> list[str]:
-    """The host of every rank, in words. Every rank.
+def exchange_hosts(store: Store, rank: int, size: int, backend: str) -> list[str]:
+    """Exchange host and backend of every rank. Collective.
 
-    Raises TrainingError where they would connect by different backends: the one would wait for the other until its time is up.
+    Args:
+        store: The store of the rendezvous.
+        rank: This rank.
+        size: Number of ranks.
+        backend: This rank's backend for `init_process_group`.
+
+    Returns:
+        An identity of the host of every rank, by rank.
+
+    Raises:
+        TrainingError: Backends differ; the ranks would wait for each other until the timeout.
     """
     keys = [f"distrib/join/{each}" for each in range(size)]
     store.set(keys[rank], f"{backend} {kernel_identity()}")
-    told = [word.decode().split(" ", 1) for word in store.multi_get(keys)]
-    without = [str(each) for each, (other, _) in enumerate(told) if "nccl" not in other]
+    received = [word.decode().split(" ", 1) for word in store.multi_get(keys)]
+    without = [str(each) for each, (other, _) in enumerate(received) if "nccl" not in other]
     if 0 < len(without) < size:
-        heard = [f"{key}/heard" for key in keys]
-        with contextlib.suppress(RuntimeError):  # some are gone, with what they were to be told
-            store.set(heard[rank], "")
-            if rank == 0:  # the store may be its own, and ends with it
-                store.wait(heard, timedelta(seconds=PARTING_SECONDS))
+        read = [f"{key}/read" for key in keys]
+        with contextlib.suppress(RuntimeError):  # a rank has exited
+            store.set(read[rank], "")
+            if rank == 0:  # the store ends with this rank
+                store.wait(read, timedelta(seconds=STORE_READ_SECONDS))
         raise TrainingError(
-            f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, the others do",
-            hint="use hosts that are alike, see to the drivers there (distrib-topo check), or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
+            f"rank{'s' * (len(without) > 1)} {', '.join(without)} see no GPU, but other ranks do",
+            hint="run distrib-topo check on those hosts, or hide all GPUs: -x CUDA_VISIBLE_DEVICES=",
         )
-    return [host for _, host in told]
-
-
-def _unbind() -> None:
-    """The device was named for NCCL to connect now. Bound to it for good, a later group of some ranks would be split from all of
-    them, also one of Gloo's, of whose ranks none takes part (pytorch issue 145376): the others would wait for good."""
-    dist.group.WORLD.bound_device_id = None  # type: ignore[union-attr]
+    return [host for _, host in received]
 
 
 def wait_for_all_ranks(world: World, *, report: bool) -> None:
-    """Waits until every rank is at its end. Raises what torch raises when one is gone, or does not come in time.
+    """Wait until every rank is at the end of its script. Collective.
 
-    They send each other messages: a collective would answer that of a rank which is not at its end yet. `tell`: says that
-    others are waited for, where no launcher does.
+    It uses messages: a collective would pair with one of a rank that is not at its end yet.
+
+    Args:
+        world: The ranks of the job.
+        report: True to print a note if others take long, as without a launcher.
+
+    Raises:
+        RuntimeError: Another rank has exited, or the timeout expired; raised by torch.
     """
     if world.size == 1:
         return
-    note = threading.Timer(NOTICE_SECONDS, _say_who_waits, (world.rank,))
+    note = threading.Timer(WAITING_NOTICE_SECONDS, _report_waiting, (world.rank,))
     note.daemon = True
     if report:
         note.start()
@@ -121,12 +138,12 @@ def wait_for_all_ranks(world: World, *, report: bool) -> None:
         note.cancel()
 
 
-def _say_who_waits(rank: int) -> None:
-    print(f"distrib: note: rank {rank} is at the end of its script, and others are not", file=sys.stderr, flush=True)
+def _report_waiting(rank: int) -> None:
+    print(f"distrib: rank {rank} waits at the end of its script for other ranks", file=sys.stderr, flush=True)
 
 
-def timeout_of_job() -> timedelta:
-    """How long collectives of the job may take, which groups that are made later do not take over by themselves."""
+def collective_timeout() -> timedelta:
+    """Return the timeout of the job's collectives, which new groups do not inherit."""
     timeout: timedelta = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
     return timeout
 
@@ -153,8 +170,8 @@ def choose_interface(on_one_host: bool, first: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
-    """The store of the job and the host that it is on, as MASTER_ADDR and MASTER_PORT tell."""
+def _connect_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
+    """Connect to the store at MASTER_ADDR and MASTER_PORT; return it and its host."""
     missing = [name for name in (MASTER_ADDR, MASTER_PORT) if name not in os.environ]
     if missing:
         raise TrainingError(
@@ -166,8 +183,8 @@ def _meet_by_variables(world: World, timeout: timedelta) -> tuple[Store, str]:
     return store, os.environ[MASTER_ADDR]
 
 
-def _meet(world: World, timeout: timedelta) -> tuple[Store, str]:
-    """The store of the job and its address, which MPI broadcasts; what fails on rank 0 fails everywhere."""
+def _connect_by_mpi(world: World, timeout: timedelta) -> tuple[Store, str]:
+    """Create the store on rank 0 and broadcast its address through MPI; an error of rank 0 is raised on every rank."""
     store: TCPStore | None = None
     address, port, problem = "", 0, ""
     if world.rank == 0:
@@ -184,7 +201,7 @@ def _meet(world: World, timeout: timedelta) -> tuple[Store, str]:
                 timeout=timeout,
                 wait_for_workers=False,
                 master_listen_fd=listener.detach(),
-                use_libuv=TAKES_SOCKETS,
+                use_libuv=STORE_TAKES_SOCKET,
             )
         except (OSError, RuntimeError, TrainingError) as error:
             problem = f"rank 0 cannot listen for the others on {address or socket.gethostname()}: {error}"

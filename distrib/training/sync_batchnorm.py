@@ -16,16 +16,27 @@ _present = BatchSamples()
 
 
 def use_batch_samples(samples: BatchSamples) -> None:
-    """The job's own count of samples: what a rank's loss weighs in the mean of all ranks, whatever a layer's inputs are shaped like."""
+    """Use the job's batch sizes as the weight of this rank's loss, whatever the shape of a layer's input.
+
+    Args:
+        samples: Sizes of the present batch.
+    """
     global _present
     _present = samples
 
 
 def convert_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """`model`, every batch normalization in which takes mean and variance of all ranks' samples while it trains.
+    """Replace batch normalization by one over the samples of all ranks.
 
-    On GPUs torch's own SyncBatchNorm, which refuses CPUs; there one of ours. Raises TrainingError for a layer that does more than
-    normalize, such as timm's BatchNormAct2d, of which the rest would be lost.
+    Args:
+        model: The script's model.
+        device: On GPUs torch's SyncBatchNorm is used, which refuses CPUs; there `SyncBatchNorm` of this module.
+
+    Returns:
+        The model, changed in place or converted.
+
+    Raises:
+        TrainingError: A layer does more than normalize, such as timm's BatchNormAct2d.
     """
     for name, module in model.named_modules():
         is_normalization = isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -44,16 +55,20 @@ def convert_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def replace_on_cpu(model: nn.Module) -> None:
-    """Makes those layers ours that are torch's SyncBatchNorm, of all ranks: on CPUs it would raise."""
+    """Replace torch's SyncBatchNorm layers, which raise on CPUs.
+
+    Args:
+        model: The script's model, changed in place.
+    """
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm and module.process_group is None:
             module.__class__ = SyncBatchNorm  # type: ignore[assignment]
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalization of inputs [samples, channels, ...] over the samples of all ranks, which must all be there.
+    """Batch normalization over the samples of all ranks, on CPUs. Collective in training mode.
 
-    Ranks may have different numbers of samples. In evaluation it asks nobody.
+    Inputs are [samples, channels, ...]; ranks may have different numbers of samples.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -61,6 +76,14 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize a batch.
+
+        Args:
+            input: [samples, channels, ...].
+
+        Returns:
+            A tensor of the same shape and type.
+        """
         if not (self.training and dist.is_initialized() and dist.get_world_size() > 1):
             return super().forward(input)
         self._check_input_dim(input)
@@ -91,7 +114,7 @@ _PLAIN = (nn.modules.batchnorm._BatchNorm.forward, SyncBatchNorm.forward)
 
 
 class _Moments(torch.autograd.Function):
-    """Mean, variance and number of the elements of each channel, over all ranks."""
+    """Mean, variance and number of elements of each channel over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -112,8 +135,8 @@ class _Moments(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # what the ranks tell each other has no gradient
     def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> torch.Tensor:
-        # Every rank's loss depends on the common moments: what they want of them is added up. Each loss counts by its
-        # samples, as it does in `distrib.training.gradient_accumulation`, which multiplies by this rank's afterwards.
+        # Every rank's loss depends on the common moments, so their gradients are added. Each loss is weighted by its samples, as in
+        # `distrib.training.gradient_accumulation`, which multiplies by this rank's afterwards.
         input, mean, total = ctx.saved_tensors
         gradients = torch.cat([mean_gradient, variance_gradient]).double() * _present.own
         dist.all_reduce(gradients)

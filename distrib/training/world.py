@@ -1,4 +1,4 @@
-"""Which rank of how many this process is: asked of MPI, of torchrun's variables, or it is alone."""
+"""The rank of this process and the size of the job, from MPI, from torchrun's variables, or alone."""
 
 from __future__ import annotations
 
@@ -25,29 +25,36 @@ from distrib.utils.mpi_env import OMPI_LOCAL_RANK, OMPI_LOCAL_SIZE, OMPI_SIZE
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among all of the job's. `local_size` is 0 where nobody has told it: `join` counts.
-
-    `comm` is MPI's world where MPI started it, else None; `ends_mpi`: leaving MPI is this library's to do.
-    """
+    """The place of this process among the ranks of the job."""
 
     rank: int
     size: int
     local_rank: int
     local_size: int
+    """Ranks on this host; 0 if unknown, until `rendezvous.join` counts them."""
     comm: Any = None
+    """MPI.COMM_WORLD if MPI started the process."""
     ends_mpi: bool = False
+    """True if this library initialized MPI and must finalize it."""
 
     @property
     def on_one_host(self) -> bool:
+        """True if all ranks are on this host."""
         return self.local_size == self.size
 
 
 def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = False) -> World:
-    """The world as whoever started this process made it. `threads`: others than this library talk to MPI too, at any time.
+    """Find the world of this process: from MPI if an MPI runtime started it, else from torchrun's variables, else a single rank.
 
-    MPI is asked first, where an MPI runtime started the process; then the variables that torchrun and
-    `distrib-launch` set (under `srun` there may be nothing else); a process with neither is alone.
-    Raises TrainingError when MPI started another number of ranks than was planned, or the variables are broken.
+    Args:
+        environ: Environment variables; None for those of the process.
+        threads: True if another library calls MPI from its own threads.
+
+    Returns:
+        The world.
+
+    Raises:
+        TrainingError: MPI started another number of ranks than planned, or a variable is not valid.
     """
     environ = os.environ if environ is None else environ
     planned = RANK in environ and WORLD_SIZE in environ
@@ -66,17 +73,17 @@ def find_world(environ: Mapping[str, str] | None = None, *, threads: bool = Fals
             return _from_mpi(comm, environ, started)
     if planned:
         return planned_world(environ)
-    _note_others(environ)
+    _warn_of_separate_jobs(environ)
     return World(rank=0, size=1, local_rank=0, local_size=1)
 
 
-def _note_others(environ: Mapping[str, str]) -> None:
-    """Says so where a launcher has started several of these and told none of the others: they may be meant to train apart."""
+def _warn_of_separate_jobs(environ: Mapping[str, str]) -> None:
+    """Warn if a launcher started several processes without connecting them."""
     for by, size, rank in (("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"), ("mpirun", "PMI_SIZE", "PMI_RANK")):
         count = environ.get(size, "")
         if count.isdecimal() and int(count) > 1 and environ.get(rank) == "0":
             print(
-                f"distrib: note: {by} started {count} processes, and each is a job of its own, of one rank: for one job of them "
+                f"distrib: warning: {by} started {count} processes, and each is a job of its own with one rank. For one job of them "
                 "use distrib-launch, srun --mpi=pmix, or the mpirun of Open MPI",
                 file=sys.stderr,
                 flush=True,
@@ -85,7 +92,17 @@ def _note_others(environ: Mapping[str, str]) -> None:
 
 
 def planned_world(environ: Mapping[str, str] | None = None) -> World:
-    """The world as the variables that torchrun and `distrib-launch` set tell it. Raises TrainingError when they are broken."""
+    """Read the world from the variables that torchrun and `distrib-launch` set.
+
+    Args:
+        environ: Environment variables; None for those of the process.
+
+    Returns:
+        The world.
+
+    Raises:
+        TrainingError: A variable is missing, or they contradict each other.
+    """
     environ = os.environ if environ is None else environ
     rank, size = _integer(environ, RANK), _integer(environ, WORLD_SIZE)
     local_rank, local_size = _integer(environ, LOCAL_RANK, 0), _integer(environ, LOCAL_WORLD_SIZE, 0)
@@ -99,9 +116,17 @@ def planned_world(environ: Mapping[str, str] | None = None) -> World:
 
 
 def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> torch.device:
-    """The device of this rank: DISTRIB_DEVICE where it is set, else GPU number `local_rank`, else the CPU.
+    """Find the device of this rank: DISTRIB_DEVICE if it is set, else GPU number `local_rank`, else the CPU.
 
-    Makes a GPU the current one of torch. Raises TrainingError when there is no such GPU.
+    Args:
+        local_rank: This rank among those of its host.
+        environ: Environment variables; None for those of the process.
+
+    Returns:
+        The device. A GPU becomes torch's current one.
+
+    Raises:
+        TrainingError: There is no such device.
     """
     environ = os.environ if environ is None else environ
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -128,7 +153,7 @@ def find_device(local_rank: int, environ: Mapping[str, str] | None = None) -> to
 
 
 def _why_no_cuda() -> str:
-    """What torch says of a driver that it cannot use, or of a build without CUDA; nothing where there are just no GPUs."""
+    """Return torch's reason for not using CUDA; empty if the GPUs are only hidden."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
     try:
@@ -139,7 +164,7 @@ def _why_no_cuda() -> str:
 
 
 def _start_mpi(threads: bool) -> tuple[Any, bool]:
-    """MPI's world, and whether MPI was started here. Then leaving it is ours to do: after a failure its Finalize can hang."""
+    """Return MPI.COMM_WORLD, and True if MPI was initialized here: after a failure its own Finalize at exit can hang."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -179,7 +204,7 @@ def _from_mpi(comm: Any, environ: Mapping[str, str], started: bool) -> World:
 
 
 def _place_on_host(comm: Any) -> tuple[int, int]:
-    """Which of its host's ranks this is, and how many there are. Every rank."""
+    """Return the local rank and the number of local ranks. Collective."""
     if comm.size == 1:
         return 0, 1
     from mpi4py import MPI

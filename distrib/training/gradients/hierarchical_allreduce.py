@@ -22,7 +22,7 @@ from distrib.errors import TrainingError
 from distrib.training.collectives import gather_objects
 from distrib.training.gradients.compression import BucketInfo, Compressor, PendingCollectives
 from distrib.training.gradients.host_shared_memory import HostSharedMemory, PeerListener, kernel_identity
-from distrib.training.rendezvous import timeout_of_job
+from distrib.training.rendezvous import collective_timeout
 
 COPIED, SUMMED = 0, 1
 """Counters of each rank: buckets copied into shared memory, and buckets summed between hosts."""
@@ -352,7 +352,7 @@ class HierarchicalAllReduce:
         """The process groups of this rank's inter-host group, to be destroyed at the end."""
         for number, ranks in enumerate(groups):
             stages = range(compressor.stages if self.hosts > 1 else 0)
-            made = [dist.new_group(ranks, backend="gloo", timeout=timeout_of_job()) for _ in stages]
+            made = [dist.new_group(ranks, backend="gloo", timeout=collective_timeout()) for _ in stages]
             if rank in ranks:
                 self.process_groups = made
                 own_group = InterHostGroup(number=number, count=len(groups), hosts=self.hosts, groups=made)

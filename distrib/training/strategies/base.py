@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from distrib.errors import TrainingError
 from distrib.strategy import STRATEGIES, Strategy
 from distrib.training.model_parameters import move_optimizer_state
-from distrib.training.rendezvous import timeout_of_job
+from distrib.training.rendezvous import collective_timeout
 from distrib.training.world import World
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class TrainingStrategy:
     @functools.cached_property
     def step_count_group(self) -> dist.ProcessGroup:
         """The Gloo group for step counts, apart from gradients. Collective at the first access."""
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_of_job())
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=collective_timeout())
         return group
 
     @property
